@@ -1,0 +1,46 @@
+# make setup | demo | test | test-slow | check | bench    (Python >= 3.11; set PYTHON to choose one)
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-slow check format lock clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "rehead needs Python 3.11 or newer, $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "no venv module: on Debian, apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report]' --group dev
+	@touch $@
+
+# Trains one small model per kind of attention on Python's own documentation; results in runs/demo.
+demo: $(STAMP)
+	$(BIN)/rehead study --preset demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Exact versions for everyone who develops; users of the library get the ranges of pyproject.toml.
+lock: $(STAMP)
+	$(BIN)/python -m pip install --quiet uv
+	echo 'torch==2.13.0' | $(BIN)/uv pip compile --quiet --universal --no-annotate --no-header --python-version 3.11 \
+		--constraint - --all-extras --group dev pyproject.toml --output-file constraints.txt
+
+clean:
+	rm -rf $(VENV) runs out .pytest_cache .mypy_cache .ruff_cache

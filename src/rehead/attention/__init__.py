@@ -1,0 +1,26 @@
+"""How tokens look at each other; usable alone. Importing a module here registers its variants."""
+
+from rehead.attention.base import Attention, AttentionConfig, variants
+from rehead.attention.cache import LayerCache
+from rehead.attention.grouped import GroupedAttention, GroupedConfig
+from rehead.attention.latent import LatentAttention, LatentConfig
+from rehead.attention.mask import EMPTY, Mask, visible
+from rehead.attention.rope import RopeConfig, scalings
+from rehead.attention.score import scores
+
+__all__ = [
+    "EMPTY",
+    "Attention",
+    "AttentionConfig",
+    "GroupedAttention",
+    "GroupedConfig",
+    "LatentAttention",
+    "LatentConfig",
+    "LayerCache",
+    "Mask",
+    "RopeConfig",
+    "scalings",
+    "scores",
+    "variants",
+    "visible",
+]

@@ -1,0 +1,206 @@
+"""The contract every attention variant signs.
+
+Letters, in annotations as written and in einsum in lower case (docs/notation.md has the seeds' beside them):
+
+    B  batch              H  query heads               E  key width of a head
+    L  query positions    K  key/value heads           V  value width of a head
+    S  key positions      G  query heads per KV head   R  latent width
+    D  model width        C  width of the context (cross-attention)
+
+Time is axis 1 of every tensor that has it: activations, cache rows and latents alike.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rehead.attention.cache import LayerCache
+from rehead.attention.mask import Mask
+from rehead.attention.rope import RopeConfig
+from rehead.errors import ConfigError, UsageError
+from rehead.registry import Registry
+
+variants: Registry[type["AttentionConfig"]] = Registry("attention variant")
+
+FILLED: Any = None
+"""Default of a field that `__post_init__` fills in from the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(ABC):
+    """What all variants share.
+
+    `d_context` is the width of what is attended to, for cross-attention; self-attention when None.
+    `causal` is True for self-attention unless given. `window` is how many keys a query sees, its own
+    included. `rope=True` means `RopeConfig()`. `attn_pdrop` drops attention weights in training.
+    """
+
+    d_context: int | None = None
+    causal: bool = FILLED
+    window: int | None = None
+    rope: RopeConfig | None = None
+    attn_pdrop: float = 0.0
+
+    __no_type_check__ = True  # annotations say what is kept; what is given, __post_init__ checks
+
+    def __post_init__(self) -> None:
+        if self.d_context is not None:
+            self.require_positive("d_context")
+        if self.causal is None:
+            self.fill(causal=self.d_context is None)
+        if isinstance(self.rope, bool):
+            self.fill(rope=RopeConfig() if self.rope else None)
+        if self.causal and self.d_context is not None:
+            raise ConfigError(
+                f"causal=True with d_context={self.d_context}: queries and keys of two sequences have no "
+                "common order. Use causal=False."
+            )
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ConfigError(
+                f"window={self.window} with causal={self.causal}: a window is the number of visible keys, "
+                "the query's own included, of a causal attention. Use window=1 or more with causal=True."
+            )
+        if not 0 <= self.attn_pdrop < 1:
+            raise ConfigError(f"attn_pdrop={self.attn_pdrop}: a probability. Use 0 up to (not including) 1.")
+
+    def fill(self, **values: object) -> None:
+        """Set fields that were left to follow from others; only `__post_init__` calls it."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def require_positive(self, *names: str) -> None:
+        """Refuse a size below 1."""
+        for name in names:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name}={size!r}: a size is a whole number of at least 1.")
+
+    def require_even(self, width: int, name: str) -> None:
+        """Refuse to rotate an odd width."""
+        if width % 2:
+            even = f"{width - 1} or {width + 1}" if width > 1 else "2"
+            raise ConfigError(f"{name}={width} is odd: rope turns pairs. Use {even}, or rope=False.")
+
+    @classmethod
+    @abstractmethod
+    def examples(cls) -> dict[str, "AttentionConfig"]:
+        """Small configs that show the variant: in the docs, and to the contract tests."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The registered name this config goes by."""
+
+    @abstractmethod
+    def build(self, d_model: int) -> "Attention":
+        """The module this config describes."""
+
+    @abstractmethod
+    def cache_rows(self) -> dict[str, tuple[int, ...]]:
+        """What one token leaves in the cache: row name to shape."""
+
+    @abstractmethod
+    def n_parameters(self, d_model: int) -> int:
+        """Learned numbers of the module."""
+
+    @abstractmethod
+    def projection_flops(self, d_model: int) -> int:
+        """FLOPs per token outside the scores; one multiply-add is 2."""
+
+    @abstractmethod
+    def attention_flops(self, n_key: int) -> int:
+        """FLOPs of one query over `n_key` visible keys: its scores and the sum of the values."""
+
+    def kv_numbers(self) -> int:
+        """Numbers one token leaves in the cache (seeds A17)."""
+        return sum(torch.Size(shape).numel() for shape in self.cache_rows().values())
+
+    def cache(
+        self,
+        batch_size: int,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LayerCache:
+        """An empty cache for one layer: a ring if there is a window, growing without `capacity`."""
+        return LayerCache(
+            self.cache_rows(),
+            batch_size=batch_size,
+            capacity=capacity,
+            window=self.window,
+            dtype=dtype,
+            device=device,
+        )
+
+
+class Attention(nn.Module, ABC):
+    """A variant's module: `module(x)`, or `module(x, context)` for cross-attention."""
+
+    config: AttentionConfig
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Float[Tensor, "B L D"],
+        context: Float[Tensor, "B S C"] | None = None,
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: LayerCache | None = None,
+        context_positions: Int[Tensor, "#B S"] | None = None,
+    ) -> Float[Tensor, "B L D"]:
+        """What `x` gathers from itself and the cache, or from `context`.
+
+        Without `positions` the tokens follow on those in the cache, from 0 without one. A position
+        of -1 is padding: it is not seen, and its output is what the biases alone give.
+        """
+
+    @abstractmethod
+    def weights(
+        self,
+        x: Float[Tensor, "B L D"],
+        context: Float[Tensor, "B S C"] | None = None,
+        positions: Int[Tensor, "#B L"] | None = None,
+        context_positions: Int[Tensor, "#B S"] | None = None,
+    ) -> Float[Tensor, "B H L S"]:
+        """The attention weights of one pass without cache, by the reference kernel."""
+
+    def _check(self, x: Tensor, context: Tensor | None, cache: LayerCache | None) -> None:
+        """Refuse calls that would quietly mean something else."""
+        config = self.config
+        if context is not None and config.causal:
+            raise UsageError(
+                "context given to a causal attention: queries and keys of two sequences have no common "
+                "order. Build it with causal=False."
+            )
+        if context is None and config.d_context is not None:
+            raise UsageError(
+                f"this attention reads a context of width d_context={config.d_context}: call it as "
+                "module(x, context)."
+            )
+        if cache is not None and not config.causal:
+            raise UsageError(
+                "a KV cache needs causal=True: without it, earlier tokens would have to see later ones."
+            )
+
+    def _mask(
+        self,
+        n_query: int,
+        n_key: int,
+        query_positions: Tensor | None,
+        key_positions: Tensor | None,
+    ) -> Mask:
+        return Mask(
+            n_query=n_query,
+            n_key=n_key,
+            causal=self.config.causal,
+            window=self.config.window,
+            query_positions=query_positions,
+            key_positions=key_positions,
+        )
+
+    @property
+    def _pdrop(self) -> float:
+        return self.config.attn_pdrop if self.training else 0.0

@@ -1,0 +1,159 @@
+"""What one layer remembers of the tokens it has seen."""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from rehead.attention.mask import EMPTY
+from rehead.errors import UsageError
+
+FIRST_ROWS = 64
+"""Rows of a growing cache at first; it doubles when they are full."""
+
+
+class LayerCache:
+    """Named rows, one per token, and the position each one stands at.
+
+    A variant says what a token leaves behind (`AttentionConfig.cache_rows`); the cache keeps it.
+    Three ways to hold it: `capacity` rows allocated at once; growing by doubling when no capacity is
+    given; with a `window`, a ring of as many rows, in which the newest token overwrites the oldest.
+
+    At the border time is axis 1, (B, S, ...). Inside it is the last axis but one, (B, K, S, E), so
+    that a head's keys lie together; what is returned are views. A chunk longer than one token reads
+    the ring before it writes, so a window of W never needs more than W rows.
+    """
+
+    def __init__(
+        self,
+        rows: dict[str, tuple[int, ...]],
+        *,
+        batch_size: int,
+        capacity: int | None = None,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.batch_size, self.capacity, self.window = batch_size, capacity, window
+        limits = [limit for limit in (capacity, window) if limit is not None]
+        self._n_rows = min(limits) if limits else 0
+        self._store = {
+            name: torch.zeros(batch_size, *shape[:-1], self._n_rows, shape[-1], dtype=dtype, device=device)
+            for name, shape in rows.items()
+        }
+        self._in_ring_order = False
+        self.length = 0
+        """Tokens seen, while every sequence of the batch has seen equally many."""
+        self.positions: Int[Tensor, "B S"] | None = None
+        """Where each row stands, once positions were given; None while they are consecutive."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held by the rows (the positions' own few bytes are not counted)."""
+        return sum(store.nbytes for store in self._store.values())
+
+    def next(self, n_token: int) -> Int[Tensor, "B L"] | None:
+        """Where `n_token` more tokens stand; None while that is `length`, `length` + 1, ... for all."""
+        if self.positions is None:
+            return None
+        last = self.positions.max(dim=1, keepdim=True).values
+        return last + torch.arange(1, n_token + 1, device=last.device)
+
+    def append(
+        self, positions: Int[Tensor, "#B L"] | None = None, **new: Tensor
+    ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"] | None]:
+        """Store new rows, (B, L, ...) each; return all rows that may be seen, and where they stand.
+
+        The positions returned are None where a `Mask` needs none: the rows are consecutive and end
+        with the new ones, or they are exactly the window of one new token.
+        """
+        assert new.keys() == self._store.keys(), f"expected rows {list(self._store)}, got {list(new)}"
+        n_token = next(iter(new.values())).shape[1]
+        inside = {name: row.movedim(1, -2) for name, row in new.items()}
+        if positions is None and self.positions is None:
+            return self._append_consecutive(inside, n_token), None
+        given = self.next(n_token) if positions is None else positions
+        assert given is not None
+        return self._append_anywhere(inside, given.expand(self.batch_size, -1))
+
+    def row_positions(self, n_row: int) -> Int[Tensor, "1 S"]:
+        """Where the last returned `n_row` rows stand, when `append` gave no positions."""
+        slots = torch.arange(n_row, device=self._device)
+        if self.length > n_row == self._n_rows and self._in_ring_order:
+            return (self.length - 1 - (self.length - 1 - slots) % n_row)[None]
+        return (slots + self.length - n_row)[None]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._store.values())).device
+
+    def _append_consecutive(self, new: dict[str, Tensor], n_token: int) -> dict[str, Tensor]:
+        start, self.length = self.length, self.length + n_token
+        self._reserve(self.length)
+        if self.length <= self._n_rows:  # nothing is overwritten
+            self._write(new, slice(start, self.length))
+            self._in_ring_order = False
+            return {name: store[..., : self.length, :].movedim(-2, 1) for name, store in self._store.items()}
+        if n_token == 1:  # the whole ring is the window of the new token
+            self._write(new, slice(start % self._n_rows, start % self._n_rows + 1))
+            self._in_ring_order = True
+            return {name: store.movedim(-2, 1) for name, store in self._store.items()}
+        device = self._device
+        past = torch.arange(max(0, start - self._n_rows + 1), start, device=device) % self._n_rows
+        rows = {name: torch.cat([store[..., past, :], new[name]], -2) for name, store in self._store.items()}
+        kept = min(n_token, self._n_rows)
+        slots = torch.arange(self.length - kept, self.length, device=device) % self._n_rows
+        self._write({name: row[..., -kept:, :] for name, row in new.items()}, slots)
+        self._in_ring_order = False
+        return {name: row.movedim(-2, 1) for name, row in rows.items()}
+
+    def _append_anywhere(
+        self, new: dict[str, Tensor], positions: Int[Tensor, "B L"]
+    ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"]]:
+        self._reserve(max(int(positions.max()) + 1, 1))
+        known = self._known_positions()
+        past = None
+        if positions.shape[1] > 1 and self._n_rows == self.window:  # read before writing over
+            past = known, {name: store.clone() for name, store in self._store.items()}
+            newest = torch.maximum(known.max(1).values, positions.max(1).values)[:, None]
+            keep = (positions != EMPTY) & (positions > newest - self._n_rows)
+        else:
+            keep = positions != EMPTY
+        batch, token = keep.nonzero(as_tuple=True)
+        slots = positions[batch, token] % self._n_rows
+        self.positions = known.index_put((batch, slots), positions[batch, token])
+        for name, store in self._store.items():
+            store.movedim(-2, 1)[batch, slots] = new[name].movedim(-2, 1)[batch, token]
+        if past is None:
+            used = min(self._n_rows, int(self.positions.max()) + 1)
+            rows = {name: store[..., :used, :].movedim(-2, 1) for name, store in self._store.items()}
+            return rows, self.positions[:, :used]
+        rows = {name: torch.cat([store, new[name]], -2).movedim(-2, 1) for name, store in past[1].items()}
+        return rows, torch.cat([past[0], positions], dim=1)
+
+    def _known_positions(self) -> Int[Tensor, "B S"]:
+        """The position of every row, `EMPTY` where there is none."""
+        if self.positions is None:
+            slots = torch.arange(self._n_rows, device=self._device)
+            held = self.length - 1 - (self.length - 1 - slots) % max(self._n_rows, 1)
+            known = torch.where(held >= 0, held, EMPTY)
+            return known.expand(self.batch_size, -1)
+        grown = self._n_rows - self.positions.shape[1]
+        return torch.nn.functional.pad(self.positions, (0, grown), value=EMPTY)
+
+    def _write(self, new: dict[str, Tensor], slots: slice | Tensor) -> None:
+        for name, store in self._store.items():
+            store[..., slots, :] = new[name]
+
+    def _reserve(self, length: int) -> None:
+        """Make room for `length` positions, or say that there is none."""
+        if self.capacity is not None and length > self.capacity and self._n_rows != self.window:
+            raise UsageError(
+                f"the KV cache holds capacity={self.capacity} tokens and was given {length}: "
+                f"build it with capacity={length} or more, or without one to let it grow."
+            )
+        if self.capacity is None and self.window is None and length > self._n_rows:
+            self._n_rows = max(length, 2 * self._n_rows, FIRST_ROWS)
+            for name, store in self._store.items():
+                grown = store.new_zeros(*store.shape[:-2], self._n_rows, store.shape[-1])
+                grown[..., : store.shape[-2], :] = store
+                self._store[name] = grown

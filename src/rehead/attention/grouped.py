@@ -1,0 +1,213 @@
+"""Multi-head, grouped-query and multi-query attention: one mechanism under three names.
+
+MHA (Vaswani et al., 2017) has a key and value head for every query head, MQA (Shazeer, 2019) one for
+all, GQA (Ainslie et al., arXiv 2305.13245) anything between. Seeds A1-A8, B16.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rehead.attention import kernels
+from rehead.attention.base import FILLED, Attention, AttentionConfig, variants
+from rehead.attention.cache import LayerCache
+from rehead.attention.mask import Mask
+from rehead.attention.rope import RopeConfig, Rotary
+from rehead.attention.score import ScoreConfig, scores
+from rehead.errors import ConfigError
+
+HeadMap = Literal["contiguous", "modular"]
+
+
+@variants.add("mha", "gqa", "mqa")
+@dataclass(frozen=True, kw_only=True)
+class GroupedConfig(AttentionConfig):
+    """`n_kv_head` equal to `n_query_head` is MHA (the default), 1 is MQA, anything between is GQA.
+
+    `head_map` says which KV head h // (H/K) (contiguous, as in Hugging Face) or h % K (modular, the
+    olympiad's) query head h reads. `v_head_dim` is `head_dim` unless given. `score` is a name or a
+    `ScoreConfig`. `qkv_bias` and `o_bias` add biases to the projections.
+    """
+
+    n_query_head: int
+    head_dim: int
+    n_kv_head: int = FILLED
+    v_head_dim: int = FILLED
+    head_map: HeadMap = "contiguous"
+    score: ScoreConfig = FILLED
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_kv_head is None:
+            self.fill(n_kv_head=self.n_query_head)
+        if self.v_head_dim is None:
+            self.fill(v_head_dim=self.head_dim)
+        if self.score is None or isinstance(self.score, str):
+            self.fill(score=scores[self.score or "scaled_dot"]())
+        self.require_positive("n_query_head", "n_kv_head", "head_dim", "v_head_dim")
+        require_divides(self.n_kv_head, self.n_query_head)
+        if self.head_map not in ("contiguous", "modular"):
+            raise ConfigError(f"head_map={self.head_map!r}. Use 'contiguous' or 'modular'.")
+        if self.rope is not None:
+            self.require_even(self.head_dim, "head_dim")
+
+    @classmethod
+    def examples(cls) -> dict[str, AttentionConfig]:
+        """MHA, GQA and MQA, rotated, windowed, modular, biased and with each score."""
+        gqa = cls(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7)
+        return {
+            "mha": replace(gqa, n_kv_head=6),
+            "gqa": gqa,
+            "mqa": replace(gqa, n_kv_head=1),
+            "gqa, rope": replace(gqa, rope=RopeConfig()),
+            "gqa, window": replace(gqa, window=5),
+            "gqa, rope, window": replace(gqa, rope=RopeConfig(), window=5),
+            "gqa, modular, bias": replace(gqa, head_map="modular", qkv_bias=True, o_bias=True),
+            **{f"gqa, {score}": replace(gqa, score=scores[score]()) for score in scores},
+        }
+
+    @property
+    def name(self) -> str:
+        """mha, gqa or mqa."""
+        if self.n_kv_head == self.n_query_head:
+            return "mha"
+        return "mqa" if self.n_kv_head == 1 else "gqa"
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.n_query_head // self.n_kv_head
+
+    def build(self, d_model: int) -> "GroupedAttention":
+        """A module for activations of width `d_model`."""
+        return GroupedAttention(self, d_model)
+
+    def cache_rows(self) -> dict[str, tuple[int, ...]]:
+        """Rotated keys, and values."""
+        return {"key": (self.n_kv_head, self.head_dim), "value": (self.n_kv_head, self.v_head_dim)}
+
+    def n_parameters(self, d_model: int) -> int:
+        """Projections, biases and the score's own."""
+        q, k, v, o = self._widths()
+        bias = (q + k + v) * self.qkv_bias + d_model * self.o_bias
+        weight = d_model * (q + o) + (self.d_context or d_model) * (k + v)
+        return weight + bias + self.score.n_parameters(self.n_query_head, self.head_dim)
+
+    def projection_flops(self, d_model: int) -> int:
+        """The four products, and what a learned score computes once a token."""
+        q, k, v, o = self._widths()
+        products = 2 * (d_model * (q + o) + (self.d_context or d_model) * (k + v))
+        return products + self.score.token_flops(self.n_query_head, self.head_dim)
+
+    def attention_flops(self, n_key: int) -> int:
+        """2 H (E + V) per visible key, whatever the number of KV heads; another score has its own for 2 E."""
+        return self.n_query_head * (self.score.pair_flops(self.head_dim) + 2 * self.v_head_dim) * n_key
+
+    def _widths(self) -> tuple[int, int, int, int]:
+        """Of queries, keys, values and what the output projection reads."""
+        return (
+            self.n_query_head * self.head_dim,
+            self.n_kv_head * self.head_dim,
+            self.n_kv_head * self.v_head_dim,
+            self.n_query_head * self.v_head_dim,
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Those of `number` that a message can list: the first 20, none above 4096."""
+    return [n for n in range(1, min(number, 4096) + 1) if number % n == 0][:20]
+
+
+def require_divides(n_kv_head: int, n_query_head: int) -> None:
+    """Refuse KV heads that would serve unequally many query heads."""
+    if n_query_head % n_kv_head:
+        raise ConfigError(
+            f"n_kv_head={n_kv_head} does not divide n_query_head={n_query_head}: "
+            f"every KV head serves equally many query heads. Use one of {divisors(n_query_head)}."
+        )
+
+
+class GroupedAttention(Attention):
+    """Weights under Hugging Face's names; heads are stacked along the rows of each projection."""
+
+    def __init__(self, config: GroupedConfig, d_model: int) -> None:
+        super().__init__()
+        self.config: GroupedConfig = config
+        q, k, v, o = config._widths()
+        d_context = config.d_context or d_model
+        self.q_proj = nn.Linear(d_model, q, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(d_context, k, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(d_context, v, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(o, d_model, bias=config.o_bias)
+        self.score = config.score.build(config.n_kv_head, config.group, config.head_dim)
+        self.rotary = Rotary(config.rope, config.head_dim) if config.rope else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "B L D"],
+        context: Float[Tensor, "B S C"] | None = None,
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: LayerCache | None = None,
+        context_positions: Int[Tensor, "#B S"] | None = None,
+    ) -> Float[Tensor, "B L D"]:
+        """See `Attention.forward`."""
+        query, key, value, mask = self._project(x, context, positions, cache, context_positions)
+        scale = self.config.head_dim**-0.5
+        gathered = kernels.attend(query, key, value, mask, scale=scale, score=self.score, pdrop=self._pdrop)
+        return self.o_proj(self._from_slots(gathered).flatten(2))
+
+    def weights(
+        self,
+        x: Float[Tensor, "B L D"],
+        context: Float[Tensor, "B S C"] | None = None,
+        positions: Int[Tensor, "#B L"] | None = None,
+        context_positions: Int[Tensor, "#B S"] | None = None,
+    ) -> Float[Tensor, "B H L S"]:
+        """See `Attention.weights`."""
+        query, key, _, mask = self._project(x, context, positions, None, context_positions)
+        weights = kernels.weights(query, key, mask.dense(x.device), score=self.score)  # B K G L S
+        if self.config.head_map == "modular":
+            weights = weights.transpose(1, 2)
+        return weights.flatten(1, 2)
+
+    def _project(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        positions: Tensor | None,
+        cache: LayerCache | None,
+        context_positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Mask]:
+        """Queries, all keys and values there are to see, and who sees what."""
+        self._check(x, context, cache)
+        config, source = self.config, x if context is None else context
+        start = 0
+        if cache is not None:
+            positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length
+        query = self._to_slots(self.q_proj(x).unflatten(2, (config.n_query_head, config.head_dim)))
+        key = self.k_proj(source).unflatten(2, (config.n_kv_head, config.head_dim))
+        value = self.v_proj(source).unflatten(2, (config.n_kv_head, config.v_head_dim))
+        key_positions = positions if context is None else context_positions
+        if self.rotary is not None:
+            query = self.rotary(query, positions, start)
+            key = self.rotary(key, key_positions, start)
+        if cache is not None:
+            rows, key_positions = cache.append(positions, key=key, value=value)
+            key, value = rows["key"], rows["value"]
+        return query, key, value, self._mask(x.shape[1], key.shape[1], positions, key_positions)
+
+    def _to_slots(self, query: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:
+        """Query heads in the order of the KV heads they read: 0, 3, 6, 9, 1, 4, ... for modular, K = 3."""
+        if self.config.head_map == "contiguous":
+            return query
+        return query.unflatten(2, (-1, self.config.n_kv_head)).transpose(2, 3).flatten(2, 3)
+
+    def _from_slots(self, gathered: Float[Tensor, "B L H V"]) -> Float[Tensor, "B L H V"]:
+        """Back to the order of the rows of `q_proj` and the columns of `o_proj`."""
+        if self.config.head_map == "contiguous":
+            return gathered
+        return gathered.unflatten(2, (self.config.n_kv_head, -1)).transpose(2, 3).flatten(2, 3)

@@ -1,0 +1,137 @@
+"""How attention is computed. `reference` is the definition; the others must agree with it."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rehead.attention.mask import Mask
+
+ScoreFunction = Callable[[Tensor, Tensor], Tensor]
+FEW_QUERIES = 16
+"""Up to this many queries per call the folded kernel is used (decoding, short chunks)."""
+
+
+def _scale(scale: float | None, key: Tensor) -> float:
+    return float(key.shape[-1] ** -0.5) if scale is None else scale
+
+
+def weights(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    mask: Bool[Tensor, "#B L S"] | None = None,
+    *,
+    scale: float | None = None,
+    score: ScoreFunction | None = None,
+) -> Float[Tensor, "B K G L S"]:
+    """The attention weights: softmax of the scores over the visible keys, zero elsewhere.
+
+    `scale` is E ** -0.5 unless given; `score` replaces the scaled dot product and does its own
+    scaling. A query that sees nothing has weights 0.
+    """
+    query = query.unflatten(2, (key.shape[2], -1))  # H -> K G
+    if score is None:
+        scores = torch.einsum("blkge,bske->bkgls", query, key) * _scale(scale, key)
+    else:
+        scores = score(query, key)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    if mask is None:
+        return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
+    mask = mask[:, None, None]
+    sees = mask.any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~mask & sees, float("-inf"))
+    return scores.softmax(dim=-1, dtype=exact).masked_fill(~sees, 0.0).to(scores.dtype)
+
+
+def reference(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K V"],
+    mask: Bool[Tensor, "#B L S"] | None = None,
+    *,
+    scale: float | None = None,
+    score: ScoreFunction | None = None,
+    pdrop: float = 0.0,
+) -> Float[Tensor, "B L H V"]:
+    """Attention by definition: any score, any mask; query head h reads KV head h // (H/K)."""
+    attention = F.dropout(weights(query, key, mask, scale=scale, score=score), pdrop)
+    return torch.einsum("bkgls,bskv->blkgv", attention, value).flatten(2, 3)  # K G -> H
+
+
+def sdpa(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K V"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    pdrop: float = 0.0,
+) -> Float[Tensor, "B L H V"]:
+    """PyTorch's fused kernels: O(L) memory in training and prefill.
+
+    They want one width, so the narrower of E and V is filled up with zeros, which change nothing.
+    """
+    scale = _scale(scale, key)
+    n_value, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    query, key, value = (F.pad(t, (0, width - t.shape[-1])).transpose(1, 2) for t in (query, key, value))
+    square = mask.is_causal_square
+    dense = None if square else mask.dense(query.device)
+    context = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if dense is None else dense[:, None],
+        dropout_p=pdrop,
+        is_causal=square,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return context.transpose(1, 2)[..., :n_value]
+
+
+def folded(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K V"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+) -> Float[Tensor, "B L H V"]:
+    """Few queries over many keys: the G heads of one KV head become G more queries.
+
+    Two matrix products a KV head; keys and values are read once and never repeated.
+    """
+    batch, n_query, n_kv_head = query.shape[0], query.shape[1], key.shape[2]
+    query = query.unflatten(2, (n_kv_head, -1)).permute(0, 2, 3, 1, 4)  # B K G L E
+    scores = query.flatten(2, 3) @ key.permute(0, 2, 3, 1) * _scale(scale, key)
+    dense = mask.dense(query.device)
+    if dense is not None:
+        dense = dense[:, None, None].expand(batch, 1, query.shape[2], -1, -1).flatten(2, 3)  # B 1 GL S
+        sees = dense.any(dim=-1, keepdim=True)
+        scores = scores.masked_fill(~dense & sees, float("-inf"))
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    attention = scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
+    if dense is not None:
+        attention = attention.masked_fill(~sees, 0.0)
+    context = attention @ value.transpose(1, 2)  # B K GL V
+    return context.unflatten(2, (-1, n_query)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # B L H V
+
+
+def attend(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K V"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    score: ScoreFunction | None = None,
+    pdrop: float = 0.0,
+) -> Float[Tensor, "B L H V"]:
+    """`reference`, by the fastest way there is for these arguments."""
+    if score is not None:
+        return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
+    if query.shape[1] <= FEW_QUERIES and pdrop == 0:
+        return folded(query, key, value, mask, scale=scale)
+    return sdpa(query, key, value, mask, scale=scale, pdrop=pdrop)

@@ -1,0 +1,177 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864; homework 4)."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rehead.errors import ConfigError
+from rehead.registry import Registry
+
+Layout = Literal["half-split", "interleaved"]
+scalings: Registry[type["RopeScaling"]] = Registry("rope scaling")
+
+
+class RopeScaling(ABC):
+    """How the angles are changed so that a model reaches past the length it was trained on.
+
+    Names and formulas are Hugging Face's (`rope_type`), so a checkpoint's numbers keep their meaning.
+    """
+
+    factor: float
+
+    @abstractmethod
+    def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
+        """Angles per position, float64, after scaling."""
+
+    @property
+    def magnitude(self) -> float:
+        """What cosine and sine are multiplied by (YaRN's attention factor)."""
+        return 1.0
+
+
+@scalings.add("linear")
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling(RopeScaling):
+    """Position interpolation (arXiv 2306.15595): every angle divided by `factor`."""
+
+    factor: float
+
+    def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
+        """Angles per position, float64, after scaling."""
+        return frequencies / self.factor
+
+
+@scalings.add("llama3")
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(RopeScaling):
+    """Llama 3.1: slow angles divided by `factor`, fast ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
+        """Angles per position, float64, after scaling."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / self.factor)
+
+
+@scalings.add("yarn")
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling(RopeScaling):
+    """YaRN (arXiv 2309.00071): a ramp over pair indices, and a larger magnitude."""
+
+    factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_position_embeddings: int = 8192
+    attention_factor: float | None = None
+
+    def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
+        """Angles per position, float64, after scaling."""
+        half = len(frequencies)
+
+        def pair_that_turns(times: float) -> float:
+            span = self.original_max_position_embeddings / (times * 2 * math.pi)
+            return half * math.log(span) / math.log(theta)
+
+        low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
+        high = min(math.ceil(pair_that_turns(self.beta_slow)), 2 * half - 1)
+        pair = torch.arange(half, dtype=frequencies.dtype, device=frequencies.device)
+        interpolate = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return frequencies * (1 - interpolate) + frequencies / self.factor * interpolate
+
+    @property
+    def magnitude(self) -> float:
+        """0.1 ln(factor) + 1 unless given."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """`theta` is the base of the angles, `layout` says which numbers form a pair.
+
+    half-split pairs (i, i + E/2) as Hugging Face does; interleaved pairs (2i, 2i + 1) as the paper.
+    They differ by a permutation of each head's rows.
+    """
+
+    theta: float = 10_000.0
+    layout: Layout = "half-split"
+    scaling: RopeScaling | None = None
+
+    __no_type_check__ = True  # __post_init__ checks what is given
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ConfigError(f"rope theta={self.theta}: the base of the angles is positive. Use 10000.")
+        if self.layout not in ("half-split", "interleaved"):
+            raise ConfigError(f"rope layout={self.layout!r}. Use 'half-split' or 'interleaved'.")
+        if self.scaling is not None and not self.scaling.factor >= 1:
+            raise ConfigError(f"rope scaling factor={self.scaling.factor}: it stretches. Use 1 or more.")
+
+    def frequencies(self, width: int) -> Float[Tensor, " F"]:
+        """Angle per position of each of the `width`/2 pairs: theta ** (-2i / width), float64."""
+        half = torch.arange(width // 2, dtype=torch.float64)
+        frequencies = self.theta ** (-2 * half / width)
+        return frequencies if self.scaling is None else self.scaling.scale(frequencies, self.theta)
+
+
+class Rotary:
+    """Turns heads of one width; keeps the cosines and sines of the positions it has met.
+
+    Angles are computed in float64 and applied in float32 or better, so bfloat16 models turn
+    exactly too.
+    """
+
+    def __init__(self, config: RopeConfig, width: int) -> None:
+        self.config, self.width = config, width
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, x: Float[Tensor, "B L H E"], positions: Int[Tensor, "#B L"] | None = None, start: int = 0
+    ) -> Float[Tensor, "B L H E"]:
+        """Turn pair i of every head by position * frequency i.
+
+        Without `positions` they are start, start + 1, ...
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if positions is None:
+            cos, sin = self._table(start + x.shape[1], x.device, dtype)
+            cos, sin = cos[start : start + x.shape[1]], sin[start : start + x.shape[1]]
+        else:
+            cos, sin = self._turns(positions, dtype)
+        return (x * cos + self._partner(x) * sin).to(x.dtype)
+
+    def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        table = self._tables.get((device, dtype))
+        if table is None or len(table[0]) < length:
+            rows = max(length, 2 * len(table[0]) if table else 64)
+            with torch.inference_mode(False):  # a table made while generating serves training too
+                table = self._tables[device, dtype] = self._turns(torch.arange(rows, device=device), dtype)
+        return table
+
+    def _turns(self, positions: Int[Tensor, "*B L"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine for every number of a head, (*B, L, 1, E)."""
+        angle = positions[..., None, None] * self.config.frequencies(self.width).to(positions.device)
+        magnitude = self.config.scaling.magnitude if self.config.scaling else 1.0
+        cos, sin = angle.cos() * magnitude, angle.sin() * magnitude
+        if self.config.layout == "half-split":
+            cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        else:
+            cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
+        return cos.to(dtype), sin.to(dtype)
+
+    def _partner(self, x: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:
+        """Each number's other half of the pair."""
+        if self.config.layout == "half-split":
+            return x.roll(self.width // 2, dims=-1)
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

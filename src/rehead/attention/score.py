@@ -1,0 +1,183 @@
+"""How well a key answers a query (homework 2.1). The scaled dot product is the default."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rehead.errors import ConfigError
+from rehead.registry import Registry
+
+scores: Registry[type["ScoreConfig"]] = Registry("score")
+
+
+class Score(nn.Module, ABC):
+    """Learned scores: weights per query head, contiguous by KV head."""
+
+    @abstractmethod
+    def forward(
+        self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
+    ) -> Float[Tensor, "B K G L S"]:
+        """Scores before the mask and the softmax."""
+
+
+class ScoreConfig(ABC):
+    """Which score, and its sizes."""
+
+    @abstractmethod
+    def build(self, n_kv_head: int, group: int, head_dim: int) -> Score | None:
+        """The score's module for `n_kv_head` x `group` query heads; None for the dot product."""
+
+    def n_parameters(self, n_query_head: int, head_dim: int) -> int:
+        """Learned numbers of one layer's score."""
+        return 0
+
+    def token_flops(self, n_query_head: int, head_dim: int) -> int:
+        """FLOPs a token costs once, as query and as key, before it meets others."""
+        return 0
+
+    def pair_flops(self, head_dim: int) -> int:
+        """FLOPs of one head's score of one key; products only."""
+        return 2 * head_dim
+
+
+@scores.add("scaled_dot")
+@dataclass(frozen=True, kw_only=True)
+class ScaledDot(ScoreConfig):
+    """k.q / sqrt(E): keeps the variance of a score near 1 (B5); every fast kernel computes it."""
+
+    def build(self, n_kv_head: int, group: int, head_dim: int) -> None:
+        """Nothing to learn."""
+        return
+
+
+@scores.add("multiplicative")
+@dataclass(frozen=True, kw_only=True)
+class Multiplicative(ScoreConfig):
+    """k.(W q) / sqrt(E) (B6): the same class as the dot product, unless q and k are rotated."""
+
+    def build(self, n_kv_head: int, group: int, head_dim: int) -> "MultiplicativeScore":
+        """One E x E matrix per query head, starting at the identity."""
+        return MultiplicativeScore(n_kv_head, group, head_dim)
+
+    def n_parameters(self, n_query_head: int, head_dim: int) -> int:
+        """H E^2."""
+        return n_query_head * head_dim**2
+
+    def token_flops(self, n_query_head: int, head_dim: int) -> int:
+        """W q."""
+        return 2 * n_query_head * head_dim**2
+
+
+class MultiplicativeScore(Score):
+    """k.(W q) / sqrt(E)."""
+
+    def __init__(self, n_kv_head: int, group: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_kv_head, group, 1, 1))  # K G E F
+
+    def forward(
+        self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
+    ) -> Float[Tensor, "B K G L S"]:
+        """Scores before the mask and the softmax."""
+        turned = torch.einsum("kgef,blkgf->blkge", self.weight, query)
+        return torch.einsum("blkge,bske->bkgls", turned, key) / math.sqrt(key.shape[-1])
+
+
+@scores.add("concatenated")
+@dataclass(frozen=True, kw_only=True)
+class Concatenated(ScoreConfig):
+    """w.[k; q] (B7). The query's part is one constant per row, so the softmax ignores the query."""
+
+    def build(self, n_kv_head: int, group: int, head_dim: int) -> "ConcatenatedScore":
+        """One vector of 2E per query head."""
+        return ConcatenatedScore(n_kv_head, group, head_dim)
+
+    def n_parameters(self, n_query_head: int, head_dim: int) -> int:
+        """2 H E."""
+        return 2 * n_query_head * head_dim
+
+    def token_flops(self, n_query_head: int, head_dim: int) -> int:
+        """w_k.k and w_q.q."""
+        return 4 * n_query_head * head_dim
+
+    def pair_flops(self, head_dim: int) -> int:
+        """One sum, no product."""
+        return 0
+
+
+class ConcatenatedScore(Score):
+    """w.[k; q], the key's half of w first."""
+
+    def __init__(self, n_kv_head: int, group: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n_kv_head, group, 2 * head_dim) / math.sqrt(2 * head_dim))
+
+    def forward(
+        self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
+    ) -> Float[Tensor, "B K G L S"]:
+        """Scores before the mask and the softmax."""
+        for_key, for_query = self.weight.chunk(2, dim=-1)
+        key_part = torch.einsum("kge,bske->bkgs", for_key, key)[:, :, :, None]
+        query_part = torch.einsum("kge,blkge->bkgl", for_query, query)[..., None]
+        return key_part + query_part
+
+
+@scores.add("additive")
+@dataclass(frozen=True, kw_only=True)
+class Additive(ScoreConfig):
+    """w.tanh(W [k; q] + b) (B8), `width` units per head.
+
+    The bias is ours: without it the score is odd in [k; q], and no such function approximates the
+    angle or its cosine, which are even (seeds E20).
+    """
+
+    width: int = 64
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ConfigError(f"score_width={self.width}: additive attention needs units. Use 64.")
+
+    def build(self, n_kv_head: int, group: int, head_dim: int) -> "AdditiveScore":
+        """W (width, 2E), w (width) and b (width) per query head."""
+        return AdditiveScore(n_kv_head, group, head_dim, self.width, self.bias)
+
+    def n_parameters(self, n_query_head: int, head_dim: int) -> int:
+        """H width (2E + 1), and H width for the bias."""
+        return n_query_head * self.width * (2 * head_dim + 1 + self.bias)
+
+    def token_flops(self, n_query_head: int, head_dim: int) -> int:
+        """W_k k and W_q q."""
+        return 4 * n_query_head * self.width * head_dim
+
+    def pair_flops(self, head_dim: int) -> int:
+        """w.tanh(...)."""
+        return 2 * self.width
+
+
+class AdditiveScore(Score):
+    """w.tanh(W [k; q] + b), the key's columns of W first."""
+
+    def __init__(self, n_kv_head: int, group: int, head_dim: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(
+            torch.randn(n_kv_head, group, width, 2 * head_dim) / math.sqrt(2 * head_dim)
+        )
+        self.outer = nn.Parameter(torch.randn(n_kv_head, group, width) / math.sqrt(width))
+        self.bias = nn.Parameter(torch.randn(n_kv_head, group, width)) if bias else None
+
+    def forward(
+        self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
+    ) -> Float[Tensor, "B K G L S"]:
+        """Scores before the mask and the softmax; memory B H L S width."""
+        for_key, for_query = self.inner.chunk(2, dim=-1)
+        key_part = torch.einsum("kgue,bske->bkgsu", for_key, key)[:, :, :, None]
+        query_part = torch.einsum("kgue,blkge->bkglu", for_query, query)
+        if self.bias is not None:
+            query_part = query_part + self.bias[:, :, None]
+        units = torch.tanh(key_part + query_part[:, :, :, :, None])
+        return torch.einsum("kgu,bkglsu->bkgls", self.outer, units)

@@ -1,0 +1,75 @@
+"""Which folder a path means: a model folder itself, or the newest good checkpoint of a run folder."""
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rehead.checkpoint.publish import verify
+from rehead.errors import IntegrityError, InvalidInput
+
+T = TypeVar("T")
+STEP = re.compile(r"step-([0-9]+)")
+
+
+def resolve(path: Path) -> Path:
+    """The model folder that `path` means. Raises InvalidInput where there is none."""
+    try:
+        return _resolve(path)
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}. Give a model folder or a run folder.") from error
+
+
+def read_at(path: Path, read: Callable[[Path], T]) -> T:
+    """`read` of the model folder that `path` means.
+
+    Where that is the checkpoint of a run being trained, which has dropped it meanwhile, of the next.
+    """
+    while True:
+        folder = resolve(path)
+        try:
+            return read(folder)
+        except (InvalidInput, IntegrityError):
+            if folder.exists():
+                raise
+
+
+def _resolve(path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    if (path / "checkpoints").is_dir():
+        step = newest_step(path)
+        if step is None:
+            raise InvalidInput(f"{path} is a run without a good checkpoint yet: train it further.")
+        return step
+    if not path.exists():
+        raise InvalidInput(f"{path} does not exist: expected a model folder or a run folder.")
+    if path.is_file():
+        raise InvalidInput(f"{path} is a file: expected a model folder or a run folder.")
+    held = sorted(entry.name for entry in path.iterdir())[:8]
+    raise InvalidInput(
+        f"{path} is no model folder (config.json, model.safetensors) and no run folder (checkpoints/): it holds "
+        f"{', '.join(held) or 'nothing'}."
+    )
+
+
+def steps(run: Path) -> list[tuple[int, Path]]:
+    """All published checkpoints of a run, oldest first, checked or not."""
+    folders = (run / "checkpoints").glob("step-*")
+    found = [(int(match[1]), folder) for folder in folders if (match := STEP.fullmatch(folder.name))]
+    return sorted(found)
+
+
+def newest_step(run: Path) -> Path | None:
+    """The newest checkpoint of a run whose every byte is as recorded; warns about those it skips."""
+    for _, folder in reversed(steps(run) or steps(run)):  # a listing may miss the one just renamed
+        try:
+            verify(folder)
+        except IntegrityError as error:
+            if not folder.exists():  # dropped since it was listed, for newer ones
+                return newest_step(run)
+            warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=2)
+            continue
+        return folder
+    return None

@@ -1,0 +1,178 @@
+"""Folders that appear whole or not at all, and that prove later that they are undamaged.
+
+Everything is written beside the final name, flushed to disk and hashed; one rename publishes it.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from rehead.errors import IntegrityError, InvalidInput, ResourceError
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+READ = (".json", ".safetensors")
+"""Files that mean something to rehead, so that one of unknown origin is refused; a README is not."""
+ASIDE = ".tmp-"
+OS_ERROR = re.compile(r"os error (\d+)")
+"""How safetensors tells that the system refused, a full disk for one."""
+
+
+@contextmanager
+def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to write into; at the end of the block it becomes `folder`, in one step.
+
+    A failure inside leaves `folder` as it was and nothing beside it. Raises InvalidInput where
+    something stands at `folder` (with `overwrite`, unless it is a published folder), ResourceError
+    where the disk is full or read-only.
+    """
+    try:
+        _refuse_existing(folder, overwrite)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f"{ASIDE}{folder.name}-", dir=folder.parent))
+    except InvalidInput:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        raise _resource(folder, error) from error
+    try:
+        yield aside
+        _write_manifest(aside)
+        aside.chmod(0o777 & ~_umask())
+        if overwrite and folder.exists():
+            _swap(aside, folder)
+        else:
+            aside.rename(folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise error if isinstance(error, ResourceError) else _resource(folder, error) from error
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """The manifest of a published folder, after checking every file it lists.
+
+    Raises IntegrityError naming the file that is missing, cut short or changed.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = {
+            str(name): (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in manifest["files"].items()
+        }
+        version = manifest["format"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IntegrityError(
+            f"{folder / MANIFEST} is missing or unreadable: the folder is incomplete."
+        ) from error
+    if version != FORMAT:
+        raise IntegrityError(
+            f"{folder / MANIFEST} has format={version!r:.40}, this version of rehead knows {FORMAT}: upgrade it."
+        )
+    try:
+        _require_recorded(folder, files)
+    except OSError as error:  # unreadable, or dropped at this moment by the run it belongs to
+        raise IntegrityError(f"{folder} cannot be read: {error.strerror}. Check its permissions.") from error
+    return dict(manifest)
+
+
+def _require_recorded(folder: Path, files: dict[str, tuple[int, str]]) -> None:
+    """Refuse a file that is missing, changed, or was added to those recorded."""
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if Path(name).name != name or not os.path.isfile(path):  # False where Path's would raise
+            raise IntegrityError(f"{path} is missing: {MANIFEST} lists it.")
+        if path.stat().st_size != size or sha256(path) != digest:
+            raise IntegrityError(f"{path} is damaged: its bytes are not those that {MANIFEST} records.")
+    for path in sorted(folder.iterdir()):
+        if path.suffix in READ and path.name not in files and path.name != MANIFEST:
+            raise IntegrityError(f"{path} is not recorded in {MANIFEST}: it was added later. Remove it.")
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sweep(parent: Path) -> None:
+    """Remove what interrupted writers left in `parent`; only for its one writer to call."""
+    for aside in parent.glob(f"{ASIDE}*"):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _refuse_existing(folder: Path, overwrite: bool) -> None:
+    if not os.path.lexists(folder):
+        return
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
+    elif not overwrite:
+        raise InvalidInput(f"{folder} exists: choose another name, or remove it first.")
+    elif not (folder / MANIFEST).is_file():
+        raise InvalidInput(
+            f"{folder} was not written by rehead ({MANIFEST} is not in it): it is not replaced."
+        )
+
+
+def _swap(aside: Path, folder: Path) -> None:
+    old = Path(tempfile.mkdtemp(prefix=f"{ASIDE}old-", dir=folder.parent))
+    try:
+        folder.rename(old / folder.name)
+        aside.rename(folder)
+    except BaseException:
+        if not folder.exists():
+            (old / folder.name).rename(folder)
+        old.rmdir()
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_manifest(aside: Path) -> None:
+    files = {}
+    for path in sorted(aside.iterdir()):
+        path.chmod(0o666 & ~_umask())
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    manifest = aside / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+    _sync(manifest)
+    _sync(aside)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _resource(folder: Path, error: Exception) -> ResourceError:
+    number = error.errno if isinstance(error, OSError) else None
+    if match := OS_ERROR.search(str(error)):
+        number = int(match[1])
+    remedy = "Nothing was published."
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "Free some space, or choose a folder on another disk."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "Choose a folder you may write to."
+    return ResourceError(f"cannot write {folder}: {os.strerror(number) if number else error}. {remedy}")

@@ -1,0 +1,19 @@
+"""What a model is, what a run is, and how both are read and written."""
+
+from rehead.config.codec import decode, encode
+from rehead.config.model import GPTConfig, ModelConfig, RNNConfig, model_types
+from rehead.config.options import DataOptions, ModelOptions, RunOptions, SystemOptions, TrainerOptions
+
+__all__ = [
+    "DataOptions",
+    "GPTConfig",
+    "ModelConfig",
+    "ModelOptions",
+    "RNNConfig",
+    "RunOptions",
+    "SystemOptions",
+    "TrainerOptions",
+    "decode",
+    "encode",
+    "model_types",
+]

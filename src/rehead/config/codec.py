@@ -1,0 +1,114 @@
+"""Configs to plain dicts and back, strictly: no unknown key, no missing one, no silent conversion."""
+
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from operator import itemgetter
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from rehead.attention import AttentionConfig, scalings, scores, variants
+from rehead.attention.rope import RopeScaling
+from rehead.attention.score import ScoreConfig
+from rehead.config.model import ModelConfig, model_types
+from rehead.errors import ConfigError, InvalidInput
+from rehead.registry import Registry, nearest
+
+TAGS: dict[type, tuple[str, Registry[Any]]] = {
+    ModelConfig: ("model_type", model_types),
+    AttentionConfig: ("variant", variants),
+    RopeScaling: ("rope_type", scalings),
+    ScoreConfig: ("name", scores),
+}
+"""Families of which a config holds any member: the key that names it, and where to look it up."""
+
+
+def encode(value: Any) -> Any:
+    """A config as dicts, lists and numbers, ready for JSON; equal layers are written once."""
+    if isinstance(value, tuple) and value and isinstance(value[0], AttentionConfig):
+        return [
+            {"layers": [i for i, layer in enumerate(value) if layer == kind], **encode(kind)}
+            for kind in dict.fromkeys(value)
+        ]
+    if is_dataclass(value):
+        return _tag(value) | {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def decode(kind: Any, value: Any, where: str = "config") -> Any:
+    """What `encode` wrote, checked against the annotations of `kind`.
+
+    Raises InvalidInput with the place, the value and the rule.
+    """
+    for family, (key, registry) in TAGS.items():
+        if kind is family:
+            if not isinstance(value, dict) or not isinstance(value.get(key), str):
+                raise InvalidInput(f"{where}: expected a table with a {key!r}, one of {', '.join(registry)}.")
+            tag = value[key]
+            if tag not in registry:
+                raise InvalidInput(f"{where}: unknown {registry.kind} {tag!r}.{nearest(tag, registry)}")
+            decoded = _decode_fields(registry[tag], {k: v for k, v in value.items() if k != key}, where)
+            if _tag(decoded)[key] != tag:
+                raise InvalidInput(
+                    f"{where}: {key}={tag!r} contradicts its sizes, which are a {_tag(decoded)[key]}."
+                )
+            return decoded
+    return _decode_fields(kind, value, where) if is_dataclass(kind) else _decode_plain(kind, value, where)
+
+
+def _tag(value: Any) -> dict[str, str]:
+    for family, (key, registry) in TAGS.items():
+        if isinstance(value, family):
+            return {key: value.name if isinstance(value, AttentionConfig) else registry.name_of(type(value))}
+    return {}
+
+
+def _decode_fields(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{where}: expected a table, got {value!r:.80}.")
+    known = {field.name: field for field in fields(kind)}
+    for key in value:
+        if key not in known:
+            raise InvalidInput(f"{where}: unknown key {key!r:.80}.{nearest(str(key), list(known))}")
+    for name, field in known.items():
+        if name not in value and field.default is MISSING:
+            raise InvalidInput(f"{where}: {name} is missing.")
+    decoded = {name: decode(known[name].type, item, f"{where}.{name}") for name, item in value.items()}
+    try:
+        return kind(**decoded)
+    except ConfigError as error:
+        raise InvalidInput(f"{where}: {error}") from error
+
+
+def _decode_plain(kind: Any, value: Any, where: str) -> Any:
+    """Numbers, names, options and the list of layers."""
+    if get_origin(kind) in (Union, UnionType):
+        options = [option for option in get_args(kind) if option is not NoneType]
+        return None if value is None else decode(options[0], value, where)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise InvalidInput(f"{where}={value!r:.80}. Use one of {', '.join(map(repr, get_args(kind)))}.")
+        return value
+    if get_origin(kind) is tuple:
+        return _decode_layers(value, where)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float and number and abs(value) <= sys.float_info.max:
+        return float(value)
+    if kind is not float and type(value) is kind:
+        return value
+    raise InvalidInput(f"{where}={value!r:.80}: expected {kind.__name__}.")
+
+
+def _decode_layers(value: Any, where: str) -> tuple[AttentionConfig, ...]:
+    """Per-layer attention from groups of equal layers."""
+    layers: list[tuple[int, AttentionConfig]] = []
+    for group in value if isinstance(value, list) else []:
+        indices = group.get("layers") if isinstance(group, dict) else None
+        if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+            raise InvalidInput(f"{where}: every entry needs 'layers', a list of layer indices.")
+        kind = decode(AttentionConfig, {k: v for k, v in group.items() if k != "layers"}, where)
+        layers += [(index, kind) for index in indices]
+    layers.sort(key=itemgetter(0))
+    found = [index for index, _ in layers]
+    if not layers or found != list(range(len(layers))):
+        raise InvalidInput(f"{where}: layers {found!s:.80}: expected 0, 1, 2, ... each once.")
+    return tuple(kind for _, kind in layers)

@@ -1,0 +1,128 @@
+"""What a model is: every size and every choice, nothing left to guess. Saved as config.json."""
+
+from abc import ABC
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rehead.attention import AttentionConfig
+from rehead.errors import ConfigError
+from rehead.registry import Registry
+
+model_types: Registry[type["ModelConfig"]] = Registry("model type")
+MAX_LAYERS = 1024
+"""No model has more; a config.json that asks for it would take hours to build."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """What all language models share: `vocab_size` tokens, trained on blocks of `block_size`."""
+
+    model_type: ClassVar[str]
+    vocab_size: int
+    block_size: int
+    n_embd: int
+    embd_pdrop: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.require_positive("vocab_size", "block_size", "n_embd")
+        self.require_probability("embd_pdrop")
+
+    def require_positive(self, *names: str) -> None:
+        """Refuse a size below 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: a size is a whole number of at least 1.")
+
+    def require_layers(self, n_layer: int) -> None:
+        """Refuse no layers, and more than any model has."""
+        if not 1 <= n_layer <= MAX_LAYERS:
+            raise ConfigError(f"n_layer={n_layer}: a model has layers. Use 1 to {MAX_LAYERS}.")
+
+    def require_probability(self, *names: str) -> None:
+        """Refuse a dropout outside [0, 1)."""
+        for name in names:
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: a probability. Use 0 up to (not including) 1."
+                )
+
+    @property
+    def context_limit(self) -> int | None:
+        """How many tokens the model may look back on when it generates; None where nothing bounds it."""
+        return self.block_size
+
+
+@model_types.add("gpt")
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(ModelConfig):
+    """A decoder: the homework's shape or Llama's, or anything between.
+
+    `attention` has one entry per layer. `learned_positions` adds a table of `block_size` embeddings;
+    without it positions come from the attentions' rope. `mlp` is gelu (tanh form, GPT-2's) or swiglu,
+    `n_hidden` wide; `norm` layernorm or rmsnorm.
+    """
+
+    model_type: ClassVar[str] = "gpt"
+    attention: tuple[AttentionConfig, ...]
+    learned_positions: bool
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_eps: float
+    mlp: Literal["gelu", "swiglu"]
+    n_hidden: int
+    mlp_bias: bool
+    tie_embeddings: bool = False
+    resid_pdrop: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_layers(self.n_layer)
+        self.require_positive("n_hidden")
+        self.require_probability("resid_pdrop")
+        if not 0 < self.norm_eps < 1:
+            raise ConfigError(f"norm_eps={self.norm_eps}: a small positive number. Use 1e-5.")
+        for index, attention in enumerate(self.attention):
+            if not attention.causal or attention.d_context is not None:
+                raise ConfigError(
+                    f"layer {index} of a GPT has causal={attention.causal}: a decoder's layers attend to their "
+                    "own past. Use causal=True and no d_context."
+                )
+
+    @property
+    def n_layer(self) -> int:
+        """Number of layers."""
+        return len(self.attention)
+
+    @property
+    def context_limit(self) -> int | None:
+        """`block_size`, unless every layer is windowed and none needs a position table."""
+        windowed = all(attention.window is not None for attention in self.attention)
+        return None if windowed and not self.learned_positions else self.block_size
+
+
+@model_types.add("rnn")
+@dataclass(frozen=True, kw_only=True)
+class RNNConfig(ModelConfig):
+    """An Elman network (homework 1): h_t = f(W_hh h_{t-1} + W_hx x_t + b_h), y_t = g(W_yh h_t + b_y).
+
+    `direction` forward is a language model; bidirectional sees the tokens it is to predict, so it is
+    none (B3); prefix runs both directions over each prefix, which is one again, at O(T^2) (B4).
+    `n_output` is `vocab_size` for a language model.
+    """
+
+    model_type: ClassVar[str] = "rnn"
+    n_layer: int
+    n_hidden: int
+    n_output: int
+    activation: Literal["tanh", "slide"] = "tanh"
+    output_activation: Literal["none", "slide"] = "none"
+    direction: Literal["forward", "bidirectional", "prefix"] = "forward"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_layers(self.n_layer)
+        self.require_positive("n_hidden", "n_output")
+
+    @property
+    def context_limit(self) -> int | None:
+        """None: a state of constant size stands for the whole past."""
+        return None

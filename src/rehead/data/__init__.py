@@ -1,0 +1,23 @@
+"""Text to the batches a model is trained and evaluated on, however long the text."""
+
+from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks
+from rehead.data.corpora import CORPORA
+from rehead.data.text import CHUNK, Source, chunks
+from rehead.data.tokens import Ids, Split, Tokens, require_vocabulary, split, tokenize
+
+__all__ = [
+    "CHUNK",
+    "CORPORA",
+    "IGNORE",
+    "Batch",
+    "BatchSampler",
+    "Ids",
+    "Source",
+    "Split",
+    "Tokens",
+    "chunks",
+    "evaluation_blocks",
+    "require_vocabulary",
+    "split",
+    "tokenize",
+]

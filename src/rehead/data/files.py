@@ -1,0 +1,74 @@
+"""UTF-8 text in from disk in parts; bytes out to disk, whole or not at all."""
+
+import codecs
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+
+from rehead.errors import InvalidInput, ReheadError, ResourceError
+
+
+def read(path: Path, size: int) -> Iterator[str]:
+    """The text of a file, or of the files of a folder, in parts of at most `size` bytes."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InvalidInput(f"no text at {str(path)!r} ({error}): check data.path.") from None
+    if stat.S_ISDIR(mode):
+        yield from _read_folder(path, size)
+    elif stat.S_ISREG(mode):
+        with resource(f"cannot read {str(path)!r}", "make it readable"):
+            yield from _read_file(path, size)
+    else:
+        raise InvalidInput(f"{str(path)!r} is neither a file nor a folder: save its text to a file first.")
+
+
+def _read_folder(path: Path, size: int) -> Iterator[str]:
+    files = [file for file in path.rglob("*") if file.suffix in {".txt", ".md"} and not file.is_dir()]
+    if not files:
+        raise InvalidInput(f"no *.txt or *.md file in {str(path)!r}: name a file with data.path.")
+    for i, file in enumerate(sorted(files, key=lambda file: file.relative_to(path).as_posix())):
+        yield "\n\n" if i else ""
+        yield from read(file, size)
+
+
+def _read_file(path: Path, size: int) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        if file.read(3) != codecs.BOM_UTF8:
+            file.seek(0)
+        more = True
+        while more:
+            start = file.tell() - len(decoder.getstate()[0])
+            more = bool(data := file.read(size))
+            try:
+                yield decoder.decode(data, final=not more)
+            except UnicodeDecodeError as error:
+                where = f"{str(path)!r} is not UTF-8 at byte {start + error.start} ({error.reason})"
+                raise InvalidInput(f"{where}: convert it first, as with iconv -t UTF-8.") from None
+
+
+@contextmanager
+def resource(what: str, remedy: str) -> Iterator[None]:
+    """Turn a failing disk or network within the block into one ResourceError with a remedy."""
+    try:
+        yield
+    except (OSError, HTTPException) as error:
+        if isinstance(error, ReheadError):
+            raise
+        raise ResourceError(f"{what} ({error}): {remedy}.") from None
+
+
+def write_whole(file: Path, blocks: Iterable[bytes]) -> None:
+    """All of it or nothing under the final name."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        with aside.open("wb") as out:
+            out.writelines(blocks)
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)

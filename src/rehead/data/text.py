@@ -1,0 +1,70 @@
+"""A text as a stream of chunks that tokenize as the whole would."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rehead.data.corpora import CORPORA
+from rehead.data.files import read
+from rehead.errors import ConfigError, InvalidInput
+
+CHUNK = 1 << 18  # characters
+_BORDERS = [
+    re.compile(f"(?s).*{border}") for border in (r"[^\W_](?=[\r\n])", r"[^\W_](?=[ \t])", r"\S(?=\s)")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A text, read anew by each iteration, which gives its `chunks` of `chunk` characters or more.
+
+    `path` is a UTF-8 file, or a folder: its *.txt and *.md files at any depth, in the order of their
+    relative paths, with a blank line ("\\n\\n") between. `name` is one of `CORPORA`. Line ends stay, a
+    byte order mark goes. InvalidInput for a text that is not there, not UTF-8, or blank.
+    """
+
+    path: Path | None = None
+    name: str | None = None
+    cache_dir: Path = Path("~/.cache/rehead")  # for downloads
+    chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.name is None):
+            rule = f"data.path={self.path} and data.name={self.name}: a text comes from one of them"
+            raise ConfigError(f"{rule}. Give a path, or a name in {', '.join(CORPORA)}.")
+        if self.name is not None:
+            CORPORA[self.name]
+
+    def __iter__(self) -> Iterator[str]:
+        if self.path is None:
+            parts = CORPORA[str(self.name)](self.cache_dir.expanduser())
+        else:
+            parts = read(self.path, self.chunk)
+        blank = True
+        for chunk in chunks(parts, self.chunk):
+            blank = blank and chunk.isspace()
+            yield chunk
+        if blank:
+            raise InvalidInput(f"{str(self.path)!r} has 0 tokens: give data.path a text that is not blank.")
+
+
+def chunks(parts: Iterable[str], size: int = CHUNK, limit: int = 4 * CHUNK) -> Iterator[str]:
+    """A text in parts, regrouped into chunks of `size` characters or more that tokenize as in the whole.
+
+    A chunk ends with a letter or digit before a line end or, failing that, a blank: GPT-2, Llama 3 and
+    DeepSeek never join these. Where `limit` characters have no such place it ends before any white
+    space, and where they have none of that, anywhere; then a token or two may differ.
+    """
+    held = ""
+    for part in parts:
+        held += part
+        if len(held) >= size:
+            borders = _BORDERS if len(held) >= limit else _BORDERS[:2]
+            cut = next((found.end() for border in borders if (found := border.match(held))), 0)
+            cut = cut or len(held) * (len(held) >= limit)
+            if cut:
+                yield held[:cut]
+                held = held[cut:]
+    if held:
+        yield held

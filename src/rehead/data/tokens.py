@@ -1,0 +1,92 @@
+"""The ids of a text in a memory-mapped file, and what tells that text from another."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Integer
+
+from rehead.data.files import resource, write_whole
+from rehead.errors import ConfigError, InvalidInput
+from rehead.tokenizer import Tokenizer
+
+Ids = Integer[np.ndarray, "N"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The `ids` (N,) of a text, memory-mapped, and what tells that text from another.
+
+    `sha256`, `n_bytes` are of the text in UTF-8 (for a file without byte order mark, those of the file).
+    """
+
+    ids: Ids
+    sha256: str
+    n_bytes: int
+    n_characters: int
+
+
+def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens:
+    """Writes the ids of a text to the file `store`, as raw uint16 (uint32 for a vocabulary above 65,536).
+
+    The chunks of `source` are encoded one at a time. InvalidInput for a text without tokens,
+    ResourceError when `store` cannot be written; then nothing is left there.
+    """
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    digest, n_bytes, n_characters = hashlib.sha256(), 0, 0
+
+    def blocks() -> Iterator[bytes]:
+        nonlocal n_bytes, n_characters
+        last = ""
+        for chunk in source:
+            digest.update(text := chunk.encode())
+            n_bytes += len(text)
+            n_characters += len(chunk)
+            yield tokenizer.encode(chunk, after=last).astype(dtype).tobytes()
+            last = chunk[-1:]
+
+    with resource(f"cannot write the tokens to {str(store)!r}", "free some space, or choose another place"):
+        write_whole(store, blocks())
+    if not store.stat().st_size:
+        raise InvalidInput("the text has 0 tokens: give a longer one.")
+    ids = np.memmap(store, dtype=dtype, mode="r")
+    return Tokens(ids=ids, sha256=digest.hexdigest(), n_bytes=n_bytes, n_characters=n_characters)
+
+
+def require_vocabulary(ids: Ids, vocab_size: int) -> None:
+    """InvalidInput unless every id is below a model's `vocab_size`."""
+    if len(ids) and (largest := int(ids.max())) >= vocab_size:
+        rule = f"the text has token id {largest}, the model has vocab_size={vocab_size}"
+        raise InvalidInput(f"{rule}: use the model's own tokenizer.json.")
+
+
+class Split(NamedTuple):
+    """The first tokens of a text for training, the rest for validation (none when the fraction is 0)."""
+
+    train: Ids
+    val: Ids
+
+
+def split(ids: Ids, block_size: int, val_fraction: float = 0.1) -> Split:
+    """Cuts off the last `val_fraction` of the tokens. InvalidInput when a part has less than one block."""
+    if not 0 <= val_fraction < 1:
+        raise ConfigError(f"data.val_fraction={val_fraction} is not in 0 <= f < 1: use 0.1, or 0 for none.")
+    at = int(len(ids) * (1 - val_fraction))
+    parts = Split(ids[:at], ids[at:])
+    require_block(parts.train, block_size, "training")
+    if val_fraction:
+        require_block(parts.val, block_size, "validation")
+    return parts
+
+
+def require_block(ids: Ids, block_size: int, name: str) -> None:
+    """InvalidInput unless the split called `name` holds one block and the token after it."""
+    if len(ids) <= block_size:
+        rule = (
+            f"the {name} split has {len(ids)} tokens, one block needs data.block_size + 1 = {block_size + 1}"
+        )
+        smaller = f", or data.block_size={len(ids) - 1} or less" if len(ids) > 1 else ""
+        raise InvalidInput(f"{rule}: use a longer text{smaller}.")

@@ -1,0 +1,179 @@
+"""Text from a model, one token after another, with or without a cache: the same tokens either way."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from rehead.attention import EMPTY
+from rehead.errors import UsageError
+from rehead.model import LanguageModel
+from rehead.sampling import draw, probabilities, require_valid
+
+MOST_TOKENS = 10_000_000
+"""Per call: room for all of them is made at once."""
+
+
+def generate(
+    model: LanguageModel,
+    ids: Int[Tensor, "B L"],
+    max_new_tokens: int,
+    temperature: int | float = 1.0,
+    *,
+    top_k: int | None = None,
+    top_p: int | float | None = None,
+    seed: int | Sequence[int] | None = None,
+    use_cache: bool = True,
+) -> Int[Tensor, "B LN"]:
+    """`ids` and `max_new_tokens` more, (B, L + new), on the model's device.
+
+    `temperature=0` is greedy. A `seed` gives the same tokens again: one for all rows, or one a row.
+    Without it the seed comes from torch's global generator. A model of limited context goes on with
+    the later half of it whenever it is full, with and without cache alike.
+    """
+    new = list(
+        stream(
+            model,
+            list(ids),
+            max_new_tokens,
+            temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            use_cache=use_cache,
+        )
+    )
+    return torch.cat([ids.to(model.device), *(token[:, None] for token in new)], dim=1)
+
+
+def stream(
+    model: LanguageModel,
+    prompts: Sequence[Int[Tensor, " _"]],
+    max_new_tokens: int,
+    temperature: int | float = 1.0,
+    *,
+    top_k: int | None = None,
+    top_p: int | float | None = None,
+    seed: int | Sequence[int] | None = None,
+    use_cache: bool = True,
+) -> Iterator[Int[Tensor, " B"]]:
+    """The next token of every prompt, `max_new_tokens` times; prompts may differ in length.
+
+    Each row is computed as if it were alone. The model is put into eval mode and left in the mode it
+    was in. Raises UsageError, before the first token, for a prompt that is empty, longer than the
+    context, or holds what is no token.
+    """
+    require_valid(temperature, top_k, top_p)
+    model.require_generates()
+    if not 0 <= max_new_tokens <= MOST_TOKENS:
+        raise UsageError(f"max_new_tokens={max_new_tokens}. Use 0 to {MOST_TOKENS:,}.")
+    if not len(prompts):
+        raise UsageError("no prompts: give at least one.")
+    contexts = Contexts(model, prompts, max_new_tokens)
+    noise = _noise(len(prompts), max_new_tokens, seed)
+
+    def tokens() -> Iterator[Tensor]:
+        training = model.training
+        model.eval()
+        try:
+            for step in range(max_new_tokens):
+                with torch.inference_mode():
+                    logits = contexts.next_logits(use_cache)
+                    likely = probabilities(logits, temperature, top_k, top_p)
+                    token = draw(likely, noise[:, step].to(logits.device))
+                token = token.clone()  # a plain tensor, usable outside inference mode
+                contexts.add(token)
+                yield token
+        finally:
+            model.train(training)
+
+    return tokens()
+
+
+class Contexts:
+    """The tokens of each row, the part of them the model looks back on, and the cache of that part.
+
+    With a limit of N tokens, row text of n > N tokens is seen from a start that moves in strides of
+    N/2: a function of n alone, so neither the cache nor the other rows change what is generated.
+    """
+
+    def __init__(self, model: LanguageModel, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
+        self.model, self.limit = model, model.config.context_limit
+        for row, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise UsageError(f"prompt {row} is empty: generation needs at least one token to start from.")
+            if self.limit is not None and len(prompt) > self.limit:
+                raise UsageError(
+                    f"prompt {row} has {len(prompt)} tokens and the model's context is {self.limit}: shorten it to "
+                    f"{self.limit} tokens."
+                )
+            if not 0 <= int(prompt.min()) <= int(prompt.max()) < model.config.vocab_size:
+                raise UsageError(
+                    f"prompt {row} holds {int(prompt.min())} to {int(prompt.max())}: tokens are 0 to "
+                    f"{model.config.vocab_size - 1} here. Encode it with the model's own tokenizer."
+                )
+        device = model.device
+        self.lengths = [len(prompt) for prompt in prompts]
+        longest = max(self.lengths, default=0)
+        self.capacity = longest + max_new_tokens
+        if self.limit is not None:
+            self.capacity = min(self.capacity, self.limit)
+        self.ids = torch.zeros(len(prompts), longest + max_new_tokens, dtype=torch.long, device=device)
+        for row, prompt in enumerate(prompts):
+            self.ids[row, : len(prompt)] = prompt
+        self.starts: list[int] | None = None
+        self.cache: list[Any] = []
+
+    def add(self, token: Int[Tensor, " B"]) -> None:
+        """One more token to every row."""
+        if len(set(self.lengths)) == 1:
+            self.ids[:, self.lengths[0]] = token
+        else:
+            self.ids[torch.arange(len(self.lengths)), torch.tensor(self.lengths)] = token
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def next_logits(self, use_cache: bool) -> Tensor:
+        """Logits of the token after each row, (B, vocab)."""
+        starts = [self._start(length) for length in self.lengths]
+        if use_cache and starts == self.starts:
+            ids = torch.stack([self.ids[row, length - 1 : length] for row, length in enumerate(self.lengths)])
+            return self.model.head(self.model.hidden(ids, cache=self.cache)[:, -1])
+        self.starts = starts
+        self.cache = self.model.new_cache(len(starts), self.capacity)
+        return self._whole(starts, self.cache if use_cache else None)
+
+    def _start(self, length: int) -> int:
+        if self.limit is None or length <= self.limit:
+            return 0
+        stride = max(self.limit // 2, 1)
+        return -(-(length - self.limit) // stride) * stride
+
+    def _whole(self, starts: list[int], cache: list[Any] | None) -> Tensor:
+        """One pass over what each row sees, shorter rows padded on the right."""
+        spans = zip(self.ids, starts, self.lengths, strict=True)
+        rows = [ids[start:length] for ids, start, length in spans]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        sizes = torch.tensor([len(row) for row in rows], device=ids.device)
+        positions = None
+        if len(set(map(len, rows))) > 1:
+            place = torch.arange(ids.shape[1], device=ids.device)[None]
+            positions = torch.where(place < sizes[:, None], place, EMPTY)
+        hidden = self.model.hidden(ids, positions, cache)
+        return self.model.head(hidden[torch.arange(len(rows), device=ids.device), sizes - 1])
+
+
+def _noise(n_row: int, n_step: int, seed: int | Sequence[int] | None) -> Tensor:
+    """Uniform numbers for every draw, each row from its own seed."""
+    if seed is None:
+        seed = [int(torch.randint(2**62, ())) for _ in range(n_row)]
+    seeds = [seed] * n_row if isinstance(seed, int) else list(seed)
+    if len(seeds) != n_row:
+        raise UsageError(f"{len(seeds)} seeds for {n_row} prompts. Give one, or one a prompt.")
+    rows = [_uniform(n_step, s) for s in seeds]
+    return torch.stack(rows) if rows else torch.empty(0, n_step)
+
+
+def _uniform(n_step: int, seed: int) -> Tensor:
+    return torch.rand(n_step, generator=torch.Generator().manual_seed(seed % 2**64), dtype=torch.float64)

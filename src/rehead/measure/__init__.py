@@ -1,0 +1,16 @@
+"""What a model costs and how good it is."""
+
+from rehead.measure.memory import memory
+from rehead.measure.quality import evaluate
+from rehead.measure.size import cache_bytes, forward_flops, kv_bytes_per_token, parameters
+from rehead.measure.speed import decode_speed
+
+__all__ = [
+    "cache_bytes",
+    "decode_speed",
+    "evaluate",
+    "forward_flops",
+    "kv_bytes_per_token",
+    "memory",
+    "parameters",
+]

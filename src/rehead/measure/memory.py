@@ -1,0 +1,43 @@
+"""How much memory is in use, and which memory that is."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from rehead.model import LanguageModel
+
+STATM = Path("/proc/self/statm")
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Bytes by name: `rss_bytes`, the process's resident memory now (its peak where only that is known,
+    then `rss_peak_bytes`); on CUDA also what tensors hold now, and their peak since the last call.
+    """
+    used = {}
+    if STATM.exists():
+        used["rss_bytes"] = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        used["rss_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if device.type == "cuda":
+        used["cuda_allocated_bytes"] = torch.cuda.memory_allocated(device)
+        used["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    return used
+
+
+def physical_memory() -> int:
+    """Bytes of memory this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@torch.no_grad()
+def held_cache_bytes(model: LanguageModel, n_token: int, batch_size: int = 1) -> int:
+    """Bytes the cache really holds after `n_token` tokens went through the model."""
+    cache = model.new_cache(batch_size, n_token)
+    ids = torch.zeros(batch_size, n_token, dtype=torch.long, device=model.device)
+    model.hidden(ids, cache=cache)
+    return sum(layer.n_bytes for layer in cache)

@@ -1,0 +1,80 @@
+"""What every language model offers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rehead.config import ModelConfig
+from rehead.errors import UsageError
+from rehead.registry import Registry
+
+models: Registry[type["LanguageModel"]] = Registry("model type")
+
+
+class Remembers(Protocol):
+    """A layer's cache, as generation sees it."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held."""
+        ...
+
+
+class LanguageModel(nn.Module, ABC):
+    """Token ids in, the next token's logits out."""
+
+    config: ModelConfig
+    head: nn.Linear
+
+    @abstractmethod
+    def hidden(
+        self,
+        ids: Int[Tensor, "B L"],
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: Sequence[Any] | None = None,
+    ) -> Float[Tensor, "B L D"]:
+        """What `head` reads. Positions and cache as in `rehead.attention.Attention.forward`."""
+
+    @abstractmethod
+    def new_cache(self, batch_size: int, capacity: int | None = None) -> list[Any]:
+        """An empty cache per layer, in the weights' dtype and on their device."""
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B L"],
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: Sequence[Any] | None = None,
+    ) -> Float[Tensor, "B L N"]:
+        """Logits of the token after each of `ids`, (B, L, vocab)."""
+        return self.head(self.hidden(ids, positions, cache))
+
+    def require_generates(self) -> None:
+        """Refuse what is no autoregressive model; most are."""
+
+    def tie(self) -> None:
+        """Make weights that are one share one tensor again, after they were replaced."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+
+def build(config: ModelConfig) -> LanguageModel:
+    """A freshly initialised model of `config`, drawn from torch's global generator."""
+    from rehead.config import model_types
+
+    return models[model_types.name_of(type(config))](config)
+
+
+def require_length(n_token: int, limit: int) -> None:
+    """Refuse positions that a table of `limit` rows does not have."""
+    if n_token > limit:
+        raise UsageError(
+            f"{n_token} tokens exceed block_size={limit}, the length of this model's position table: feed at "
+            f"most {limit}, or extend it with model.pretrained_folder and a larger data.block_size."
+        )

@@ -1,0 +1,69 @@
+"""A decoder-only transformer: the homework's GPT, or Llama's shape, by config."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rehead.attention import LayerCache
+from rehead.config import GPTConfig
+from rehead.model.base import LanguageModel, models, require_length
+from rehead.model.init import initialise
+from rehead.model.layers import NORMS, Block
+
+
+@models.add("gpt")
+class GPT(LanguageModel):
+    """`embed_tokens` (+ `embed_positions`), `layers`, `norm`, `head`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config: GPTConfig = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embed_positions = (
+            nn.Embedding(config.block_size, config.n_embd) if config.learned_positions else None
+        )
+        self.embd_dropout = nn.Dropout(config.embd_pdrop)
+        self.layers = nn.ModuleList([Block(config, attention) for attention in config.attention])
+        self.norm = NORMS[config.norm](config.n_embd, config.norm_eps)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        initialise(self, config.n_layer)
+        self.tie()
+
+    def hidden(
+        self,
+        ids: Int[Tensor, "B L"],
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: Sequence[LayerCache] | None = None,
+    ) -> Float[Tensor, "B L D"]:
+        """The normed output of the last layer."""
+        start = 0
+        if cache is not None:
+            start = cache[0].length
+            positions = cache[0].next(ids.shape[1]) if positions is None else positions
+        x = self.embed_tokens(ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(self._places(ids, positions, start))
+        x = self.embd_dropout(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, positions, None if cache is None else cache[index])
+        return self.norm(x)
+
+    def new_cache(self, batch_size: int, capacity: int | None = None) -> list[LayerCache]:
+        """An empty cache per layer; `capacity` tokens each, or growing."""
+        dtype, device = self.head.weight.dtype, self.device
+        return [kind.cache(batch_size, capacity, dtype, device) for kind in self.config.attention]
+
+    def tie(self) -> None:
+        """One tensor for the embedding and the head, if the config says so."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed_tokens.weight
+
+    def _places(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
+        """Rows of the position table; padding takes row 0, which nothing sees."""
+        if positions is None:
+            require_length(start + ids.shape[1], self.config.block_size)
+            return torch.arange(start, start + ids.shape[1], device=ids.device)
+        require_length(int(positions.max()) + 1, self.config.block_size)
+        return positions.clamp(min=0)

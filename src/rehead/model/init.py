@@ -1,0 +1,27 @@
+"""How a fresh model's weights are drawn: one rule per kind of weight, in one place.
+
+| weight                                        | drawn from                       |
+|-----------------------------------------------|----------------------------------|
+| embeddings, linear layers                     | N(0, 0.02)                       |
+| o_proj, down_proj (what writes to the stream) | N(0, 0.02 / sqrt(2 n_layer))     |
+| biases, norms                                 | 0; 1 (LayerNorm's bias 0)        |
+| learned scores                                | their own module's               |
+
+GPT-2's, as in minGPT.
+"""
+
+import math
+
+from torch import nn
+
+
+def initialise(model: nn.Module, n_layer: int) -> None:
+    """Draw every weight of a decoder, in place."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            writes = name.endswith(("o_proj", "down_proj"))
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layer) if writes else 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)

@@ -1,0 +1,66 @@
+"""The parts of a decoder layer that are not attention."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rehead.attention import AttentionConfig, LayerCache
+from rehead.config import GPTConfig
+
+NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+
+
+class GELU(nn.Module):
+    """down(gelu(up x)), GPT-2's."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
+
+    def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        """Each position for itself."""
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), Llama's (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
+
+    def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        """Each position for itself."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+MLPS: dict[str, Callable[[GPTConfig], nn.Module]] = {"gelu": GELU, "swiglu": SwiGLU}
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + mlp(norm x); names are Llama's in Hugging Face."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionConfig) -> None:
+        super().__init__()
+        norm = NORMS[config.norm]
+        self.input_layernorm = norm(config.n_embd, config.norm_eps)
+        self.self_attn = attention.build(config.n_embd)
+        self.post_attention_layernorm = norm(config.n_embd, config.norm_eps)
+        self.mlp = MLPS[config.mlp](config)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B L D"],
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: LayerCache | None = None,
+    ) -> Float[Tensor, "B L D"]:
+        """One layer."""
+        attended = self.self_attn(self.input_layernorm(x), positions=positions, cache=cache)
+        x = x + self.resid_dropout(attended)
+        return x + self.resid_dropout(self.mlp(self.post_attention_layernorm(x)))

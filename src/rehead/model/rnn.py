@@ -1,0 +1,180 @@
+"""The Elman network (Elman, 1990; homework 1): a state of constant size instead of a KV cache."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rehead.attention import EMPTY
+from rehead.config import RNNConfig
+from rehead.errors import UsageError
+from rehead.model.base import LanguageModel, models
+
+
+def slide(a: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """min(1, max(0, a)), the homework's activation."""
+    return a.clamp(0, 1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "slide": slide,
+    "none": lambda a: a,
+}
+
+
+class StateCache:
+    """What an Elman layer remembers: h, (B, N), whatever the length of the past."""
+
+    def __init__(self, state: Float[Tensor, "B N"]) -> None:
+        self.state = state
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held."""
+        return self.state.nbytes
+
+
+class ElmanLayer(nn.Module):
+    """h_t = f(W_hh h_{t-1} + W_hx x_t + b_h), h_0 = 0; `x_proj` is W_hx and b_h, `h_proj` W_hh."""
+
+    def __init__(self, n_input: int, n_hidden: int, activation: str) -> None:
+        super().__init__()
+        self.x_proj = nn.Linear(n_input, n_hidden)
+        self.h_proj = nn.Linear(n_hidden, n_hidden, bias=False)
+        self.activation = ACTIVATIONS[activation]
+        for weight in (self.x_proj.weight, self.h_proj.weight):
+            nn.init.uniform_(weight, -1 / math.sqrt(n_hidden), 1 / math.sqrt(n_hidden))
+        nn.init.zeros_(self.x_proj.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B L D"],
+        state: Float[Tensor, "B N"] | None = None,
+        padding: Tensor | None = None,
+    ) -> Float[Tensor, "B L N"]:
+        """All states; at `padding`, (B, L) True, the state stands still."""
+        inputs = self.x_proj(x)
+        state = inputs.new_zeros(len(x), self.h_proj.in_features) if state is None else state
+        states = []
+        for t in range(x.shape[1]):
+            following = self.activation(inputs[:, t] + self.h_proj(state))
+            state = following if padding is None else torch.where(padding[:, t, None], state, following)
+            states.append(state)
+        return torch.stack(states, dim=1)
+
+
+@models.add("rnn")
+class RNN(LanguageModel):
+    """An Elman language model: p(x_t | h_{t-1}); bidirectional ones exist to show why they are none."""
+
+    def __init__(self, config: RNNConfig) -> None:
+        super().__init__()
+        self.config: RNNConfig = config
+        widths = [config.n_embd] + [config.n_hidden] * config.n_layer
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embd_dropout = nn.Dropout(config.embd_pdrop)
+        self.layers = nn.ModuleList(
+            ElmanLayer(n_input, config.n_hidden, config.activation) for n_input in widths[:-1]
+        )
+        both_ways = config.direction != "forward"
+        self.backward_layers = nn.ModuleList(
+            ElmanLayer(n_input, config.n_hidden, config.activation) for n_input in widths[:-1] * both_ways
+        )
+        self.merge = nn.Linear(2 * config.n_hidden, config.n_hidden) if both_ways else None
+        self.head = nn.Linear(config.n_hidden, config.n_output)
+        self.output = ACTIVATIONS[config.output_activation]
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B L"],
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: Sequence[StateCache] | None = None,
+    ) -> Float[Tensor, "B L N"]:
+        """y_t for each token; for a language model the logits of the token after it."""
+        return self.output(super().forward(ids, positions, cache))
+
+    def hidden(
+        self,
+        ids: Int[Tensor, "B L"],
+        positions: Int[Tensor, "#B L"] | None = None,
+        cache: Sequence[StateCache] | None = None,
+    ) -> Float[Tensor, "B L N"]:
+        """h_t of the last layer. Positions only tell padding (-1), which leaves the state as it is."""
+        padding = None if positions is None else (positions == EMPTY).expand(len(ids), -1)
+        x = self.embd_dropout(self.embed_tokens(ids))
+        if self.merge is None:
+            return self._run(x, padding, cache)
+        if cache is not None or padding is not None:
+            raise UsageError(
+                f"direction={self.config.direction} reads whole sequences: it takes no cache and no padding. "
+                "Generate with use_cache=False, and prompts of one length."
+            )
+        if self.config.direction == "bidirectional":
+            return self._both_ways(x)
+        prefixes = [self._both_ways(x[:, : t + 1])[:, -1] for t in range(x.shape[1])]
+        return torch.stack(prefixes, dim=1)
+
+    def new_cache(self, batch_size: int, capacity: int | None = None) -> list[StateCache]:
+        """A zero state per layer; a state holds any number of tokens."""
+        weight = self.head.weight
+        return [StateCache(weight.new_zeros(batch_size, self.config.n_hidden)) for _ in self.layers]
+
+    def require_generates(self) -> None:
+        """Refuse the directions that cannot be sampled from left to right with a state."""
+        if self.config.direction == "bidirectional":
+            raise UsageError(
+                "a bidirectional RNN is no language model: its state at t-1 has read the tokens from t on, so "
+                "the product of p(x_t | h_{t-1}) is no distribution. Use direction=forward (or prefix)."
+            )
+        if self.config.n_output != self.config.vocab_size:
+            raise UsageError(
+                f"this network has n_output={self.config.n_output} for vocab_size={self.config.vocab_size}: it "
+                "computes something, but no next token."
+            )
+
+    def _run(
+        self, x: Tensor, padding: Tensor | None = None, cache: Sequence[StateCache] | None = None
+    ) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, None if cache is None else cache[index].state, padding)
+            if cache is not None:
+                cache[index].state = x[:, -1]
+        return x
+
+    def _both_ways(self, x: Tensor) -> Tensor:
+        """f reads from the left, g from the right, h merges the two (homework 1.2)."""
+        assert self.merge is not None
+        ahead, behind = self._run(x), x.flip(1)
+        for layer in self.backward_layers:
+            behind = layer(behind)
+        return ACTIVATIONS[self.config.activation](self.merge(torch.cat([ahead, behind.flip(1)], dim=-1)))
+
+
+def both_seen() -> RNN:
+    """The detector of homework 1.1 (seeds B1): y_t = 1 once both input bits have been 1.
+
+    Token 2 a + b stands for the input (a, b); W_hh = W_hx = I, b_h = 0, W_yh = [1 1], b_y = -1.
+    """
+    config = RNNConfig(
+        vocab_size=4,
+        block_size=16,
+        n_embd=2,
+        n_layer=1,
+        n_hidden=2,
+        n_output=1,
+        activation="slide",
+        output_activation="slide",
+    )
+    network = RNN(config)
+    layer = network.layers[0]
+    assert isinstance(layer, ElmanLayer)
+    with torch.no_grad():
+        network.embed_tokens.weight.copy_(torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]))
+        layer.h_proj.weight.copy_(torch.eye(2))
+        layer.x_proj.weight.copy_(torch.eye(2))
+        network.head.weight.fill_(1)
+        network.head.bias.fill_(-1)
+    return network

@@ -1,0 +1,56 @@
+"""From logits to the next token."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rehead.errors import NumericError, UsageError
+
+
+def require_valid(temperature: int | float, top_k: int | None, top_p: int | float | None) -> None:
+    """Refuse settings that name no distribution."""
+    if not 0 <= temperature < float("inf"):
+        raise UsageError(f"temperature={temperature}. Use 0 (always the likeliest token) or more, like 0.8.")
+    if top_k is not None and top_k < 1:
+        raise UsageError(f"top_k={top_k}: how many tokens stay. Use 1 or more, or leave it out.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"top_p={top_p}: how much probability stays. Use more than 0, at most 1.")
+
+
+def probabilities(
+    logits: Float[Tensor, "B N"],
+    temperature: int | float = 1.0,
+    top_k: int | None = None,
+    top_p: int | float | None = None,
+) -> Float[Tensor, "B N"]:
+    """Softmax at `temperature` over the `top_k` likeliest tokens, then over the fewest that hold `top_p`.
+
+    Temperature 0 puts everything on the likeliest token. Raises NumericError on logits that are not
+    finite.
+    """
+    if not torch.isfinite(logits).all():
+        raise NumericError("the model's logits are not finite: its weights are damaged, or it has diverged.")
+    logits = logits.float()
+    if temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
+    if top_k is not None and top_k < logits.shape[-1]:
+        kept = logits.topk(top_k).indices
+        dropped = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
+        logits = logits.masked_fill(dropped, float("-inf"))
+    below = logits.double() - logits.double().amax(dim=-1, keepdim=True)  # 0 stays 0 however cold
+    likely = (below / temperature).softmax(dim=-1).float()
+    if top_p is not None and top_p < 1:
+        ordered, order = likely.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        dropped = torch.zeros_like(likely, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        likely = likely.masked_fill(dropped, 0.0)
+        likely = likely / likely.sum(dim=-1, keepdim=True)
+    return likely
+
+
+def draw(likely: Float[Tensor, "B N"], noise: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """The token at which the running sum of probabilities passes `noise`, uniform in [0, 1)."""
+    running = likely.double().cumsum(dim=-1)
+    target = noise.double()[:, None] * running[:, -1:]
+    token = torch.searchsorted(running, target, right=True).squeeze(1)
+    return token.clamp(max=likely.shape[-1] - 1)

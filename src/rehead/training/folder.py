@@ -1,0 +1,104 @@
+"""A run on disk: config.yaml, metrics.jsonl, samples/, checkpoints/step-NNNNNN/, and a lock."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rehead.checkpoint import newest_step, publish
+from rehead.checkpoint.find import steps
+from rehead.checkpoint.publish import ASIDE, sweep
+from rehead.data.files import resource, write_whole
+from rehead.errors import Busy, InvalidInput
+
+REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
+
+
+class RunFolder:
+    """Paths of one run, and the few things done to them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+
+    @contextmanager
+    def open(self, *, resume: bool) -> Iterator[Path | None]:
+        """Hold the folder for this process; give the checkpoint to go on from, if there is one.
+
+        Raises InvalidInput where a run is there and `resume` is not asked for, Busy where another
+        process holds it.
+        """
+        with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a+")
+        with lock:
+            self._claim(lock)
+            sweep(self.checkpoints)
+            newest = newest_step(self.path)
+            if newest is not None and not resume:
+                raise InvalidInput(
+                    f"{self.path} already holds a run (up to {newest.name}): continue it with trainer.resume=True, "
+                    "or choose another system.work_dir."
+                )
+            yield newest
+
+    def begin(self, config: str, step: int) -> None:
+        """Write the resolved config, and forget metrics after `step`, which will be made again."""
+        with resource(f"cannot write in {self.path}", REMEDY):
+            kept = [json.dumps(line) + "\n" for line in self._lines() if step and line["step"] <= step]
+            write_whole(self.metrics, [line.encode() for line in kept])
+            write_whole(self.config, [config.encode()])
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl, in one write."""
+        with resource(f"cannot write {self.metrics}", REMEDY), self.metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def save(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
+        """Publish `write`'s files as the checkpoint of `step`; then drop all before it but `keep` - 1.
+
+        What lies after it is damaged, or the run would have gone on from there.
+        """
+        folder = self.checkpoints / f"step-{step:06d}"
+        with publish(folder, overwrite=True) as aside:
+            write(aside)
+        for _, old in [(number, old) for number, old in steps(self.path) if number <= step][:-keep]:
+            gone = old.rename(old.with_name(f"{ASIDE}{old.name}"))  # at once, for who is reading it
+            shutil.rmtree(gone, ignore_errors=True)
+        return folder
+
+    def write_sample(self, step: int, text: str) -> None:
+        """Keep a sample as samples/step-NNNNNN.txt."""
+        file = self.path / "samples" / f"step-{step:06d}.txt"
+        with resource(f"cannot write {file}", REMEDY):
+            write_whole(file, [text.encode()])
+
+    def _claim(self, lock: TextIO) -> None:
+        """Lock the folder for this process, and say in it whose it is."""
+        with resource(f"cannot lock {self.path}", "choose a system.work_dir on another disk"):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                lock.seek(0)
+                owner = lock.read().strip() or "another process"
+                raise Busy(
+                    f"{self.path} is being trained by {owner}: wait for it, or choose another system.work_dir."
+                ) from error
+            lock.truncate(0)
+            lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """The records of metrics.jsonl; a torn last line is left out."""
+        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue

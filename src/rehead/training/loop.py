@@ -1,0 +1,73 @@
+"""One optimizer step after another."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rehead.config import TrainerOptions
+from rehead.data import Batch
+from rehead.errors import NumericError
+from rehead.measure import memory
+from rehead.model import LanguageModel
+from rehead.training.optimizer import build_optimizer, learning_rate
+
+
+class Trainer:
+    """The model, its optimizer, and how many steps they have taken together."""
+
+    def __init__(self, model: LanguageModel, options: TrainerOptions) -> None:
+        self.model, self.options = model, options
+        self.optimizer = build_optimizer(model, options)
+        self.step = 0
+        self._forward: nn.Module = model
+        if options.compile:
+            self._forward = torch.compile(model)  # type: ignore[assignment]
+
+    def advance(self, next_batch: Callable[[], Batch]) -> dict[str, Any]:
+        """Take one step over `grad_accumulation` batches; return its record for metrics.jsonl.
+
+        `loss` is in nats per token, with dropout; `seconds` the whole step, data included. Raises
+        NumericError, before the weights change, where loss or gradient are not finite.
+        """
+        options, start = self.options, time.perf_counter()
+        rate = learning_rate(self.step, options)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for _ in range(options.grad_accumulation):
+            part = self._loss(*next_batch()) / options.grad_accumulation
+            part.backward()
+            loss += float(part.detach())
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NumericError(
+                f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite. The weights were not changed; "
+                "lower trainer.learning_rate, or continue from the last checkpoint with trainer.resume=True."
+            )
+        self.optimizer.step()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.step += 1
+        seconds = time.perf_counter() - start
+        return {
+            "step": self.step,
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "seconds": round(seconds, 6),
+            **memory(self.model.device),
+        }
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        device = self.model.device
+        low = self.options.dtype == "bfloat16"
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
+            logits = self._forward(inputs.to(device))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())

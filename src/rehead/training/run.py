@@ -1,0 +1,212 @@
+"""A whole training run: set up, train, evaluate, sample, save, and stop cleanly."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rehead.checkpoint import native
+from rehead.config import RunOptions, flags
+from rehead.data import BatchSampler, Split, Tokens, evaluation_blocks, split
+from rehead.errors import ConfigError, Interrupted, NumericError
+from rehead.generate import stream
+from rehead.measure import evaluate, parameters
+from rehead.tokenizer import Tokenizer
+from rehead.training import state
+from rehead.training.folder import RunFolder
+from rehead.training.interrupt import Stop, stop_signals
+from rehead.training.loop import Trainer
+from rehead.training.start import choose_device, read_text, start_model
+
+PROMPT_TOKENS = 8
+"""Samples go on from the first tokens of the validation text."""
+
+
+def train(options: RunOptions) -> Iterator[dict[str, Any]]:
+    """Train as `options` say; yield the records of metrics.jsonl as they are made.
+
+    The first describes the run (`event` start), the last sums it up (`event` end). On SIGINT or
+    SIGTERM the run saves and raises Interrupted. With `trainer.resume` it goes on from the newest
+    good checkpoint as if it had never stopped (to the bit on CPU, same threads and versions).
+    """
+    device = choose_device(options.trainer.device)
+    folder = RunFolder(Path(options.system.work_dir))
+    with folder.open(resume=options.trainer.resume) as checkpoint:
+        run = Run(options, device, folder, checkpoint)
+        with stop_signals() as stop:  # only now: before, there is nothing to save and a signal may end it
+            yield from run.records(stop)
+
+
+class Run:
+    """The parts of a run while it is going."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        device: torch.device,
+        folder: RunFolder,
+        checkpoint: Path | None,
+    ) -> None:
+        self.options, self.folder = options, folder
+        data, seed = options.data, options.system.seed
+        self.tokenizer: Tokenizer
+        self.tokens: Tokens
+        self.tokenizer, self.tokens = read_text(options, folder.path, checkpoint)
+        self.split: Split = split(self.tokens.ids, data.block_size, data.val_fraction)
+        if checkpoint is None:
+            model = start_model(options.model, self.tokenizer.vocab_size, data.block_size, seed)
+        else:
+            self._refuse_changes(checkpoint)
+            model = native.load(checkpoint)
+        self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
+        self.best: float | None = None
+        self.trainer = Trainer(model.to(device), options.trainer)
+        if checkpoint is not None:
+            numbers = state.read_numbers(checkpoint)
+            self.trainer.step = numbers["step"]
+            self.best = numbers["best_val_loss"]
+            _warn_of_rounding(numbers)
+            self.sampler.restore(state.restore(checkpoint, self.trainer.model, self.trainer.optimizer))
+        folder.begin(flags.write(options), self.trainer.step)
+
+    def records(self, stop: Stop) -> Iterator[dict[str, Any]]:
+        """Train to the end, or save and raise Interrupted once `stop` is asked for."""
+        options, trainer = self.options.trainer, self.trainer
+        yield self._log(self._start_record())
+        last = None
+        if trainer.step == 0:
+            yield self._log(self._evaluation())
+            if options.max_iters == 0:
+                yield self._save()
+        while trainer.step < options.max_iters:
+            yield self._log(trainer.advance(self.sampler.next))
+            done = trainer.step == options.max_iters
+            if done or trainer.step % options.eval_every == 0:
+                last = self._log(self._evaluation())
+                yield last
+            if options.sample_every and (done or trainer.step % options.sample_every == 0):
+                yield self._sample()
+            if done or stop.signal is not None or trainer.step % options.save_every == 0:
+                yield self._save()
+            if stop.signal is not None and not done:
+                raise Interrupted(
+                    f"stopped at step {trainer.step} and saved in {self.folder.path}: continue with "
+                    f"system.work_dir={self.folder.path} trainer.resume=True.",
+                    stop.signal,
+                )
+        last = last or self._log(self._evaluation())
+        yield self._log({"event": "end", **last, "best_val_loss": self.best})
+
+    def _start_record(self) -> dict[str, Any]:
+        config = self.trainer.model.config
+        return {
+            "event": "start",
+            "step": self.trainer.step,
+            "work_dir": str(self.folder.path),
+            "parameters": parameters(config),
+            "vocab_size": config.vocab_size,
+            "train_tokens": len(self.split.train),
+            "val_tokens": len(self.split.val),
+            "text_sha256": self.tokens.sha256,
+            "device": str(self.trainer.model.device),
+            **_arithmetic(),
+        }
+
+    def _evaluation(self) -> dict[str, Any]:
+        """Losses without dropout on the same blocks of both splits each time."""
+        record: dict[str, Any] = {"step": self.trainer.step}
+        size, n_batch = self.options.trainer.batch_size, self.options.trainer.eval_batches
+        for name, ids in (("train_loss", self.split.train), ("val_loss", self.split.val)):
+            if len(ids) < 2:
+                continue
+            blocks = evaluation_blocks(ids, self.options.data.block_size, size, size * n_batch)
+            record[name], _ = evaluate(self.trainer.model, blocks)
+        if "val_loss" in record:
+            self.best = min(record["val_loss"], record["val_loss"] if self.best is None else self.best)
+        return record
+
+    def _sample(self) -> dict[str, Any]:
+        """Text at temperature 1 among the 10 likeliest characters, the starter's settings."""
+        ids = self.split.val if len(self.split.val) else self.split.train
+        prompt = [int(token) for token in ids[:PROMPT_TOKENS]]
+        new = stream(
+            self.trainer.model,
+            [torch.tensor(prompt)],
+            self.options.trainer.sample_tokens,
+            top_k=10,
+            seed=self.options.system.seed,
+        )
+        text = self.tokenizer.decode([*prompt, *(int(token) for token in new)])
+        self.folder.write_sample(self.trainer.step, text)
+        return {"event": "sample", "step": self.trainer.step, "text": text}
+
+    def _save(self) -> dict[str, Any]:
+        trainer = self.trainer
+        if not all(bool(weight.isfinite().all()) for weight in trainer.model.parameters()):
+            raise NumericError(
+                f"step {trainer.step}: weights are not finite and were not saved; lower trainer.learning_rate, or "
+                "continue from the last checkpoint with trainer.resume=True."
+            )
+        numbers = {
+            "step": trainer.step,
+            "best_val_loss": self.best,
+            "text_sha256": self.tokens.sha256,
+            **_arithmetic(),
+        }
+
+        def write(aside: Path) -> None:
+            native.write(trainer.model, aside, {"tokenizer.json": self.tokenizer.to_json()})
+            state.write(aside, trainer.model, trainer.optimizer, self.sampler.state(), numbers)
+
+        path = self.folder.save(trainer.step, write, self.options.trainer.keep)
+        return {"event": "save", "step": trainer.step, "path": str(path)}
+
+    def _log(self, record: dict[str, Any]) -> dict[str, Any]:
+        self.folder.log(record)
+        return record
+
+    def _refuse_changes(self, checkpoint: Path) -> None:
+        """Going on with another text or model, or back to an earlier step, would not be the same run."""
+        recorded = state.read_numbers(checkpoint)
+        if self.options.trainer.max_iters < recorded["step"]:
+            raise ConfigError(
+                f"trainer.max_iters={self.options.trainer.max_iters} is below step {recorded['step']}, which "
+                f"{self.folder.path} has reached: give more, or start a new system.work_dir."
+            )
+        if recorded["text_sha256"] != self.tokens.sha256:
+            raise ConfigError(
+                f"the text has changed since {checkpoint} (sha256 {self.tokens.sha256[:12]}..., then "
+                f"{recorded['text_sha256'][:12]}...): give the same data, or start a new system.work_dir."
+            )
+        before = flags.read([], (self.folder.config,))
+        for group, names in (
+            ("model", vars(before.model)),
+            ("data", ("block_size", "val_fraction", "tokenizer", "vocab_size")),
+            ("system", ("seed",)),
+            ("trainer", ("batch_size", "grad_accumulation")),
+        ):
+            for name in names:
+                was, now = getattr(getattr(before, group), name), getattr(getattr(self.options, group), name)
+                if was != now:
+                    raise ConfigError(
+                        f"{group}.{name}={now} was {was} in the run that is resumed: leave it out, or start a new "
+                        "system.work_dir."
+                    )
+
+
+def _arithmetic() -> dict[str, Any]:
+    """What rounding depends on."""
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _warn_of_rounding(recorded: dict[str, Any]) -> None:
+    """Say so where a resumed run cannot be the uninterrupted one to the bit."""
+    changed = [
+        f"{key} {recorded[key]} -> {now}"
+        for key, now in _arithmetic().items()
+        if recorded.get(key, now) != now
+    ]
+    if changed:
+        warnings.warn(f"the run goes on, but not to the bit: {', '.join(changed)}", stacklevel=2)

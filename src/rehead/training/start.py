@@ -1,0 +1,125 @@
+"""What a run starts from: device, text, vocabulary, model, and weights trained before."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from rehead.attention import AttentionConfig
+from rehead.checkpoint import load, resolve
+from rehead.config import DataOptions, GPTConfig, ModelConfig, ModelOptions, RunOptions
+from rehead.data import Source, Tokens, tokenize
+from rehead.errors import ConfigError, ResourceError, UsageError
+from rehead.measure import parameters
+from rehead.measure.memory import physical_memory
+from rehead.model import LanguageModel, build
+from rehead.tokenizer import Tokenizer, train
+
+TRAINING_BYTES = 16
+"""Per parameter: a float32 weight, its gradient and AdamW's two moments."""
+EMBEDDED = "python-docs"
+"""The corpus of a run that names none: the standard library's documentation, nothing to download."""
+
+
+def choose_device(name: str) -> torch.device:
+    """cuda, mps or cpu for `auto`; otherwise the named one, if it is there."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    kind = name.partition(":")[0]
+    if not available.get(kind, False):
+        here = ", ".join(kind for kind, there in available.items() if there)
+        raise UsageError(f"device={name}: this machine has {here}. Use one of them, or auto.")
+    return torch.device(name)
+
+
+def source(options: DataOptions) -> Source:
+    """The text of a run."""
+    if options.path is None and options.name is None:
+        return Source(name=EMBEDDED)
+    return Source(path=None if options.path is None else Path(options.path), name=options.name)
+
+
+def read_text(options: RunOptions, folder: Path, checkpoint: Path | None) -> tuple[Tokenizer, Tokens]:
+    """The vocabulary and the tokens, which are laid in `folder`.
+
+    The vocabulary comes from the checkpoint that is resumed, or the folder that is built on, or is
+    made from the text.
+    """
+    data, text = options.data, source(options.data)
+    pretrained = options.model.pretrained_folder
+    before = checkpoint or (resolve(Path(pretrained)) if pretrained else None)
+    tokenizer = Tokenizer.load(before) if before else train(data.tokenizer, text, data.vocab_size)
+    return tokenizer, tokenize(text, tokenizer, folder / "tokens.bin")
+
+
+def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: int) -> LanguageModel:
+    """A fresh model drawn from `seed`, with the weights of `pretrained_folder` where one is given."""
+    torch.manual_seed(seed)
+    config = options.resolve(vocab_size, block_size)
+    _require_memory(config)
+    model = build(config)
+    if options.pretrained_folder is not None:
+        _warm_start(model, load(options.pretrained_folder), options.pretrained_folder)
+    return model
+
+
+def _require_memory(config: ModelConfig) -> None:
+    """Refuse, before anything is allocated, a model that cannot be trained in this machine's memory."""
+    need, have = parameters(config) * TRAINING_BYTES, physical_memory()
+    if need > have:
+        raise ResourceError(
+            f"{parameters(config):,} parameters need {need / 1e9:,.0f} GB to train ({TRAINING_BYTES} bytes each), this "
+            f"machine has {have / 1e9:,.0f} GB: use a smaller model.n_embd or model.n_layer."
+        )
+
+
+def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> None:
+    """Copy trained weights; a longer position table keeps its first rows and draws the rest (B20).
+
+    Raises ConfigError naming every field in which the two models differ beyond length and dropout.
+    """
+    differing = _differences(model.config, trained.config)
+    if differing:
+        raise ConfigError(
+            f"model.pretrained_folder={folder} holds another model: {'; '.join(differing)}. Give the flags it was "
+            "trained with, or convert it first."
+        )
+    old_block, new_block = trained.config.block_size, model.config.block_size
+    if new_block < old_block:
+        raise ConfigError(
+            f"data.block_size={new_block} is below the {old_block} that {folder} was trained with: weights are "
+            f"extended, never cut. Use {old_block} or more."
+        )
+    weights = trained.state_dict()
+    for name, weight in model.state_dict().items():
+        rows = slice(0, len(weights[name])) if name == "embed_positions.weight" else slice(None)
+        weight[rows] = weights[name]
+
+
+def _differences(new: ModelConfig, old: ModelConfig) -> list[str]:
+    """Fields that decide what weights mean and that differ, as "name: new here, old there"."""
+    free = {"block_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
+
+    def table(config: ModelConfig | AttentionConfig) -> dict[str, object]:
+        fields = [field.name for field in dataclasses.fields(config) if field.name not in free]
+        return {name: getattr(config, name) for name in fields}
+
+    found = {}
+    if type(new) is not type(old):
+        return [f"model.type is {type(old).__name__} there"]
+    for name, value in table(new).items():
+        there = getattr(old, name)
+        if name != "attention" and value != there:
+            found[name] = (value, there)
+    if isinstance(new, GPTConfig) and isinstance(old, GPTConfig):
+        if new.n_layer != old.n_layer:
+            found["n_layer"] = (new.n_layer, old.n_layer)
+        for here, there in zip(new.attention, old.attention, strict=False):
+            if type(here) is not type(there):
+                found["attention"] = (here.name, there.name)
+                continue
+            for name, value in table(here).items():
+                if value != getattr(there, name):
+                    found[name] = (value, getattr(there, name))
+    return [f"{name} is {here} here and {there} there" for name, (here, there) in found.items()]

@@ -1,0 +1,123 @@
+"""Which folder a path means."""
+
+import json
+import shutil
+import warnings
+from itertools import pairwise
+
+import pytest
+
+import rehead
+from rehead.checkpoint import newest_step, publish, resolve
+from rehead.checkpoint.find import steps
+from rehead.errors import IntegrityError, InvalidInput
+from rehead.model import both_seen
+
+
+def save(folder, value=0.0):
+    model = both_seen()
+    model.head.bias.data.fill_(value)
+    rehead.save(model, folder)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with checkpoints 9, 10 and 200, which hold their number, and other things."""
+    for step in (200, 9, 10):
+        save(tmp_path / "run" / "checkpoints" / f"step-{step:06d}", step)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in (
+        "step-000300-old",
+        "xstep-000400",
+        "step-",
+        "step-abc",
+        ".tmp-step-000500-x",
+        "step--1",
+        "step-１",
+    ):
+        shutil.copytree(checkpoints / "step-000200", checkpoints / name)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    return tmp_path / "run"
+
+
+def flip(folder, name="model.safetensors"):
+    whole = bytearray((folder / name).read_bytes())
+    whole[-1] ^= 1
+    (folder / name).write_bytes(whole)
+
+
+DAMAGE = {
+    "bit flip": flip,
+    "cut short": lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100),
+    "file missing": lambda folder: (folder / "config.json").unlink(),
+    "manifest missing": lambda folder: (folder / "MANIFEST.json").unlink(),
+    "manifest empty": lambda folder: (folder / "MANIFEST.json").write_text(""),
+    "everything missing": lambda folder: [path.unlink() for path in folder.iterdir()],
+}
+
+
+def test_steps_are_ordered_by_number(run):
+    names = ["step-000009", "step-000010", "step-000200", "step-300", "step-1000000"]
+    for name in names[-2:]:
+        save(run / "checkpoints" / name)
+    assert [folder.name for _, folder in steps(run)] == names
+    assert all(one < other for (one, _), (other, _) in pairwise(steps(run)))
+
+
+def test_the_newest_step_is_the_highest_not_the_latest_written(run):
+    with warnings.catch_warnings(action="error"):
+        assert newest_step(run).name == "step-000200"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_step_is_skipped_with_a_warning(damage, run):
+    DAMAGE[damage](run / "checkpoints" / "step-000200")
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint: .*step-000200") as caught:
+        assert newest_step(run).name == "step-000010"
+    assert len(caught) == 1
+
+
+def test_several_damaged_steps_are_skipped(run):
+    for name in ("step-000200", "step-000010"):
+        flip(run / "checkpoints" / name)
+    with pytest.warns(UserWarning, match="skipped") as caught:
+        assert newest_step(run).name == "step-000009"
+    assert len(caught) == 2
+
+
+def test_no_step_at_all(run, tmp_path):
+    for folder in (run / "checkpoints").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    assert newest_step(run) is None
+    assert newest_step(tmp_path / "nothing") is None
+    with pytest.raises(InvalidInput, match="is a run without a good checkpoint yet: train it further"):
+        resolve(run)
+
+
+def test_a_run_folder_means_its_newest_good_step(run):
+    assert [rehead.load(folder).head.bias.item() for _, folder in steps(run)] == [9, 10, 200]
+    assert rehead.load(run).head.bias.item() == 200
+    flip(run / "checkpoints" / "step-000200")
+    with pytest.warns(UserWarning, match="skipped"):
+        assert rehead.load(run).head.bias.item() == 10
+
+
+def test_a_named_step_is_that_step_or_an_error(run):
+    step = run / "checkpoints" / "step-000009"
+    assert rehead.load(step).head.bias.item() == 9
+    flip(step)
+    with pytest.raises(IntegrityError, match=r"step-000009/model\.safetensors is damaged"):
+        rehead.load(step)
+
+
+def test_a_model_folder_means_itself(run):
+    step = run / "checkpoints" / "step-000009"
+    assert resolve(step) == step
+
+
+def test_a_step_without_a_model_is_no_model(tmp_path):
+    with publish(tmp_path / "run" / "checkpoints" / "step-000001") as aside:
+        (aside / "state.json").write_text(json.dumps({"step": 1}))
+    with pytest.raises(InvalidInput, match=r"config\.json"):
+        rehead.load(tmp_path / "run")

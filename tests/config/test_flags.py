@@ -1,0 +1,223 @@
+"""The homework's flags, verbatim; everything else is read strictly or refused."""
+
+from contextlib import suppress
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rehead.config.flags import read, write
+from rehead.errors import ConfigError, InvalidInput, ReheadError
+
+HOMEWORK = {  # seeds B17, Table 1
+    "data.block_size=128": 128,
+    "system.work_dir=out/new_chargpt": "out/new_chargpt",
+    "model.n_query_head=6": 6,
+    "model.n_kv_head=3": 3,
+    "model.pretrained_folder=out/chargpt3": "out/chargpt3",
+    "model.rope=True": True,
+    "trainer.max_iters=200": 200,
+    "trainer.device=cpu": "cpu",
+}
+
+
+def get(options, flag):
+    group, _, name = flag.partition("=")[0].removeprefix("--").partition(".")
+    return getattr(getattr(options, group), name)
+
+
+@pytest.mark.parametrize("dashes", ["", "--"])
+@pytest.mark.parametrize(("flag", "value"), HOMEWORK.items())
+def test_b17_flags_verbatim(flag, value, dashes):
+    assert get(read([dashes + flag]), flag) == value
+
+
+def test_b17_all_flags_together_with_mixed_dashes():
+    options = read([("--" if i % 2 else "") + flag for i, flag in enumerate(HOMEWORK)])
+    assert {flag: get(options, flag) for flag in HOMEWORK} == HOMEWORK
+
+
+def test_yaml_lies_over_the_defaults_and_under_the_flags(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("model: {n_query_head: 8, n_kv_head: 4, n_embd: 64}\ntrainer: {max_iters: 7}\n")
+    second.write_text("model: {n_kv_head: 2}\n")
+    options = read(["--model.n_query_head=4"], (first, second))
+    assert (options.model.n_query_head, options.model.n_kv_head, options.model.n_embd) == (4, 2, 64)
+    assert (options.trainer.max_iters, options.trainer.batch_size) == (7, 64)
+
+
+def test_a_table_lies_under_the_yaml(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {max_iters: 7}")
+    options = read([], (file,), ({"trainer": {"max_iters": 5, "batch_size": 3}},))
+    assert (options.trainer.max_iters, options.trainer.batch_size) == (7, 3)
+
+
+READ = [
+    ("trainer.learning_rate=5E-4", 5e-4),
+    ("trainer.learning_rate=1e-3", 1e-3),
+    ("trainer.learning_rate=.5", 0.5),
+    ("trainer.learning_rate=1", 1.0),
+    ("trainer.max_iters=0", 0),
+    ("trainer.max_iters=+12", 12),
+    ("trainer.max_iters=600 ", 600),
+    ("model.rope=false", False),
+    ("model.rope=null", None),
+    ("data.name=null", None),
+    ("system.work_dir=out/x=y", "out/x=y"),
+    ("system.work_dir=out/with a space", "out/with a space"),
+    ("system.work_dir=0010", "0010"),  # a text is itself, whatever YAML would make of it
+    ("system.work_dir=1.10", "1.10"),
+    ("system.work_dir=no", "no"),
+    ("system.work_dir=2024-01-01", "2024-01-01"),
+    ("data.path=1e3", "1e3"),
+    ("data.path=a: b # c", "a: b # c"),
+    ("data.path=１_０", "１_０"),
+    ("trainer.device=cuda:1", "cuda:1"),
+    ("model.layers=[{window: 3}, {}]", [{"window": 3}, {}]),
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), READ)
+def test_values(flag, value):
+    read_value = get(read([flag]), flag)
+    assert (read_value, type(read_value)) == (value, type(value))
+
+
+REFUSED = [  # flags, what the message must name, the remedy it must offer
+    (["model.n_kvhead=3"], "n_kvhead", "n_kv_head"),
+    (["modle.n_kv_head=3"], "modle", "model"),
+    (["n_kv_head=3"], "n_kv_head", "model.n_kv_head"),
+    (["--max_iters=7"], "max_iters", "trainer.max_iters"),
+    (["trainer.max_iter=3"], "max_iter", "max_iters"),
+    (["model.rope.theta=3"], "model.rope.theta=3", "bool"),
+    (["trainer=3"], "trainer=3", "TrainerOptions"),
+    (["model.n_kv_head=three"], "three", "Integer"),
+    (["model.n_kv_head=3.0"], "3.0", "Integer"),
+    (["model.n_kv_head=true"], "true", "Integer"),
+    (["trainer.batch_size=null"], "batch_size=null", "int"),
+    (["trainer.batch_size=[64]"], "[64]", "Integer"),
+    (["trainer.learning_rate=fast"], "fast", "Float"),
+    (["model.rope=maybe"], "maybe", "bool"),
+    (["model.layers={window: 3}"], "model.layers={window: 3}", "incompatible"),
+    (["model.layers=[3]"], "model.layers=[3]", "Dict"),
+    (["model.attention=mhaa"], "mhaa", "['mha', 'gqa', 'mqa', 'mla']"),
+    (["trainer.dtype=float16"], "float16", "['float32', 'bfloat16']"),
+    (["model.shape=gtp"], "gtp", "['gpt', 'llama']"),
+    (["trainer.max_iters=1e3"], "1e3", "Integer"),
+    (["trainer.max_iters=１２"], "１２", "plain digits"),
+    (["trainer.max_iters=1_000"], "1_000", "plain digits"),
+    (["trainer.max_iters=010"], "010", "plain digits"),  # 8 in YAML
+    (["trainer.max_iters=0x10"], "0x10", "plain digits"),
+    (["trainer.max_iters=0b11"], "0b11", "plain digits"),
+    (["trainer.max_iters=1:30"], "1:30", "plain digits"),  # 90 in YAML
+    (["trainer.learning_rate=1_0e-3"], "1_0e-3", "plain digits"),
+    (["trainer.learning_rate=１e-3"], "１e-3", "plain digits"),
+    (["model.n_kv_head"], "model.n_kv_head", "group.key=value"),
+    (["model.n_kv_head", "3"], "model.n_kv_head", "group.key=value"),
+    (["-model.n_kv_head=3"], "-model.n_kv_head=3", "group.key=value"),
+    (["=3"], "=3", "group.key=value"),
+    (["model.rope=True", "--model.rope=True"], "model.rope", "twice"),
+    (["trainer.max_iters="], "trainer.max_iters=", "null"),
+    (["data.path= "], "data.path=", "null"),
+    (["system.work_dir=${oc.env:HOME}"], "${oc.env:HOME}", "Write the value itself"),
+    (["model.n_kv_head=???"], "???", "Write the value itself"),
+    (["system.seed=-1"], "system.seed=-1", "0 up to 9223372036854775807"),
+    (["system.seed=9223372036854775808"], "9223372036854775808", "more than 64 bits"),
+    (["trainer.max_iters=18446744073709551616"], "18446744073709551616", "more than 64 bits"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named", "remedy"), REFUSED)
+def test_refused(flags, named, remedy):
+    with pytest.raises(ConfigError) as caught:
+        read(flags)
+    message = str(caught.value)
+    assert named in message
+    assert remedy in message
+    assert "\n" not in message
+
+
+FILES = [  # bytes of a YAML file, error, what the message must name
+    (b"model: {n_kvhead: 3}", ConfigError, "n_kv_head"),
+    (b"model: {n_kv_head: three}", ConfigError, "three"),
+    (b"model: {n_kv_head: '???'}", ConfigError, "???"),
+    (b"system: {work_dir: '${oc.env:HOME}'}", ConfigError, "${oc.env:HOME}"),
+    (b"model: [1, 2]", ConfigError, "run.yaml"),
+    (b"- model", InvalidInput, "system, data, model, trainer"),
+    (b"", InvalidInput, "system, data, model, trainer"),
+    (b"model: 3\ntrainer: {max_iters: 7", InvalidInput, "in line 2"),
+    (b"model: \xff", InvalidInput, "run.yaml is not YAML"),
+    (b"model: !!python/object/apply:os.getcwd []", InvalidInput, "run.yaml is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("content", "error", "named"), FILES)
+def test_refused_files(content, error, named, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(error) as caught:
+        read([], (file,))
+    assert "run.yaml" in str(caught.value)
+    assert named in str(caught.value)
+
+
+def test_refused_missing_file(tmp_path):
+    with pytest.raises(InvalidInput, match=r"none\.yaml: No such file or directory"):
+        read([], (tmp_path / "none.yaml",))
+
+
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(
+    lambda s: s.strip() and "${" not in s and s != "???" and s != "null"
+)
+drawn = st.fixed_dictionaries(
+    {},
+    optional={
+        "system.work_dir": texts,
+        "system.seed": st.integers(0, 2**63 - 1),
+        "data.path": texts,
+        "data.block_size": st.integers(1, 10**6),
+        "trainer.max_iters": st.integers(0, 10**9),
+        "trainer.learning_rate": st.floats(1e-12, 1e3),
+        "trainer.weight_decay": st.floats(0, 1e3),
+        "trainer.resume": st.booleans(),
+        "model.rope": st.none() | st.booleans(),
+        "model.window": st.none() | st.integers(1, 99),
+        "model.attention": st.none() | st.sampled_from(["mha", "gqa", "mqa", "mla"]),
+        "model.score": texts,
+        "model.layers": st.lists(st.sampled_from(["{}", "{window: 3}"]), min_size=1).map(
+            lambda entries: f"[{', '.join(entries)}]"
+        ),
+    },
+)
+
+
+@settings(max_examples=10)
+@given(drawn)
+def test_what_is_written_is_read_back(tmp_path_factory, values):
+    flags = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+    options = read(flags)
+    for key, value in values.items():
+        if key != "model.layers":
+            assert get(options, key) == value
+    file = tmp_path_factory.mktemp("run", numbered=True) / "config.yaml"
+    file.write_text(write(options), encoding="utf-8")
+    assert read([], (file,)) == options
+
+
+def test_written_defaults_are_the_defaults(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(write(read([])))
+    assert asdict(read([], (file,))) == asdict(read([]))
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.text(max_size=20) | st.sampled_from([*HOMEWORK, *(flags[0] for flags, *_ in REFUSED)]), max_size=3
+    )
+)
+def test_no_argument_does_anything_but_a_clean_error(flags):
+    with suppress(ReheadError):
+        read(flags)

@@ -1,0 +1,307 @@
+"""Flags to a model: the homework's defaults and sizes, and nothing given that is not used."""
+
+from dataclasses import fields
+
+import pytest
+
+from rehead.attention import LatentConfig, RopeConfig
+from rehead.config import ModelOptions, RNNConfig, TrainerOptions
+from rehead.config.flags import read
+from rehead.errors import ConfigError
+from rehead.measure import parameters
+
+
+def resolve(*flags, vocab_size=65):
+    options = read(list(flags))
+    return options.model.resolve(vocab_size, options.data.block_size)
+
+
+def test_b18_defaults():
+    options, config = read([]), resolve()
+    assert (config.n_layer, config.n_embd, config.block_size, config.vocab_size) == (6, 192, 128, 65)
+    assert {(a.n_query_head, a.n_kv_head, a.head_dim, a.v_head_dim, a.name) for a in config.attention} == {
+        (6, 6, 32, 32, "mha")
+    }
+    assert (config.embd_pdrop, config.resid_pdrop, config.attention[0].attn_pdrop) == (0.1, 0.1, 0.1)
+    trainer = options.trainer
+    assert (trainer.batch_size, trainer.learning_rate, trainer.max_iters) == (64, 5e-4, 600)
+    assert (trainer.beta1, trainer.beta2, trainer.weight_decay, trainer.grad_norm_clip) == (
+        0.9,
+        0.95,
+        0.1,
+        1.0,
+    )
+    assert (trainer.schedule, options.system.seed, options.data.tokenizer) == ("constant", 3407, "char")
+    assert (config.norm, config.mlp, config.n_hidden, config.mlp_bias, config.tie_embeddings) == (
+        "layernorm", "gelu", 768, True, False
+    )  # fmt: skip
+    assert config.learned_positions
+    assert config.attention[0].rope is None
+
+
+@pytest.mark.parametrize(
+    ("n_kv_head", "count"), [(6, 2_719_104), (3, 2_496_768), (2, 2_422_656), (1, 2_348_544)]
+)
+def test_b18_parameters(n_kv_head, count):
+    assert parameters(resolve(f"model.n_kv_head={n_kv_head}")) == count
+    assert parameters(resolve(f"model.n_kv_head={n_kv_head}", "model.rope=True")) == count - 24_576
+
+
+def test_rope_replaces_the_table_of_positions():
+    config = resolve("model.rope=True")
+    assert not config.learned_positions
+    assert {a.rope for a in config.attention} == {RopeConfig(theta=10_000, layout="half-split")}
+
+
+def test_llama_shape():
+    config = resolve("model.shape=llama")
+    assert (config.norm, config.mlp, config.n_hidden, config.mlp_bias) == ("rmsnorm", "swiglu", 512, False)
+    assert not config.learned_positions
+    attention = config.attention[0]
+    assert (attention.qkv_bias, attention.o_bias, attention.rope) == (False, False, RopeConfig())
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "n_kv_head"),
+    [
+        ([], "mha", 6),
+        (["model.n_kv_head=6"], "mha", 6),
+        (["model.n_kv_head=3"], "gqa", 3),
+        (["model.n_kv_head=1"], "mqa", 1),
+        (["model.attention=mha"], "mha", 6),
+        (["model.attention=mqa"], "mqa", 1),
+        (["model.attention=gqa", "model.n_kv_head=2"], "gqa", 2),
+        (["model.attention=mqa", "model.n_kv_head=1"], "mqa", 1),
+        (["model.attention=mla"], "mla", 6),
+        (["model.attention=mla", "model.n_kv_head=2"], "mla", 2),
+    ],
+)
+def test_attention_follows_from_n_kv_head_and_the_other_way(flags, name, n_kv_head):
+    attention = resolve(*flags).attention[0]
+    assert (attention.name, attention.n_kv_head) == (name, n_kv_head)
+
+
+def test_mla_defaults_and_flags():
+    plain, turned = resolve("model.attention=mla"), resolve("model.attention=mla", "model.rope=True")
+    assert isinstance(plain.attention[0], LatentConfig)
+    assert (plain.attention[0].qk_rope_head_dim, plain.attention[0].rope) == (0, None)
+    assert (turned.attention[0].qk_rope_head_dim, turned.attention[0].kv_lora_rank) == (16, 128)
+    config = resolve(
+        "model.attention=mla", "model.rope=True", "model.kv_lora_rank=9", "model.q_lora_rank=11", "model.v_head_dim=7",
+        "model.qk_nope_head_dim=10", "model.qk_rope_head_dim=4", "model.latent_norm=False",
+    )  # fmt: skip
+    latent = config.attention[0]
+    assert (latent.kv_lora_rank, latent.q_lora_rank, latent.v_head_dim) == (9, 11, 7)
+    assert (latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.latent_norm) == (10, 4, False)
+    rebuilt = resolve("model.attention=mla", "model.rope=True", "model.qk_rope_head_dim=0").attention[0]
+    assert rebuilt.rebuilds_keys
+
+
+def test_rope_flags():
+    rope = resolve(
+        "model.rope=True", "model.rope_theta=500", "model.rope_layout=interleaved",
+        "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 64}",
+    ).attention[0].rope  # fmt: skip
+    assert (rope.theta, rope.layout) == (500.0, "interleaved")
+    assert (rope.scaling.factor, rope.scaling.original_max_position_embeddings) == (4.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n_layer", "windows"),
+    [
+        ("[{window: 3}, {}]", 5, [3, None, 3, None, 3]),
+        ("[{window: 3},{window: 3},{window: 3},{window: 3},{window: 3},{}]", 7, [3, 3, 3, 3, 3, None, 3]),
+        ("[{window: 3}]", 2, [3, 3]),
+        ("[{}]", 2, [None, None]),
+    ],
+)
+def test_layers_repeat_a_pattern(pattern, n_layer, windows):
+    config = resolve(f"--model.layers={pattern}", f"model.n_layer={n_layer}")
+    assert [attention.window for attention in config.attention] == windows
+
+
+def test_layers_change_the_common_flags():
+    config = resolve(
+        "model.rope=True", "model.window=9", "model.n_layer=4", "model.n_kv_head=2",
+        "model.layers=[{}, {window: null, rope: false}, {n_kv_head: 3, head_dim: 8}, {attention: mla}]",
+    )  # fmt: skip
+    common, no_position, wider, latent = config.attention
+    assert (common.window, common.n_kv_head, common.rope) == (9, 2, RopeConfig())
+    assert (no_position.window, no_position.rope, no_position.n_kv_head) == (None, None, 2)
+    assert (wider.window, wider.n_kv_head, wider.head_dim) == (9, 3, 8)
+    assert (latent.name, latent.window, latent.kv_lora_rank) == ("mla", 9, 128)
+
+
+def test_context_is_unlimited_only_with_windows_everywhere_and_no_table():
+    assert resolve().context_limit == 128
+    assert resolve("model.rope=True").context_limit == 128
+    assert resolve("model.window=5").context_limit == 128
+    assert resolve("model.rope=True", "model.layers=[{window: 5}, {}]").context_limit == 128
+    assert resolve("model.rope=True", "model.window=5").context_limit is None
+    assert resolve("model.type=rnn").context_limit is None
+
+
+def test_rnn():
+    assert resolve("model.type=rnn", vocab_size=7) == RNNConfig(
+        vocab_size=7, block_size=128, n_embd=192, n_layer=1, n_hidden=192, n_output=7, embd_pdrop=0.1
+    )
+    config = resolve("model.type=rnn", "model.n_layer=2", "model.n_hidden=5", "model.activation=slide")
+    assert (config.n_layer, config.n_hidden, config.activation) == (2, 5, "slide")
+
+
+REFUSED = [  # flags, what the message must name, the remedy it must offer
+    ("model.n_kv_head=4", "n_kv_head=4 does not divide n_query_head=6", "[1, 2, 3, 6]"),  # B25
+    ("model.n_kv_head=12", "n_kv_head=12 does not divide n_query_head=6", "[1, 2, 3, 6]"),
+    ("model.n_kv_head=0", "n_kv_head=0", "at least 1"),
+    ("model.attention=mla model.n_kv_head=0", "n_kv_head=0", "at least 1"),
+    ("model.attention=mla model.n_kv_head=4", "n_kv_head=4 does not divide n_query_head=6", "[1, 2, 3, 6]"),
+    ("model.n_embd=188", "model.n_query_head=6 does not divide model.n_embd=188", "[1, 2, 4, 47, 94, 188]"),
+    ("model.n_query_head=0", "model.n_query_head=0", "Use one of [1, 2, 3,"),
+    ("model.n_embd=0", "model.n_embd=0", "1 or more"),
+    ("model.n_layer=0", "model.n_layer=0", "Use 1 to 1024"),
+    ("model.n_layer=1025", "model.n_layer=1025", "Use 1 to 1024"),
+    ("model.n_embd=-6 model.head_dim=4", "model.n_embd=-6", "1 or more"),
+    ("model.n_hidden=0", "n_hidden=0", "at least 1"),
+    ("model.head_dim=0", "head_dim=0", "at least 1"),
+    ("model.v_head_dim=0", "v_head_dim=0", "at least 1"),
+    ("model.window=0", "window=0", "window=1 or more"),
+    ("model.rope=True model.head_dim=31", "head_dim=31 is odd", "30 or 32"),
+    ("data.block_size=0", "block_size=0", "at least 1"),
+    ("model.embd_pdrop=1", "embd_pdrop=1.0", "not including) 1"),
+    ("model.resid_pdrop=nan", "resid_pdrop=nan", "not including) 1"),
+    ("model.attn_pdrop=-0.1", "attn_pdrop=-0.1", "not including) 1"),
+    ("model.attention=mha model.n_kv_head=3", "mha contradicts model.n_kv_head=3 with n_query_head=6", "which is gqa"),
+    ("model.attention=mqa model.n_kv_head=2", "mqa contradicts model.n_kv_head=2 with n_query_head=6", "which is gqa"),
+    ("model.attention=gqa model.n_kv_head=6", "gqa contradicts model.n_kv_head=6", "which is mha. Leave one"),
+    ("model.attention=gqa model.n_kv_head=1", "gqa contradicts model.n_kv_head=1", "which is mqa. Leave one"),
+    ("model.attention=gqa", "model.attention=gqa", "model.n_kv_head"),
+    ("model.kv_lora_rank=8", "model.kv_lora_rank=8 means nothing", "Leave it out"),
+    ("model.attention=gqa model.n_kv_head=3 model.latent_norm=true", "model.latent_norm=True", "Leave it out"),
+    ("model.attention=mla model.head_map=modular", "model.head_map=modular", "Leave it out"),
+    ("model.attention=mla model.score=additive", "model.score=additive", "Leave it out"),
+    ("model.activation=slide", "model.activation=slide means nothing with model.type=gpt", "Leave it out"),
+    ("model.score_width=3", "model.score_width=3 with score=scaled_dot", "model.score=additive"),
+    ("model.score=multiplicative model.score_width=3", "score=multiplicative", "model.score=additive"),
+    ("model.score=additiv", "unknown score 'additiv'", "'additive'"),
+    ("model.score=additive model.score_width=0", "score_width=0", "64"),
+    ("model.rope_theta=100", "model.rope_theta=100.0 means nothing with model.rope=False", "Leave it out"),
+    ("model.shape=llama model.rope=False model.rope_layout=interleaved", "model.rope_layout=interleaved", "Leave it"),
+    ("model.rope=True model.rope_theta=0", "theta=0.0", "10000"),
+    ("model.rope=True model.rope_theta=inf", "theta=inf", "10000"),
+    ("model.rope=True model.rope_scaling={factor: 2}", "rope_scaling", "linear, llama3, yarn"),
+    ("model.rope=True model.rope_scaling={rope_type: linaer}", "'linaer'", "'linear'"),
+    ("model.rope=True model.rope_scaling={rope_type: linear}", "factor", "missing"),
+    ("model.rope=True model.rope_scaling={rope_type: linear, fctor: 2}", "'fctor'", "'factor'"),
+    ("model.rope=True model.rope_scaling={rope_type: linear, factor: two}", "factor='two'", "float"),
+    ("model.rope=True model.rope_scaling={rope_type: linear, factor: 0.5}", "factor=0.5", "1 or more"),
+    ("model.attention=mla model.kv_lora_rank=0", "kv_lora_rank=0", "at least 1"),
+    ("model.attention=mla model.q_lora_rank=0", "q_lora_rank=0", "at least 1"),
+    ("model.attention=mla model.qk_nope_head_dim=0", "qk_nope_head_dim=0", "at least 1"),
+    ("model.attention=mla model.qk_rope_head_dim=8", "qk_rope_head_dim=8 with rope=False", "rope=True"),
+    ("model.attention=mla model.rope=True model.qk_rope_head_dim=7", "qk_rope_head_dim=7 is odd", "6 or 8"),
+    ("model.layers=[{windwo: 3}]", "'windwo'", "'window'"),
+    ("model.layers=[{n_embd: 96}]", "'n_embd'", "Known: attention"),
+    ("model.layers=[{mlp: swiglu}]", "'mlp'", "Known: attention"),
+    ("model.layers=[{type: rnn}]", "'type'", "Known: attention"),
+    ("model.layers=[{layers: []}]", "'layers'", "Known: attention"),
+    ("model.layers=[{window: three}]", "window='three'", "expected int"),
+    ("model.layers=[{window: 2.5}]", "window=2.5", "expected int"),
+    ("model.layers=[{window: true}]", "window=True", "expected int"),
+    ("model.layers=[{head_map: modluar}]", "head_map='modluar'", "'modular'"),
+    ("model.layers=[{n_kv_head: 4}]", "n_kv_head=4", "[1, 2, 3, 6]"),
+    ("model.layers=[{kv_lora_rank: 4}]", "model.kv_lora_rank=4", "Leave it out"),
+    ("model.type=rnn model.attention=mha", "model.attention=mha means nothing with model.type=rnn", "Leave it out"),
+    ("model.type=rnn model.n_kv_head=2", "model.n_kv_head=2", "Leave it out"),
+    ("model.type=rnn model.rope=False", "model.rope=False", "Leave it out"),
+    ("model.type=rnn model.window=3", "model.window=3", "Leave it out"),
+    ("model.type=rnn model.shape=llama", "model.shape=llama", "Leave it out"),
+    ("model.type=rnn model.tie_embeddings=True", "model.tie_embeddings=True", "Leave it out"),
+    ("model.type=rnn model.layers=[{}]", "model.layers=[{}]", "Leave it out"),
+    ("model.type=rnn model.n_layer=0", "n_layer=0", "Use 1 to 1024"),
+    ("model.type=rnn model.n_hidden=0", "n_hidden=0", "at least 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "named", "remedy"), REFUSED)
+def test_refused(flags, named, remedy):
+    with pytest.raises(ConfigError) as caught:
+        resolve(*flags.replace(" model.", "\nmodel.").splitlines())
+    assert named in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+TRAINER = [  # fields, the value the message must name, the remedy
+    ({"batch_size": 0}, "batch_size=0", "1 or more"),
+    ({"grad_accumulation": 0}, "grad_accumulation=0", "1 or more"),
+    ({"eval_every": 0}, "eval_every=0", "1 or more"),
+    ({"save_every": -2}, "save_every=-2", "1 or more"),
+    ({"keep": 0}, "keep=0", "1 or more"),
+    ({"max_iters": -1}, "max_iters=-1", "0 or more"),
+    ({"warmup_iters": -1}, "warmup_iters=-1", "0 or more"),
+    ({"sample_every": -3}, "sample_every=-3", "0 or more"),
+    ({"learning_rate": 0.0}, "learning_rate=0.0", "above 0"),
+    ({"learning_rate": float("nan")}, "learning_rate=nan", "above 0"),
+    ({"learning_rate": float("inf")}, "learning_rate=inf", "above 0"),
+    (
+        {"min_learning_rate": 1.0},
+        "min_learning_rate=1.0 with learning_rate=0.0005",
+        "up to the learning rate",
+    ),
+    ({"min_learning_rate": -1.0}, "min_learning_rate=-1.0", "0 up to"),
+    ({"beta1": 1.0}, "beta1=1.0", "below 1"),
+    ({"beta2": -0.5}, "beta2=-0.5", "below 1"),
+    ({"weight_decay": -1.0}, "weight_decay=-1.0", "0 or more"),
+    ({"grad_norm_clip": 0.0}, "grad_norm_clip=0.0", "above 0"),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "remedy"), TRAINER)
+def test_refused_trainer_settings(values, named, remedy):
+    with pytest.raises(ConfigError) as caught:
+        TrainerOptions(**values)
+    assert named in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+MOVED = {  # every flag of the model group off its default, with what it needs beside it
+    "type": {"type": "rnn"},
+    "shape": {"shape": "llama"},
+    "attention": {"attention": "mqa"},
+    "n_layer": {"n_layer": 2},
+    "n_query_head": {"n_query_head": 12},
+    "n_kv_head": {"n_kv_head": 2},
+    "n_embd": {"n_embd": 96},
+    "head_dim": {"head_dim": 10},
+    "v_head_dim": {"v_head_dim": 10},
+    "head_map": {"head_map": "modular"},
+    "window": {"window": 5},
+    "score": {"score": "multiplicative"},
+    "score_width": {"score": "additive", "score_width": 5},
+    "rope": {"rope": True},
+    "rope_theta": {"rope": True, "rope_theta": 500.0},
+    "rope_layout": {"rope": True, "rope_layout": "interleaved"},
+    "rope_scaling": {"rope": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "kv_lora_rank": {"attention": "mla", "kv_lora_rank": 5},
+    "q_lora_rank": {"attention": "mla", "q_lora_rank": 5},
+    "qk_nope_head_dim": {"attention": "mla", "qk_nope_head_dim": 6},
+    "qk_rope_head_dim": {"attention": "mla", "rope": True, "qk_rope_head_dim": 6},
+    "latent_norm": {"attention": "mla", "latent_norm": False},
+    "layers": {"layers": [{"window": 5}, {}]},
+    "norm": {"norm": "rmsnorm"},
+    "mlp": {"mlp": "swiglu"},
+    "n_hidden": {"n_hidden": 5},
+    "bias": {"bias": False},
+    "tie_embeddings": {"tie_embeddings": True},
+    "activation": {"type": "rnn", "activation": "slide"},
+    "embd_pdrop": {"embd_pdrop": 0.5},
+    "resid_pdrop": {"resid_pdrop": 0.5},
+    "attn_pdrop": {"attn_pdrop": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(ModelOptions) if f.name != "pretrained_folder"])
+def test_every_flag_changes_the_model(name):
+    values = dict(MOVED[name])
+    there = ModelOptions(**values).resolve(65, 128)
+    values.pop(name)
+    assert there != ModelOptions(**values).resolve(65, 128)

@@ -1,0 +1,668 @@
+"""What every attention variant keeps, whatever it is: over all examples of the registry."""
+
+import ast
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+from torch.utils.flop_counter import FlopCounterMode
+
+import rehead.attention
+from rehead.attention import (
+    EMPTY,
+    GroupedConfig,
+    LatentConfig,
+    LayerCache,
+    Mask,
+    RopeConfig,
+    kernels,
+    scalings,
+    scores,
+    variants,
+)
+from rehead.attention import cache as cache_module
+from rehead.attention.score import Additive
+from rehead.errors import ReheadError, UsageError
+
+EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
+WINDOWED = {name: config for name, config in EXAMPLES.items() if config.window}
+ABSORBABLE = {
+    name: config
+    for name, config in EXAMPLES.items()
+    if isinstance(config, LatentConfig) and not config.rebuilds_keys
+}
+B, T, D, C = 8, 20, 13, 17  # no two sizes of the examples equal one of these
+
+examples = pytest.mark.parametrize("config", EXAMPLES.values(), ids=EXAMPLES)
+windowed = pytest.mark.parametrize("config", WINDOWED.values(), ids=WINDOWED)
+absorbable = pytest.mark.parametrize("config", ABSORBABLE.values(), ids=ABSORBABLE)
+
+
+def fresh(config, d_model=D):
+    """A module in which no weight is at its first value and attention is not nearly flat."""
+    torch.manual_seed(1)
+    module = config.build(d_model)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def crossing(config):
+    """The variant as cross-attention, over a context of another width."""
+    return replace(config, causal=False, window=None, d_context=C)
+
+
+def distance(a, b):
+    """Largest difference, relative to the largest number."""
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+# Names
+
+
+@pytest.mark.parametrize("variant", list(variants))
+def test_a_variant_is_found_by_the_name_of_its_configs(variant):
+    names = {config.name for config in variants[variant].examples().values()}
+    assert variant in names
+    assert all(variants[name] is variants[variant] for name in names)
+
+
+@examples
+def test_a_config_is_complete_and_stays_itself(config):
+    assert replace(config) == config
+    assert hash(replace(config)) == hash(config)
+
+
+# Causality
+
+
+def check_causal(module):
+    for n in (9, T):  # few queries and many take other kernels
+        x = torch.randn(B, n, D)
+        y = x.clone()
+        y[:, 7:] = torch.randn(B, n - 7, D)
+        assert torch.equal(module(x)[:, :7], module(y)[:, :7])
+        assert not torch.equal(module(x)[:, 7:], module(y)[:, 7:])
+
+
+@examples
+def test_no_token_sees_the_future(config):
+    check_causal(fresh(config))
+    with pytest.raises(AssertionError):
+        check_causal(fresh(replace(config, causal=False, window=None)))
+
+
+@windowed
+def test_no_token_sees_past_its_window(config):
+    def check(module):
+        for n in (9, T):
+            x = torch.randn(B, n, D)
+            y = x.clone()
+            y[:, :3] = torch.randn(B, 3, D)
+            changed = (module(x) != module(y)).any(-1).all(0)  # by position
+            assert changed.tolist() == [at < 3 + config.window - 1 for at in range(n)]
+
+    check(fresh(config))
+    for wrong in (config.window - 1, config.window + 1, None):
+        with pytest.raises(AssertionError):
+            check(fresh(replace(config, window=wrong)))
+
+
+@examples
+def test_weights_are_a_causal_distribution(config):
+    """C2: a longer prompt leaves the old rows as they were."""
+    module, x = fresh(config), torch.randn(B, T, D)
+    weights, seen = module.weights(x), Mask(n_query=T, n_key=T, window=config.window).dense()
+    assert weights.shape == (B, config.n_query_head, T, T)
+    assert torch.equal(weights != 0, seen.expand_as(weights))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, config.n_query_head, T))
+    torch.testing.assert_close(module.weights(x[:, :9]), weights[:, :, :9, :9])
+
+
+# The cache
+
+
+def positions_of(start, stop, given):
+    rows = torch.arange(start, stop)[None]
+    return {"none": None, "one row": rows, "rows": rows.expand(B, -1)}[given]
+
+
+def cached(module, x, cache, cuts, given="none"):
+    """Outputs of the chunks that end at `cuts`, joined."""
+    return torch.cat(
+        [
+            module(x[:, a:b], positions=positions_of(a, b, given), cache=cache)
+            for a, b in pairwise([0, *cuts])
+        ],
+        1,
+    )
+
+
+def caches(config):
+    """A fresh cache of every kind the variant can use."""
+    rows = config.cache_rows()
+    yield LayerCache(rows, batch_size=B, dtype=torch.float64)
+    yield LayerCache(rows, batch_size=B, capacity=T, dtype=torch.float64)
+    if config.window:
+        yield config.cache(B, dtype=torch.float64)
+        yield config.cache(B, capacity=T, dtype=torch.float64)
+
+
+def cuts_of(chunk):
+    return [*range(chunk, T, chunk), T]
+
+
+def check_cached(config, cuts, given):
+    module, x = fresh(config), torch.randn(B, T, D)
+    whole = module(x)
+    for cache in caches(config):
+        torch.testing.assert_close(cached(module, x, cache, cuts, given), whole, rtol=1e-9, atol=1e-11)
+
+
+@examples
+@pytest.mark.parametrize("given_positions", ["none", "rows"])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, T])
+def test_cached_is_uncached(config, chunk, given_positions, monkeypatch):
+    """Chunks shorter and longer than the window, through growing, preallocated and ring caches."""
+    monkeypatch.setattr(cache_module, "FIRST_ROWS", 3)
+    check_cached(config, cuts_of(chunk), given_positions)
+
+
+@examples
+@settings(max_examples=8)
+@given(cuts=st.sets(st.integers(1, T - 1)), given_positions=st.sampled_from(["none", "one row", "rows"]))
+def test_cached_is_uncached_for_uneven_chunks(config, cuts, given_positions):
+    check_cached(config, [*sorted(cuts), T], given_positions)
+
+
+@absorbable
+@pytest.mark.parametrize("path", [0.0, float("inf")])
+def test_cached_is_uncached_on_both_paths(config, path, monkeypatch):
+    monkeypatch.setattr(LatentConfig, "absorbs_below", path)
+    for chunk in (1, 7, T):
+        check_cached(config, cuts_of(chunk), "none")
+
+
+@pytest.mark.parametrize("config", [EXAMPLES[name] for name in WINDOWED if "rope" in name or "mla" in name])
+def test_broken_caches_are_caught(config):
+    module, x = fresh(config), torch.randn(B, T, D)
+
+    class Stale(LayerCache):
+        """Counts one token too few."""
+
+        def append(self, positions=None, **new):
+            out = super().append(positions, **new)
+            self.length -= 1
+            return out
+
+    class Forgetful(LayerCache):
+        """Loses the rows of the first token."""
+
+        def append(self, positions=None, **new):
+            rows, where = super().append(positions, **new)
+            return {name: torch.cat([row[:, :1] * 0, row[:, 1:]], 1) for name, row in rows.items()}, where
+
+    def check(kind=LayerCache, rows=config.window):
+        for chunk in (1, 4):
+            cache = kind(config.cache_rows(), batch_size=B, window=rows, dtype=torch.float64)
+            out = cached(module, x, cache, [6, *range(6 + chunk, T, chunk), T])
+            torch.testing.assert_close(out, module(x), rtol=1e-9, atol=1e-11)
+
+    check()
+    one_row_short = {"rows": config.window - 1}
+    for mutant in (one_row_short, {"kind": Stale}, {"kind": Forgetful}):
+        with pytest.raises(AssertionError):
+            check(**mutant)
+
+
+LENGTHS = torch.tensor([T, 1, 5, 14, 0, 7, 6, T - 1])
+
+
+@examples
+@pytest.mark.parametrize("chunks", [[T], [12, T], [4, 5, 16, T]], ids=len)
+def test_ragged_batch_is_each_sequence_alone(config, chunks):
+    """Right-padded prompts, then decoding without positions: each goes on where its own prompt ended."""
+    module, x, more = fresh(config), torch.randn(B, T, D), torch.randn(B, 8, D)
+    at = torch.arange(T).expand(B, -1)
+    padded = torch.where(at < LENGTHS[:, None], at, EMPTY)
+
+    def check(cache, positions):
+        edges = pairwise([0, *chunks])
+        prompt = torch.cat([module(x[:, a:b], positions=positions[:, a:b], cache=cache) for a, b in edges], 1)
+        answer = torch.cat([module(more[:, a:b], cache=cache) for a, b in pairwise([0, 1, 2, 5, 8])], 1)
+        for b, n in enumerate(LENGTHS.tolist()):
+            alone = module(torch.cat([x[b, :n], more[b]])[None])[0]
+            torch.testing.assert_close(torch.cat([prompt[b, :n], answer[b]]), alone, rtol=1e-9, atol=1e-11)
+        check_nothing(module, prompt[positions == EMPTY])
+
+    check(config.cache(B, dtype=torch.float64), padded)
+    check(LayerCache(config.cache_rows(), batch_size=B, capacity=T + 8, dtype=torch.float64), padded)
+    for mutant in (at, torch.where(padded == EMPTY, 0, padded)):  # padding that is seen
+        with pytest.raises(AssertionError):
+            check(config.cache(B, dtype=torch.float64), mutant)
+
+
+@examples
+def test_left_padding_is_each_sequence_alone(config):
+    """Positions say what is padding, wherever it stands: prompts that end together, then decoding."""
+    module, x, more = fresh(config), torch.randn(B, T, D), torch.randn(B, 3, D)
+    first = (T - LENGTHS)[:, None]
+    positions = (torch.arange(T) - first).clamp(min=EMPTY)
+    for cache in (None, config.cache(B, dtype=x.dtype)):
+        prompt = module(x, positions=positions, cache=cache)
+        answer = [] if cache is None else [module(more[:, i : i + 1], cache=cache) for i in range(3)]
+        out = torch.cat([prompt, *answer], 1)
+        for b, n in enumerate(LENGTHS.tolist()):
+            if n or answer:
+                alone = module(torch.cat([x[b, T - n :], more[b, : len(answer)]])[None])[0]
+                torch.testing.assert_close(out[b, T - n :], alone, rtol=1e-9, atol=1e-11)
+        check_nothing(module, prompt[positions == EMPTY])
+
+
+def check_nothing(module, out):
+    """The output of a query that sees nothing is what the biases alone give, to the last bit."""
+    assert torch.equal(out, module.o_proj(torch.zeros(len(out), module.o_proj.in_features)))
+
+
+@examples
+def test_padding_gives_the_biases_and_gets_no_gradient(config):
+    for n in (9, T):
+        module, x = fresh(config), torch.randn(B, n, D, requires_grad=True)
+        at = torch.arange(n).expand(B, -1)
+        padded = torch.where(at < LENGTHS[:, None], at, EMPTY)
+        for cache in (None, config.cache(B, dtype=x.dtype)):
+            check_nothing(module, module(x, positions=padded, cache=cache)[padded == EMPTY])
+        module(x, positions=padded).square().sum().backward()
+        assert not x.grad[padded == EMPTY].any()
+        assert x.grad[padded != EMPTY].all()
+        assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+@examples
+def test_padded_context_is_the_context_cut_short(config):
+    """Cross-attention, also to a context shorter than the queries; other padding changes nothing."""
+    module, x = fresh(crossing(config)), torch.randn(B, 9, D)
+    for n in (5, 12):
+        context, at = torch.randn(B, n, C), torch.arange(n)[None]
+        padded = torch.where(at < 3, at, EMPTY)
+        out = module(x, context, context_positions=padded)
+        torch.testing.assert_close(out, module(x, context[:, :3]), rtol=1e-12, atol=1e-12)
+        assert distance(module(x, context), out) > 1e-3
+
+
+# One result by any road
+
+
+@absorbable
+def test_absorbed_is_expanded(config):
+    """A14, A15: the same numbers from rebuilt keys and values and from the latent itself."""
+    module, x = fresh(config), torch.randn(B, T, D)
+    at = torch.arange(T).expand(B, -1)
+    padded = torch.where(at < LENGTHS[:, None], at, EMPTY)
+
+    def check(absorbed):
+        calls = [module._project(x, None, at, None, None) for at in (None, padded)]
+        query, latent, _, _ = calls[0]
+        calls.append((query[:, -3:], latent, None, Mask(n_query=3, n_key=T, window=config.window)))
+        for query, latent, _, mask in calls:
+            assert distance(absorbed(query, latent, mask), module.expanded(query, latent, mask)) < 1e-12
+
+    ups, rank, scale = module._ups, config.kv_lora_rank, module.scale
+
+    def with_ups(change):
+        def absorbed(*call):
+            module._ups = lambda: change(*ups())
+            out = module.absorbed(*call)
+            module._ups = ups
+            return out
+
+        return absorbed
+
+    def with_scale(*call):
+        module.scale = rank**-0.5
+        out = module.absorbed(*call)
+        module.scale = scale
+        return out
+
+    check(module.absorbed)
+    for mutant in (
+        with_scale,
+        with_ups(lambda key, value: (key.roll(1, 0), value)),  # another head's keys
+        with_ups(lambda key, value: (key, value.roll(1, -1))),
+        lambda query, latent, mask: module.absorbed(query, latent.roll(1, 0), mask),  # of another sequence
+        lambda query, latent, mask: module.absorbed(query.flip(2), latent, mask).flip(2),
+    ):
+        with pytest.raises(AssertionError):
+            check(mutant)
+
+
+@absorbable
+def test_absorbed_gradients_are_expanded(config):
+    module, x = fresh(config), torch.randn(B, T, D, requires_grad=True)
+    query, latent, _, mask = module._project(x, None, None, None, None)
+    leaves = [x, *(p for name, p in module.named_parameters() if not name.startswith("o_proj"))]
+    both = [
+        torch.autograd.grad(way(query, latent, mask).square().sum(), leaves, retain_graph=True)
+        for way in (module.absorbed, module.expanded)
+    ]
+    for ours, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9 * wanted.abs().max().item())
+
+
+@examples
+def test_any_kernel_gives_the_same(config, monkeypatch):
+    module, x = fresh(config), torch.randn(B, T, D)
+    fast = module(x)
+    monkeypatch.setattr(kernels, "attend", lambda q, k, v, m, **o: kernels.reference(q, k, v, m.dense(), **o))
+    assert distance(fast, module(x)) < 1e-12
+
+
+@examples
+def test_a_sequence_does_not_see_its_batch(config):
+    module, x = fresh(config), torch.randn(B, T, D)
+    torch.testing.assert_close(module(x)[2:3], module(x[2:3]), rtol=1e-12, atol=1e-12)
+
+
+@examples
+def test_only_distances_between_positions_matter(config):
+    module, x = fresh(config), torch.randn(B, T, D)
+    at = torch.arange(T)[None]
+    torch.testing.assert_close(module(x, positions=at), module(x), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(module(x, positions=at + 41), module(x), rtol=1e-9, atol=1e-10)
+    spread = module(x, positions=at * 2)
+    assert (distance(spread, module(x)) > 1e-3) == (config.rope is not None or config.window is not None)
+
+
+BUDGETS = {torch.float32: (1e-5, 1e-6, 3, 1e-6), torch.bfloat16: (2.5e-2, 2.5e-3, 2, 8e-3)}
+
+
+@examples
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+def test_low_precision_keeps_the_budget(config, dtype):
+    """Decoding from the cache is as near the float64 gold as one pass is (reliability.md, section 12)."""
+    most, on_average, ratio, unit = BUDGETS[dtype]
+    torch.manual_seed(1)
+    module, x = config.build(D).to(dtype), torch.randn(B, T, D).to(dtype)
+    passes = [module(x), cached(module, x, config.cache(B, dtype=dtype), cuts_of(3))]
+    gold = module.double()(x.double())
+    whole, chunked = (out.double() for out in passes)
+    largest = gold.abs().max()
+    assert (chunked - whole).abs().max() <= most * largest
+    assert (chunked - whole).abs().mean() <= on_average * largest
+    allowed = ratio * max((whole - gold).abs().max(), unit * largest)
+    assert (chunked - gold).abs().max() <= allowed
+    assert (whole - gold).abs().max() <= 10 * unit * largest
+
+
+def gradients_are_right(module, n):
+    positions = torch.stack([torch.arange(n), torch.arange(n).masked_fill(torch.arange(n) > n - 2, EMPTY)])
+    names = [name for name, _ in module.named_parameters()]
+
+    def run(x, *weights):
+        named = dict(zip(names, weights, strict=True))
+        return torch.func.functional_call(module, named, (x, None, positions))
+
+    leaves = (torch.randn(2, n, 3, requires_grad=True), *module.parameters())
+    return torch.autograd.gradcheck(
+        run, leaves, eps=1e-6, atol=1e-6, rtol=1e-4, fast_mode=True, raise_exception=False
+    )
+
+
+@examples
+def test_gradients_are_right(config):
+    """N15, with padding, for the input and every weight, with few queries and with many."""
+    for n in (3, 17):
+        assert gradients_are_right(fresh(config, d_model=3), n)
+
+
+def test_wrong_gradients_are_caught():
+    module = fresh(GroupedConfig(n_query_head=2, n_kv_head=1, head_dim=3), d_model=3)
+    module.o_proj.register_forward_pre_hook(lambda _, args: (args[0] + args[0].detach()) / 2)
+    assert not gradients_are_right(module, 3)
+
+
+@examples
+def test_arguments_are_left_alone(config):
+    module, x = fresh(config), torch.randn(B, T, D)
+    positions = torch.arange(T).expand(B, -1).clone()
+    before, cache = (x.clone(), positions.clone()), config.cache(B, dtype=x.dtype)
+    module(x), module(x, positions=positions), module.weights(x, positions=positions)
+    module(x, positions=positions, cache=cache)
+    module(x, positions=positions + T, cache=cache)
+    assert torch.equal(x, before[0])
+    assert torch.equal(positions, before[1])
+    module, context, at = fresh(crossing(config)), torch.randn(B, 5, C), torch.arange(5)[None]
+    before = (x.clone(), context.clone())
+    module(x, context, context_positions=at), module.weights(x, context)
+    assert torch.equal(x, before[0])
+    assert torch.equal(context, before[1])
+    assert torch.equal(at, torch.arange(5)[None])
+
+
+@examples
+def test_b21_dropout_is_for_training(config):
+    """B21: attn_pdrop changes a training pass, never an evaluation."""
+    module, x = fresh(replace(config, attn_pdrop=0.5)), torch.randn(B, T, D)
+    plain = fresh(config)
+    assert distance(module(x), plain(x)) > 1e-3
+    assert torch.equal(module.eval()(x), plain(x))
+
+
+# Fields and counts
+
+ALTERNATIVES = {
+    "d_context": [C + 1],
+    "causal": [False, True],
+    "window": [3],
+    "rope": [RopeConfig(), RopeConfig(theta=10.0), RopeConfig(layout="interleaved"), None, False],
+    "attn_pdrop": [0.5],
+    "n_query_head": [12],
+    "n_kv_head": [3],
+    "head_dim": [12],
+    "v_head_dim": [8],
+    "head_map": ["contiguous", "modular"],
+    "score": [*scores, Additive(width=3), Additive(width=3, bias=False)],
+    "qkv_bias": [True, False],
+    "o_bias": [True, False],
+    "kv_lora_rank": [8],
+    "q_lora_rank": [5],
+    "qk_nope_head_dim": [12],
+    "qk_rope_head_dim": [2, 0],
+    "latent_norm": [True, False],
+}
+
+
+def fingerprint(config):
+    """Parameter shapes, and the outputs of a training pass."""
+    module = fresh(config).train()
+    torch.manual_seed(2)
+    x, context = torch.randn(2, 9, D), torch.randn(2, 7, config.d_context or D)
+    return {n: p.shape for n, p in module.named_parameters()}, module(x, None if config.causal else context)
+
+
+@examples
+@pytest.mark.parametrize("base", [replace, crossing], ids=["self", "cross"])
+def test_every_field_is_read(config, base):
+    """Another value changes the parameters or the output, or is refused: no field is a lie."""
+    config = base(config)
+    shapes, out = fingerprint(config)
+    for field in fields(config):
+        for value in ALTERNATIVES[field.name]:
+            try:
+                other = replace(config, **{field.name: value})
+            except UsageError:
+                continue
+            if other == config or (field.name == "head_map" and config.n_kv_head in (1, config.n_query_head)):
+                continue  # A8: both maps coincide
+            other_shapes, other_out = fingerprint(other)
+            differs = shapes != other_shapes or not torch.allclose(out, other_out)
+            assert differs, f"{field.name}={value} changes nothing"
+
+
+@examples
+def test_parameters_are_counted(config):
+    changes = ({}, {"qkv_bias": True}, {"o_bias": True}, {"causal": False, "window": None, "d_context": C})
+    for change in changes:
+        changed = replace(config, **change)
+        assert changed.n_parameters(D) == sum(p.numel() for p in changed.build(D).parameters())
+
+
+@examples
+def test_flops_are_counted(config, monkeypatch):
+    """Products of one pass over n tokens, every pair scored: what torch counts in the reference kernel."""
+    monkeypatch.setattr(kernels, "attend", lambda q, k, v, m, **o: kernels.reference(q, k, v, m.dense(), **o))
+    for n in (5, 11):
+        with FlopCounterMode(display=False) as counter:
+            config.build(D)(torch.randn(1, n, D))
+        assert counter.get_total_flops() == n * (config.projection_flops(D) + config.attention_flops(n))
+
+
+@examples
+def test_a17_cache_bytes(config):
+    """A17: batch x min(T, W) rows x kv_numbers x bytes: the formula is what is held, also after T tokens."""
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = config.cache(B, capacity=T, dtype=dtype)
+        rows = min(T, config.window or T)
+        assert cache.n_bytes == config.kv_numbers() * dtype.itemsize * rows * B
+    cache = config.cache(B, capacity=T, dtype=torch.float64)
+    module = fresh(config)
+    for _ in range(T):
+        module(torch.randn(B, 1, D), cache=cache)
+    assert cache.n_bytes == config.kv_numbers() * 8 * rows * B
+    assert cache.length == T
+
+
+# Refusals
+
+
+@examples
+def test_shapes_are_checked(config):
+    module, x = config.build(D), torch.randn(B, T, D)
+    cross, context = crossing(config).build(D), torch.randn(B, 5, C)
+    wrong = [
+        lambda: module(x[0]),
+        lambda: module(x[..., None]),
+        lambda: module(x.long()),
+        lambda: module(x, positions=torch.arange(T)),
+        lambda: module(x, positions=torch.arange(T - 1)[None]),
+        lambda: module(x, positions=torch.arange(T).expand(B - 1, -1)),
+        lambda: module(x, positions=torch.arange(T)[None].double()),
+        lambda: cross(x, context[:-1]),
+        lambda: cross(x, context[0]),
+        lambda: cross(x, context, context_positions=torch.arange(6)[None]),
+        lambda: module.weights(x[0]),
+    ]
+    for call in wrong:
+        with pytest.raises(TypeCheckError):
+            call()
+
+
+def test_kernel_shapes_are_checked():
+    query, key, value = torch.randn(B, 4, 6, 10), torch.randn(B, 5, 2, 10), torch.randn(B, 5, 2, 7)
+    mask = Mask(n_query=4, n_key=5)
+    for kernel in (kernels.folded, kernels.sdpa, kernels.attend):
+        for q, k, v in ((query[0], key, value), (query, key[..., :9], value), (query, key, value[:, :4]),
+                        (query, key, value[:, :, :1]), (query[1:], key, value)):  # fmt: skip
+            with pytest.raises(TypeCheckError):
+                kernel(q, k, v, mask)
+
+
+def grouped(**fields):
+    return GroupedConfig(**{"n_query_head": 6, "head_dim": 10} | fields)
+
+
+def latent(**fields):
+    heads = {"n_query_head": 6, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 7}
+    return LatentConfig(**{"kv_lora_rank": 9} | heads | fields)
+
+
+def full_cache():
+    cache = grouped().cache(1, capacity=4, dtype=torch.float64)
+    grouped().build(D)(torch.randn(1, 5, D), cache=cache)
+
+
+X, CROSS = torch.zeros(1, 3, D, dtype=torch.float64), {"causal": False, "d_context": C}
+REFUSED = [  # B25: a call, the value its message names, the way out it shows
+    (lambda: grouped(causal=True, d_context=17), "d_context=17", "Use causal=False"),
+    (lambda: grouped(window=0), "window=0", "Use window=1 or more with causal=True"),
+    (lambda: grouped(window=-3), "window=-3", "Use window=1 or more with causal=True"),
+    (lambda: grouped(window=4, causal=False), "window=4 with causal=False", "with causal=True"),
+    (lambda: grouped(window=4, d_context=17), "window=4 with causal=False", "with causal=True"),
+    (lambda: grouped(attn_pdrop=1.0), "attn_pdrop=1.0", "Use 0 up to (not including) 1"),
+    (lambda: grouped(attn_pdrop=-0.1), "attn_pdrop=-0.1", "Use 0 up to (not including) 1"),
+    (lambda: grouped(attn_pdrop=float("nan")), "attn_pdrop=nan", "Use 0 up to (not including) 1"),
+    (lambda: grouped(n_query_head=0), "n_query_head=0", "a whole number of at least 1"),
+    (lambda: grouped(n_query_head=True), "n_query_head=True", "a whole number of at least 1"),
+    (lambda: grouped(head_dim=2.0), "head_dim=2.0", "a whole number of at least 1"),
+    (lambda: grouped(n_kv_head=-1), "n_kv_head=-1", "a whole number of at least 1"),
+    (lambda: grouped(v_head_dim="7"), "v_head_dim='7'", "a whole number of at least 1"),
+    (lambda: grouped(d_context=0), "d_context=0", "a whole number of at least 1"),
+    (lambda: grouped(n_kv_head=4), "n_kv_head=4 does not divide n_query_head=6", "Use one of [1, 2, 3, 6]"),
+    (lambda: grouped(n_kv_head=12), "n_kv_head=12 does not divide n_query_head=6", "Use one of [1, 2, 3, 6]"),
+    (lambda: grouped(head_map="modulo"), "head_map='modulo'", "Use 'contiguous' or 'modular'"),
+    (lambda: grouped(head_dim=9, rope=True), "head_dim=9", "Use 8 or 10, or rope=False"),
+    (lambda: grouped(head_dim=1, rope=True), "head_dim=1", "Use 2, or rope=False"),
+    (lambda: grouped(score="aditive"), "'aditive'", "Did you mean 'additive'? Known: scaled_dot"),
+    (lambda: latent(kv_lora_rank=0), "kv_lora_rank=0", "a whole number of at least 1"),
+    (lambda: latent(q_lora_rank=0), "q_lora_rank=0", "a whole number of at least 1"),
+    (lambda: latent(qk_rope_head_dim=-2), "qk_rope_head_dim=-2", "a whole number of at least 1"),
+    (lambda: latent(qk_rope_head_dim=3), "qk_rope_head_dim=3", "Use 2 or 4"),
+    (lambda: latent(rope=False), "qk_rope_head_dim=4 with rope=False", "Use rope=True, or qk_"),
+    (lambda: latent(qk_rope_head_dim=0, qk_nope_head_dim=9, rope=True), "qk_nope_head_dim=9", "Use 8 or 10"),
+    (lambda: latent(n_kv_head=4), "n_kv_head=4", "Use one of [1, 2, 3, 6]"),
+    (lambda: RopeConfig(theta=0.0), "theta=0.0", "Use 10000"),
+    (lambda: RopeConfig(theta=float("inf")), "theta=inf", "Use 10000"),
+    (lambda: RopeConfig(layout="halves"), "layout='halves'", "Use 'half-split' or 'interleaved'"),
+    (lambda: RopeConfig(scaling=scalings["linear"](factor=0.5)), "factor=0.5", "Use 1 or more"),
+    (lambda: RopeConfig(scaling=scalings["yarn"](factor=float("nan"))), "factor=nan", "Use 1 or more"),
+    (lambda: scalings["yarm"], "'yarm'", "Did you mean 'yarn'? Known: linear, llama3, yarn"),
+    (lambda: variants["mlaa"], "'mlaa'", "Did you mean 'mla'? Known: mha, gqa, mqa, mla"),
+    (lambda: Additive(width=0), "score_width=0", "Use 64"),
+    (full_cache, "capacity=4 tokens and was given 5", "build it with capacity=5 or more, or without one"),
+    (lambda: grouped().build(D)(X, X), "context given to a causal attention", "Build it with causal=False"),
+    (lambda: grouped(**CROSS).build(D)(X), "d_context=17", "call it as module(x, context)"),
+    (lambda: latent(**CROSS).build(D)(X), "d_context=17", "call it as module(x, context)"),
+    (lambda: grouped(causal=False).build(D)(X, cache=grouped().cache(1)), "a KV cache", "needs causal=True"),
+]
+
+
+def refusal(call):
+    with pytest.raises(ReheadError) as caught:
+        call()
+    return caught
+
+
+@pytest.mark.parametrize(("call", "value", "remedy"), REFUSED, ids=[value for _, value, _ in REFUSED])
+def test_b25_refusals_name_the_value_and_the_way_out(call, value, remedy):
+    def check(call):
+        message = str(refusal(call).value)
+        assert value in message
+        assert remedy in message
+
+    def vague():
+        raise UsageError("invalid value")
+
+    check(call)
+    with pytest.raises(AssertionError):
+        check(vague)
+
+
+def test_b25_every_refusal_is_listed():
+    """Each `raise` of this room is reached by a row of REFUSED."""
+    written = {
+        (path, node.lineno, node.end_lineno)
+        for path in Path(rehead.attention.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+    }
+    reached = set()
+    for call, _, _ in REFUSED:
+        last = refusal(call).traceback[-1]
+        path, line = Path(last.path), last.lineno + 1
+        reached |= {raised for raised in written if raised[0] == path and raised[1] <= line <= raised[2]}
+    assert reached == written

@@ -1,0 +1,120 @@
+"""Loss of a model on a text."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rehead.config import ModelOptions, RNNConfig
+from rehead.data import evaluation_blocks
+from rehead.errors import InvalidInput, UsageError
+from rehead.measure import evaluate
+from rehead.measure.quality import scores
+from rehead.model import both_seen, build
+
+V, BLOCK, LENGTH = 29, 8, 61  # 7 full blocks of targets, and 4 more
+TEXT = np.random.default_rng(0).integers(V, size=LENGTH)
+
+
+@pytest.fixture
+def model():
+    model = build(ModelOptions(n_layer=1, n_embd=12, embd_pdrop=0.5).resolve(V, BLOCK))
+    for weight in model.parameters():
+        weight.data.add_(torch.randn_like(weight), alpha=0.5)
+    return model
+
+
+def plain(model):
+    """Every token but the first, predicted once from its block."""
+    model.eval()
+    ids, losses = torch.from_numpy(TEXT), []
+    for start in range(0, LENGTH - 1, BLOCK):
+        stop = min(start + BLOCK, LENGTH - 1)
+        logits = model(ids[None, start:stop])[0]
+        losses.append(F.cross_entropy(logits, ids[start + 1 : stop + 1], reduction="none"))
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
+def test_loss_is_the_mean_over_every_token_whatever_the_batch(model, batch_size):
+    losses = plain(model)
+    loss, count = evaluate(model, evaluation_blocks(TEXT, BLOCK, batch_size))
+    assert count == len(losses) == LENGTH - 1
+    assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+def test_padding_does_not_count(model):
+    """The last block's 4 tokens weigh as much as any others, its filling nothing."""
+    blocks = list(evaluation_blocks(TEXT, BLOCK, 8))
+    loss, count = evaluate(model, blocks)
+    filled = [(inputs.where(targets != -100, 7), targets) for inputs, targets in blocks]
+    assert evaluate(model, filled) == (loss, count)
+    counting = [(inputs, targets.where(targets != -100, 0)) for inputs, targets in blocks]
+    assert evaluate(model, counting)[1] == 64
+    assert evaluate(model, counting)[0] != loss
+    per_batch = [evaluate(model, [(i, t)])[0] for i, t in evaluation_blocks(TEXT, BLOCK, 1)]
+    assert np.mean(per_batch) != pytest.approx(loss, rel=1e-4)  # a mean of means is another number
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_in_its_mode(model, training):
+    model.train(training)
+    first, second = (evaluate(model, evaluation_blocks(TEXT, BLOCK, 3)) for _ in range(2))
+    assert first == second  # no dropout, though it trains
+    assert model.training == model.embd_dropout.training == training
+    with pytest.raises(ValueError, match="batch_size"):
+        evaluate(model, [(torch.zeros(2, 3, dtype=torch.long), torch.zeros(5, dtype=torch.long))])
+    assert model.training == training
+
+
+def test_no_gradients_and_no_random_numbers(model):
+    before = torch.get_rng_state()
+    evaluate(model.train(), evaluation_blocks(TEXT, BLOCK, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_half_precision_is_summed_in_full(model):
+    exact = evaluate(model, evaluation_blocks(TEXT, BLOCK, 3))[0]
+    assert evaluate(model.bfloat16(), evaluation_blocks(TEXT, BLOCK, 3))[0] == pytest.approx(exact, rel=2e-2)
+
+
+def test_an_untrained_model_knows_nothing():
+    model = build(ModelOptions(n_layer=2, n_embd=48).resolve(V, BLOCK))
+    loss, _ = evaluate(model, evaluation_blocks(TEXT, BLOCK, 8))
+    assert loss == pytest.approx(math.log(V), rel=0.05)
+
+
+@pytest.mark.parametrize("blocks", [[], [(torch.zeros(1, 2, dtype=torch.long), torch.full((1, 2), -100))]])
+def test_nothing_to_predict_is_refused(model, blocks):
+    with pytest.raises(InvalidInput, match="0 tokens to evaluate: the text needs at least two"):
+        evaluate(model, blocks)
+
+
+@pytest.mark.parametrize("network", ["bidirectional", "both seen"])
+def test_what_is_no_language_model_has_no_loss(network):
+    config = RNNConfig(
+        vocab_size=V, block_size=8, n_embd=3, n_layer=1, n_hidden=4, n_output=V, direction="bidirectional"
+    )
+    with pytest.raises(UsageError, match=r"no language model|no next token"):
+        evaluate(both_seen() if network == "both seen" else build(config), evaluation_blocks(TEXT, BLOCK, 3))
+
+
+def test_scores():
+    result = scores(math.log(8), 50, 100)
+    assert result == {
+        "loss": math.log(8),
+        "perplexity": pytest.approx(8),
+        "bits_per_byte": pytest.approx(1.5),  # 50 tokens of 3 bits in 100 bytes
+        "tokens": 50,
+    }
+
+
+def test_a_byte_model_of_chance_has_8_bits_per_byte():
+    assert scores(math.log(256), 1000, 1000)["bits_per_byte"] == pytest.approx(8)
+
+
+def test_perplexity_stays_finite():
+    assert math.isfinite(scores(10_000.0, 1, 1)["perplexity"])

@@ -1,0 +1,138 @@
+"""The shape of the code base, kept by test."""
+
+import ast
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SRC = TESTS.parent / "src" / "rehead"
+FILES = sorted(SRC.rglob("*.py"))
+ROOMS = """
+    errors registry attention config model convert checkpoint tokenizer data sampling generate measure training
+    report study cli
+"""  # low to high: a room imports from itself and from those before it
+ROOMS = ROOMS.split()
+
+
+def room(path):
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imported_rooms(tree):
+    """Top-level rooms imported anywhere, inside functions too."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name.split(".")[1] for name in names if name.startswith("rehead.") and "." in name)
+
+
+def upward(tree, here):
+    return [
+        there for there in imported_rooms(tree) if there in ROOMS and ROOMS.index(there) > ROOMS.index(here)
+    ]
+
+
+ROOMED = [path for path in FILES if room(path) in ROOMS]  # not the package's own lazy look-up
+
+
+@pytest.mark.parametrize("path", ROOMED, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_point_down(path):
+    assert not upward(ast.parse(path.read_text()), room(path))
+
+
+def test_an_import_that_points_up_is_seen():
+    assert upward(ast.parse("def f():\n    from rehead.model import GPT"), "attention") == ["model"]
+    assert upward(ast.parse("from rehead import training"), "config") == ["training"]
+
+
+def test_every_room_has_its_place():
+    assert {room(path) for path in FILES} - {"__init__", "__main__", "presets"} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_one_idea_per_file(path):
+    assert len(path.read_text().splitlines()) <= 330, "split it"
+    assert path.stem not in {"utils", "common", "helpers", "core", "misc"}
+
+
+def test_no_two_files_are_the_same():
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES if path.stat().st_size]
+    assert len(digests) == len(set(digests))
+
+
+BANNED = {"eval", "exec", "pickle", "dill", "marshal", "shelve"}
+BANNED_ATTRIBUTES = {
+    ("torch", "load"),
+    ("yaml", "load"),
+    ("os", "system"),
+    ("os", "environ"),
+    ("os", "getenv"),
+}
+
+
+def dangers(tree):
+    """Code from data, and the environment."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BANNED:
+            yield node.func.id
+        if (
+            isinstance(node, ast.Attribute)
+            and (getattr(node.value, "id", None), node.attr) in BANNED_ATTRIBUTES
+        ):
+            yield f"{node.value.id}.{node.attr}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            yield from BANNED & set(names)
+        if isinstance(node, ast.keyword) and node.arg in ("shell", "trust_remote_code"):
+            yield node.arg
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_nothing_runs_code_from_data(path):
+    assert not list(dangers(ast.parse(path.read_text())))
+
+
+def test_dangers_are_seen():
+    code = "import pickle\nimport os, torch\ntorch.load(x)\nos.environ['A']\neval('1')\nrun(x, shell=True)"
+    assert set(dangers(ast.parse(code))) == {"pickle", "torch.load", "os.environ", "eval", "shell"}
+
+
+def test_pytest_sees_every_test():
+    for path in TESTS.rglob("*.py"):
+        if "\ndef test_" in path.read_text():
+            assert path.name.startswith("test_"), f"{path.name} is never collected"
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_the_library_needs_torch_safetensors_and_jaxtyping_only():
+    blocked = ["omegaconf", "cyclopts", "rich", "matplotlib", "yaml", "tokenizers", "transformers", "plotly"]
+    code = f"""
+import sys
+for name in {blocked}: sys.modules[name] = None
+import torch, rehead, rehead.attention
+from rehead.config import ModelOptions
+from rehead.model import build
+model = build(ModelOptions(n_layer=1, n_embd=12).resolve(11, 8))
+import tempfile
+with tempfile.TemporaryDirectory() as folder:
+    rehead.save(model, folder + "/m")
+    model = rehead.load(folder + "/m")
+print(rehead.generate(model, torch.zeros(1, 2, dtype=torch.long), 3, 0).shape)
+"""
+    done = run(code)
+    assert done.stdout.strip() == "torch.Size([1, 5])", done.stderr
+
+
+def test_help_imports_no_torch():
+    code = "import sys; from rehead.cli import main; main(['--help']); assert 'torch' not in sys.modules"
+    assert run(code).returncode == 0

@@ -1,0 +1,314 @@
+import json
+import os
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import tokenizers as hf
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from rehead import tokenizer as module
+from rehead.errors import ConfigError, InvalidInput
+from rehead.tokenizer import FILE, KINDS, Tokenizer, train
+
+HARD = "nul\0 tab\t cr\r\n \x85 \u2028 \x1c é e\u0301 שלום 👩‍👩‍👧 𝄞 \ufeff \ufffd"
+SAMPLE = "to be, or not to be:\nthat is the question.\n\n" * 3 + HARD
+
+texts = st.text(max_size=60)
+hard_texts = st.lists(st.sampled_from(HARD), max_size=40).map("".join)
+
+
+@cache
+def trained(kind):
+    return train(kind, SAMPLE, 300 if kind == "bpe" else None)
+
+
+@cache
+def gpt2():
+    """As `openai-community/gpt2`: bytes, an added special token, no <unk>."""
+    inner = hf.Tokenizer.from_str(trained("bpe").to_json())
+    inner.add_special_tokens(["<|endoftext|>"])
+    return Tokenizer.from_json(inner.to_str())
+
+
+@cache
+def llama():
+    """As Llama 2: no pre-tokenizer, "▁" for a blank and before every text, bytes for what is unknown."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "t",
+        "o",
+        "b",
+        "e",
+        "▁t",
+        "▁to",
+    ]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "t"), ("▁t", "o")]
+    inner = hf.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.post_processor = hf.processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    return Tokenizer.from_json(inner.to_str())
+
+
+EVERY = {**{kind: lambda kind=kind: trained(kind) for kind in KINDS}, "gpt2": gpt2, "llama": llama}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@given(text=texts | hard_texts)
+@example(text="")
+@example(text=HARD)
+@settings(max_examples=60)
+def test_a_text_comes_back_to_the_letter(kind, text):
+    tokenizer = train("char", text or "x") if kind == "char" else trained(kind)
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@given(text=hard_texts)
+@settings(max_examples=40)
+def test_the_stock_library_gives_the_same_ids(kind, text):
+    stock = hf.Tokenizer.from_str(trained(kind).to_json())
+    ids = trained(kind).encode(text)
+    assert stock.encode(text).ids == ids.tolist()
+    assert stock.decode(ids.tolist()) == text
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_file_is_loaded_as_the_kind_that_was_saved(kind, tmp_path):
+    (tmp_path / FILE).write_text(trained(kind).to_json(), encoding="utf-8")
+    for path in (tmp_path, tmp_path / FILE):
+        loaded = Tokenizer.load(path)
+        assert (loaded.kind, loaded.vocab_size) == (kind, trained(kind).vocab_size)
+        assert loaded.to_json() == trained(kind).to_json()
+        assert loaded.encode(SAMPLE).tolist() == trained(kind).encode(SAMPLE).tolist()
+    stock = hf.Tokenizer.from_file(str(tmp_path / FILE))
+    assert stock.encode(SAMPLE).ids == loaded.encode(SAMPLE).tolist()
+
+
+def test_a_character_is_its_rank_and_a_byte_is_itself():
+    assert train("char", "banana\n").encode("nab\n").tolist() == [3, 1, 2, 0]
+    assert trained("byte").encode("é\0A").tolist() == [0xC3, 0xA9, 0, 65]
+    assert trained("byte").vocab_size == 256
+
+
+def test_bpe_merges_up_to_the_size_asked_for():
+    assert trained("bpe").vocab_size == 300
+    assert 256 < train("bpe", "ab", 300).vocab_size < 260
+    assert len(trained("bpe").encode(SAMPLE)) < len(SAMPLE.encode())
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_training_from_chunks_is_training_from_the_whole(kind):
+    size = 300 if kind == "bpe" else None
+    lines = re.split(r"(?<=[a-z])(?=\n| )", SAMPLE)
+    assert len(lines) > 20
+    assert train(kind, iter(lines), size).to_json() == trained(kind).to_json()
+
+
+@pytest.mark.parametrize("tokenizer", EVERY)
+def test_special_tokens_in_a_text_are_plain_text(tokenizer):
+    text = "<|endoftext|><s><unk>"
+    tokenizer = train("char", text) if tokenizer == "char" else EVERY[tokenizer]()
+    ids = tokenizer.encode(text)
+    assert len(ids) > 10
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("tokenizer", EVERY)
+@given(data=st.data())
+@settings(max_examples=80)
+def test_streaming_adds_up_to_the_whole(tokenizer, data):
+    tokenizer = EVERY[tokenizer]()
+    any_id = st.integers(0, tokenizer.vocab_size - 1)
+    ids = data.draw(
+        st.lists(any_id, max_size=25) | hard_texts.map(lambda text: tokenizer.encode(text).tolist())
+    )
+    pieces = list(tokenizer.stream(iter(ids)))
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert all(pieces)
+    prompt = tokenizer.encode("to be")
+    continued = "".join(tokenizer.stream(iter(ids), after=prompt))
+    assert "to be" + continued == tokenizer.decode([*prompt, *ids])
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe", "gpt2", "llama"])
+def test_streaming_shows_full_code_points_only(tokenizer):
+    text = "été 👩‍👩‍👧𝄞 to be"
+    pieces = list(EVERY[tokenizer]().stream(EVERY[tokenizer]().encode(text)))
+    assert len(pieces) > 5
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_streaming_is_not_late_and_ends_with_what_is_left():
+    ids = [0x41, 0xC3, 0xA9, 0x42, 0xE2, 0x82]
+    seen = []
+
+    def source():
+        for i in ids:
+            seen.append(i)
+            yield i
+
+    stream = trained("byte").stream(source())
+    assert (next(stream), len(seen)) == ("A", 1)
+    assert (next(stream), len(seen)) == ("é", 3)
+    assert next(stream) == "B"
+    assert list(stream) == ["\ufffd"]
+
+
+@pytest.mark.parametrize("tokenizer", EVERY)
+def test_a_continuation_has_the_ids_it_has_in_the_whole(tokenizer):
+    tokenizer = EVERY[tokenizer]()
+    whole = tokenizer.encode("to be to be to")
+    parts = [tokenizer.encode("to be"), tokenizer.encode(" to be to", after="e")]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+def test_a_continuation_that_merges_with_what_is_before_loses_nothing():
+    tokenizer = trained("bpe")
+    assert len(tokenizer.encode("be")) == 1
+    assert tokenizer.decode(tokenizer.encode("e", after="b")) == "e"
+
+
+def test_unseen_characters_are_named():
+    tokenizer = train("char", "abc")
+    message = (
+        r"^not in the vocabulary of 3: '\\n', '\\u2028', '😀' \(3 characters in all\)\..*data\.tokenizer=byte"
+    )
+    with pytest.raises(InvalidInput, match=message):
+        tokenizer.encode("a😀\u2028\nbb😀")
+    with pytest.raises(InvalidInput, match=r"'l', 'm' \(15 characters in all\)"):
+        tokenizer.encode("abcdefghijklmnopqr")
+
+
+@pytest.mark.parametrize("tokenizer", EVERY)
+def test_half_a_surrogate_pair_is_refused(tokenizer):
+    with pytest.raises(InvalidInput, match=r"lone surrogate '\\ud83d' at character 1 .* UTF-8"):
+        EVERY[tokenizer]().encode("t\ud83d")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_half_a_surrogate_pair_is_refused_in_training(kind):
+    with pytest.raises(InvalidInput, match="lone surrogate"):
+        train(kind, "t\ud83d", 300 if kind == "bpe" else None).encode("t\ud83d")
+
+
+@pytest.mark.parametrize("bad", [-1, 300, 2**40])
+def test_an_unknown_id_is_refused(bad):
+    with pytest.raises(InvalidInput, match=f"id {bad} is not in the vocabulary of 300 tokens: .*{FILE}"):
+        trained("bpe").decode([5, bad])
+
+
+def test_an_id_in_a_hole_of_the_vocabulary_is_refused():
+    inner = hf.Tokenizer(models.BPE({"a": 0, "b": 7}, []))
+    tokenizer = Tokenizer.from_json(inner.to_str())
+    assert tokenizer.vocab_size == 8
+    with pytest.raises(InvalidInput, match="id 3 "):
+        tokenizer.decode([0, 3])
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_a_size_is_refused_where_it_would_be_ignored(kind):
+    with pytest.raises(ConfigError, match=rf"vocab_size=300: a {kind} .*data\.tokenizer=bpe"):
+        train(kind, "abc", 300)
+
+
+@pytest.mark.parametrize("size", [None, 255, 1 << 30])
+def test_bpe_needs_a_size(size):
+    with pytest.raises(ConfigError, match=rf"data\.vocab_size={size}: bpe needs one in 256\.\."):
+        train("bpe", "abc", size)
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown tokenizer 'bype'.*char, byte, bpe"):
+        train("bype", "abc")
+
+
+def test_stock_files_load_as_bpe():
+    assert (gpt2().kind, gpt2().vocab_size) == ("bpe", 301)
+    assert llama().kind == "bpe"
+    ids = llama().encode("to é")
+    assert ids.tolist() == [264, 258, 2 + 0xC3, 2 + 0xA9]
+    assert llama().decode(ids) == "to é"
+
+
+def test_a_file_cannot_cut_texts_short():
+    inner = hf.Tokenizer.from_str(gpt2().to_json())
+    inner.enable_truncation(3)
+    inner.enable_padding(length=9)
+    assert len(Tokenizer.from_json(inner.to_str()).encode(HARD)) > 9
+    assert len(Tokenizer.from_json(inner.to_str()).encode("t")) == 1
+
+
+def changed(kind, **model):
+    content = json.loads(trained(kind).to_json())
+    content["model"].update(model)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "EOF"),
+        ("{", "EOF"),
+        ("null", "null"),
+        ("[]", "sequence"),
+        ("{}", "Model missing"),
+        ("[" * 1_000_000, "sequence"),
+        ('{"model":' + '{"a":' * 100_000, "recursion"),
+        ('{"version":"9","model":{"type":"BPE","vocab":{},"merges":[]}}', "version"),
+        ('{"model":{"type":"Nope"}}', "did not match"),
+        ('{"model":{"type":"BPE","vocab":{"a":-1},"merges":[]}}', "-1"),
+        ('{"model":{"type":"BPE","vocab":{"a":0},"merges":["a b"]}}', "out of vocabulary"),
+        ('{"model":{"type":"BPE","vocab":{},"merges":[]}}', "json of 0 tokens"),
+        ('{"model":{"type":"BPE","vocab":{"a":4000000000},"merges":[]}}', "json of 4000000001 tokens"),
+        (hf.Tokenizer(models.WordPiece({"a": 0}, unk_token="a")).to_str(), "WordPiece.*use BPE"),
+        ('{"model":{"type":"Unigram","vocab":[["a",0.0]],"unk_id":0}}', "Unigram.*use BPE"),
+        (changed("char", vocab={"word": 0, "a": 1}), "WordLevel.*characters"),
+        (changed("char", vocab={"a": 0, "b": 7}), "WordLevel.*characters"),
+        (changed("bpe", dropout=0.5), "BPE without dropout"),
+        (b"\xff\xfe{}", "utf-8"),
+    ],
+)
+def test_a_malformed_file_is_refused_by_name(content, message, tmp_path):
+    file = tmp_path / FILE
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InvalidInput, match=message) as caught:
+        Tokenizer.load(tmp_path)
+    assert FILE in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_without_end_stops_with_an_error():
+    """Rust panics there, which is no `Exception` in Python."""
+    inner = hf.Tokenizer.from_str(trained("bpe").to_json())
+    endless = pre_tokenizers.Split(hf.Regex("(a+)+$"), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([endless, inner.pre_tokenizer])
+    with pytest.raises(InvalidInput, match="retry-limit"):
+        Tokenizer.from_json(inner.to_str()).encode("a" * 40 + "!")
+
+
+def test_what_is_no_file_or_too_large_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(InvalidInput, match=rf"no file '.*{FILE}': give"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(InvalidInput, match="no file"):
+        Tokenizer.load(tmp_path / "a\0b")
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(InvalidInput, match="no file"):
+        Tokenizer.load(tmp_path)
+    monkeypatch.setattr(module, "MAX_BYTES", 10)
+    (tmp_path / "other.json").write_text("x" * 11)
+    with pytest.raises(InvalidInput, match=r"has 11 bytes: .* 10 at most"):
+        Tokenizer.load(tmp_path / "other.json")

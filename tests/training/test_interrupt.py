@@ -1,0 +1,180 @@
+"""Signals sent to real processes. What follows a run is done here, in another process than the run's."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import rehead
+from rehead.checkpoint import resolve
+from rehead.cli import main
+from rehead.training.interrupt import stop_signals
+
+TINY = [
+    "data.path=input.txt",
+    "data.block_size=8",
+    "model.n_layer=1",
+    "model.n_query_head=2",
+    "model.n_embd=16",
+    "trainer.batch_size=2",
+    "trainer.eval_every=1000000",
+    "trainer.eval_batches=1",
+    "trainer.sample_every=0",
+    "trainer.device=cpu",
+]
+
+
+ENDLESS = "trainer.max_iters=1000000"
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    Path("input.txt").write_text("Whether 'tis nobler in the mind to suffer\n" * 50)
+
+
+def start(*words, **more):
+    """`python -m rehead ...` with the one thread that tests have."""
+    command = [sys.executable, "-m", "rehead", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes | more)
+
+
+def steps(folder):
+    """The steps in metrics.jsonl, which another process may just be writing."""
+    try:
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("}")]
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def train_here(*words):
+    assert main(["train", *words]) == 0
+
+
+def everything(folder):
+    return {file.name: file.read_bytes() for file in resolve(Path(folder)).iterdir()}
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_message_says_how_to_go_on(number, status):
+    process = start("train", *TINY, ENDLESS, "system.work_dir=runs/a b")
+    wait_for(lambda: len(steps("runs/a b")) >= 5, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert out == ""
+    message = err.splitlines()[-1]
+    assert len([line for line in err.splitlines() if line.startswith("rehead: ")]) == 1
+    last = steps("runs/a b")[-1]
+    assert message == (
+        f"rehead: stopped at step {last} and saved in runs/a b: continue with "
+        "system.work_dir=runs/a b trainer.resume=True."
+    )
+    end = f"trainer.max_iters={last + 4}"
+    train_here("system.work_dir=runs/a b", "trainer.resume=True", end)
+    train_here(*TINY, "system.work_dir=whole", end)
+    assert everything("runs/a b") == everything("whole")
+
+
+def test_a_second_process_leaves_at_once_and_names_the_first(capsys):
+    process = start("train", *TINY, ENDLESS, "system.work_dir=a", "trainer.save_every=3")
+    wait_for(lambda: Path("a/checkpoints/step-000003").exists(), process)
+    begun = time.monotonic()
+    for more in ([], ["trainer.resume=True"]):
+        assert main(["train", *TINY, ENDLESS, "system.work_dir=a", *more]) == 6
+        error = capsys.readouterr().err
+        assert error.startswith(f"rehead: a is being trained by pid {process.pid} on ")
+        assert "choose another system.work_dir" in error
+    assert time.monotonic() - begun < 5
+    process.kill()
+    process.communicate()
+    last = resolve(Path("a")).name
+    train_here("system.work_dir=a", "trainer.resume=True", f"trainer.max_iters={int(last[5:]) + 1}")
+
+
+def test_readers_may_come_in_while_a_run_saves_and_drops_checkpoints():
+    """P11: a whole model each time, and no warning of a damaged one."""
+    process = start("train", *TINY, ENDLESS, "system.work_dir=a", "trainer.save_every=1", "trainer.keep=1")
+    wait_for(lambda: Path("a/checkpoints/step-000002").exists(), process)
+    for _ in range(15):
+        assert rehead.load("a").config.block_size == 8
+    assert main(["generate", "a", "--prompt", "W", "--max-new-tokens", "3"]) == 0
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
+def test_a_signal_before_the_first_step_blocks_nothing():
+    process = start("train", *TINY, ENDLESS, "system.work_dir=a")
+    wait_for(Path("a/.lock").exists, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "interrupted" or "stopped at step" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    end = f"trainer.max_iters={len(steps('a')) + 2}"
+    train_here(*TINY, "system.work_dir=a", "trainer.resume=True", end)
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_the_newest_good_checkpoint_is_there(capsys):
+    """P01: what was acknowledged as saved can be loaded; nothing half written is ever taken for a model."""
+    rng = random.Random(0)
+    flags = ["system.work_dir=a", "trainer.save_every=2", "trainer.resume=True"]
+    for _ in range(5):
+        before = steps("a")[-1] if steps("a") else 0
+        process = start("train", *TINY, ENDLESS, *flags)
+        wait_for(lambda before=before: len(steps("a")) and steps("a")[-1] > before + 3, process)
+        time.sleep(rng.uniform(0, 0.2))
+        process.kill()
+        _, err = process.communicate()
+        saved = [int(line.split()[3]) for line in err.splitlines() if "saved step" in line]
+        newest = resolve(Path("a"))
+        assert int(newest.name[5:]) >= max(saved)
+        rehead.load(newest)
+        assert main(["generate", "a", "--prompt", "W", "--max-new-tokens", "3", "--temperature", "0"]) == 0
+    last = int(resolve(Path("a")).name[5:])
+    end = f"trainer.max_iters={last + 5}"
+    train_here("system.work_dir=a", "trainer.resume=True", end)
+    train_here(*TINY, "system.work_dir=whole", end)
+    assert everything("a") == everything("whole")
+    assert not list(Path("a/checkpoints").glob(".tmp-*"))
+    assert steps("a") == list(range(1, last + 6))
+
+
+def test_generation_is_interrupted_in_one_line():
+    train_here(*TINY, "system.work_dir=a", "trainer.max_iters=1")
+    process = start("generate", "a", "--prompt", "W", "--max-new-tokens", "1000000")
+    assert process.stdout.read(3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+def test_only_the_first_signal_is_noted_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stop_signals() as stop:
+        assert stop.signal is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -1,0 +1,576 @@
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rehead
+from rehead.checkpoint import resolve
+from rehead.config.flags import read
+from rehead.data import BatchSampler, Source, evaluation_blocks, split, tokenize
+from rehead.errors import (
+    Busy,
+    ConfigError,
+    IntegrityError,
+    Interrupted,
+    InvalidInput,
+    NumericError,
+    UsageError,
+)
+from rehead.measure import evaluate
+from rehead.model import build
+from rehead.tokenizer import Tokenizer
+from rehead.training import state, train
+from rehead.training.folder import RunFolder
+from rehead.training.loop import Trainer
+from rehead.training.optimizer import build_optimizer, learning_rate
+from rehead.training.start import choose_device
+
+TEXT = "".join(f"Line {i}: to be, or not to be; that is {i * 7 % 13}.\n" for i in range(60))
+TINY = [
+    "data.block_size=10",
+    "model.n_layer=2",
+    "model.n_query_head=4",
+    "model.n_embd=24",
+    "trainer.batch_size=3",
+    "trainer.max_iters=6",
+    "trainer.eval_every=2",
+    "trainer.eval_batches=2",
+    "trainer.save_every=100",
+    "trainer.sample_every=4",
+    "trainer.sample_tokens=5",
+    "trainer.device=cpu",
+]
+VARIANTS = {
+    "mha learned": [],
+    "gqa rope": ["model.n_kv_head=2", "model.rope=True"],
+    "mqa": ["model.n_kv_head=1"],
+    "mla": ["model.attention=mla", "model.rope=True", "model.kv_lora_rank=7"],
+    "window": ["model.window=4", "model.n_kv_head=2"],
+    "additive score, llama": ["model.score=additive", "model.shape=llama"],
+    "tied": ["model.tie_embeddings=True"],
+    "rnn": ["model.type=rnn"],
+    "accumulation, cosine": [
+        "trainer.grad_accumulation=3",
+        "trainer.schedule=cosine",
+        "trainer.warmup_iters=2",
+        "trainer.min_learning_rate=1e-5",
+    ],
+}
+DROPOUT = ["model.embd_pdrop=0.3", "model.resid_pdrop=0.2", "model.attn_pdrop=0.1"]
+STATE = {"state.safetensors", "state.json"}
+MODEL = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "MANIFEST.json"}
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path, monkeypatch):
+    """Training is in float32, in a folder that holds input.txt."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    Path("input.txt").write_text(TEXT)
+
+
+def options(folder, *flags):
+    """TINY, with `flags` in place of those of the same name."""
+    mine = {flag.partition("=")[0]: flag for flag in flags}
+    kept = [flag for flag in [*TINY, "data.path=input.txt"] if flag.partition("=")[0] not in mine]
+    return read([*kept, f"system.work_dir={folder}", *mine.values()])
+
+
+def run(folder, *flags):
+    return list(train(options(folder, *flags)))
+
+
+def resume(folder, *flags):
+    torch.manual_seed(12345)  # nothing of the old process is left
+    return run(folder, *flags, "trainer.resume=True")
+
+
+def stop_at(step, folder, *flags, resumes=False):
+    """A run that gets a SIGINT while it does `step`."""
+    torch.manual_seed(54321)
+    flags = [*flags, "trainer.resume=True"] if resumes else flags
+    go_on = f"step {step} .*system.work_dir={folder} trainer.resume=True"
+    with pytest.raises(Interrupted, match=go_on):  # noqa: PT012 (the loop is what is interrupted)
+        for record in train(options(folder, *flags)):
+            if "loss" in record and record["step"] == step:
+                signal.raise_signal(signal.SIGINT)
+
+
+def die_at(step, folder, *flags):
+    """A run that ends in `step` without a chance to save."""
+    records = train(options(folder, *flags))
+    for record in records:
+        if "loss" in record and record["step"] == step:
+            records.close()
+            return
+
+
+def metrics(folder):
+    def no_constant(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=no_constant) for line in lines]
+
+
+def deterministic(records):
+    """All that does not depend on the clock, the machine or how often a run was begun."""
+    timed = {"seconds", "rss_bytes", "rss_peak_bytes"}
+    kept = [record for record in records if record.get("event") in (None, "end")]
+    return [{key: value for key, value in record.items() if key not in timed} for record in kept]
+
+
+def everything(folder):
+    """Every byte of the newest checkpoint: weights, optimizer, random states, next batch, best loss."""
+    return {file.name: file.read_bytes() for file in resolve(Path(folder)).iterdir()}
+
+
+def samples(folder):
+    return {file.name: file.read_text() for file in Path(folder, "samples").iterdir()}
+
+
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+# Resume
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(variant):
+    """N17: stopped in the first step; in a middle one and, once it had gone on, in the last."""
+    flags = VARIANTS[variant] + DROPOUT
+    whole = run("whole", *flags)
+    for stops in ([1], [3, 5]):
+        folder = "stopped-" + "-".join(map(str, stops))
+        for step in stops:
+            stop_at(step, folder, *flags, resumes=step != stops[0])
+            assert resolve(Path(folder)).name == f"step-{step:06d}"
+        resume(folder, *flags)
+        assert deterministic(metrics(folder)) == deterministic(whole)
+        assert everything(folder) == everything("whole")
+        assert samples(folder) == samples("whole")
+    losses = [record["loss"] for record in whole if "loss" in record]
+    assert len(losses) == 6
+    assert len(set(losses)) == 6
+
+
+def test_a_signal_in_the_last_step_just_ends_the_run():
+    for record in train(options("a")):
+        if "loss" in record and record["step"] == 6:
+            signal.raise_signal(signal.SIGTERM)
+    assert record["event"] == "end"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on():
+    run("whole", "trainer.max_iters=8")
+    run("a")
+    before = everything("a")
+    assert [record.get("event") for record in resume("a")] == ["start", "end"]
+    assert everything("a") == before
+    resume("a", "trainer.max_iters=8")
+    assert everything("a") == everything("whole")
+
+
+def test_resume_without_a_run_begins_one():
+    assert run("a", "trainer.resume=True")[0]["step"] == 0
+
+
+def test_the_seed_decides_everything():
+    runs = {name: run(name, f"system.seed={seed}", *DROPOUT) for name, seed in (("a", 1), ("b", 1), ("c", 2))}
+    assert deterministic(runs["a"]) == deterministic(runs["b"])
+    assert everything("a") == everything("b")
+    assert [r["loss"] for r in runs["a"] if "loss" in r] != [r["loss"] for r in runs["c"] if "loss" in r]
+
+
+REFUSED_ON_RESUME = [
+    ("model.n_embd=28", "model.n_embd=28 was 24"),
+    ("model.embd_pdrop=0.5", "model.embd_pdrop=0.5 was 0.1"),
+    ("model.n_kv_head=2", "model.n_kv_head=2 was None"),
+    ("data.block_size=9", "data.block_size=9 was 10"),
+    ("data.val_fraction=0.2", "data.val_fraction=0.2 was 0.1"),
+    ("system.seed=1", "system.seed=1 was 3407"),
+    ("trainer.batch_size=4", "trainer.batch_size=4 was 3"),
+    ("trainer.grad_accumulation=2", "trainer.grad_accumulation=2 was 1"),
+    ("trainer.max_iters=1", "trainer.max_iters=1 is below step 2"),
+    ("data.path=other.txt", "the text has changed"),
+]
+
+
+def test_a_changed_run_is_not_resumed_and_is_left_as_it_was():
+    Path("other.txt").write_text(TEXT.replace("be", "eb"))
+    stop_at(2, "a")
+    before = {file: file.read_bytes() for file in Path("a").rglob("*.*") if file.name != "tokens.bin"}
+    for flag, message in REFUSED_ON_RESUME:
+        with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+            resume("a", flag)
+        assert "new system.work_dir" in str(caught.value)
+    assert before == {file: file.read_bytes() for file in before}
+    resume("a")
+    run("whole")
+    assert everything("a") == everything("whole")
+
+
+def test_a_run_is_not_begun_anew_in_its_folder():
+    run("a")
+    before = everything("a")
+    with pytest.raises(
+        InvalidInput, match=r"a already holds a run \(up to step-000006\).*trainer.resume=True"
+    ):
+        run("a")
+    assert everything("a") == before
+
+
+def test_other_arithmetic_is_warned_of(monkeypatch):
+    stop_at(2, "a")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    with pytest.warns(UserWarning, match="not to the bit: threads 1 -> 7"):
+        resume("a")
+
+
+# Crashes and damage
+
+
+def test_after_a_crash_metrics_after_the_checkpoint_are_made_again():
+    run("whole", "trainer.save_every=2")
+    die_at(5, "a", "trainer.save_every=2")
+    assert [r["step"] for r in metrics("a") if "loss" in r] == [1, 2, 3, 4, 5]
+    with Path("a/metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "los')
+    resume("a", "trainer.save_every=2")
+    assert deterministic(metrics("a")) == deterministic(metrics("whole"))
+    assert [r["step"] for r in metrics("a") if r.get("event") == "start"] == [0, 4]
+    assert everything("a") == everything("whole")
+
+
+def test_a_crash_before_the_first_checkpoint_does_not_block_the_folder():
+    die_at(3, "a")
+    with pytest.raises(InvalidInput, match="without a good checkpoint yet"):
+        rehead.load("a")
+    run("a")
+    assert [r["step"] for r in metrics("a") if "loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", sorted((MODEL | STATE) - {"MANIFEST.json"}))
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(name):
+    run("whole", "trainer.save_every=3")
+    shutil.copytree("whole", "a")
+    damage(Path("a/checkpoints/step-000006", name))
+    with pytest.warns(UserWarning, match=f"skipped a damaged checkpoint: .*{name} is damaged"):
+        resume("a", "trainer.save_every=3")
+    assert everything("a") == everything("whole")
+
+
+def test_a_save_is_kept_even_where_damaged_later_ones_lie():
+    """What is acknowledged as saved can be loaded, also with keep=1."""
+    run("a", "trainer.save_every=2", "trainer.keep=3")
+    for step in (4, 6):
+        damage(Path(f"a/checkpoints/step-{step:06d}/model.safetensors"))
+    with pytest.warns(UserWarning, match="damaged"):
+        stop_at(3, "a", "trainer.keep=1", resumes=True)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert resolve(Path("a")).name == "step-000003"
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    stop_at(2, "a")
+    other = build(options("b", "model.n_embd=28").model.resolve(len(set(TEXT)), 10))
+    optimizer = build_optimizer(other, options("b").trainer)
+    with pytest.raises(
+        IntegrityError, match=r"state.safetensors: optimizer\..* fits no weight of this model"
+    ):
+        state.restore(resolve(Path("a")), other, optimizer)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_only_the_newest_checkpoints_are_kept(keep):
+    run("a", "trainer.save_every=1", f"trainer.keep={keep}")
+    found = sorted(folder.name for folder in Path("a/checkpoints").iterdir())
+    assert found == [f"step-{step:06d}" for step in range(7 - keep, 7)]
+
+
+def test_a_folder_is_one_run_s_at_a_time():
+    with RunFolder(Path("a")).open(resume=False), pytest.raises(Busy, match=r"pid \d+ on .+: wait for it"):
+        run("a")
+    run("a")
+
+
+# The folder
+
+
+def test_a_run_folder_holds_what_is_promised():
+    flags = ["trainer.save_every=4", "trainer.sample_every=3"]
+    records = run("deep/er/run", *flags)
+    folder = Path("deep/er/run")
+    assert {p.name for p in folder.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "samples",
+        "tokens.bin",
+    }
+    assert read([], (folder / "config.yaml",)) == options(folder, *flags)
+    assert [r for r in records if r.get("event") not in ("save", "sample")] == metrics(folder)
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step-000004", "step-000006"}
+    for step in (folder / "checkpoints").iterdir():
+        assert {p.name for p in step.iterdir()} == MODEL | STATE
+        assert torch.equal(rehead.load(step).embed_tokens.weight, rehead.load(step).embed_tokens.weight)
+    assert torch.equal(
+        rehead.load(folder).head.weight, rehead.load(folder / "checkpoints/step-000006").head.weight
+    )
+    for step in (3, 6):
+        sample = (folder / f"samples/step-{step:06d}.txt").read_text()
+        assert len(sample) == 8 + 5
+        assert sample.startswith(TEXT[int(len(TEXT) * 0.9) :][:8])
+
+
+def test_metrics_say_what_was_done():
+    start, *rest, end = run("a")
+    assert start["event"] == "start"
+    assert start["step"] == 0
+    assert start["train_tokens"] + start["val_tokens"] == len(TEXT)
+    assert start["vocab_size"] == len(set(TEXT))
+    assert start["parameters"] == sum(p.numel() for p in rehead.load("a").parameters())
+    steps = [record for record in rest if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    for record in steps:
+        assert {"step", "loss", "learning_rate", "grad_norm", "seconds"} < record.keys()
+        assert record["seconds"] > 0
+    evaluations = [record for record in rest if "val_loss" in record]
+    assert [record["step"] for record in evaluations] == [0, 2, 4, 6]
+    assert end["event"] == "end"
+    assert end["val_loss"] == evaluations[-1]["val_loss"]
+    assert end["best_val_loss"] == min(record["val_loss"] for record in evaluations)
+
+
+def test_without_validation_the_training_loss_is_what_there_is():
+    *_, end = run("a", "data.val_fraction=0")
+    assert end.keys() == {"event", "step", "train_loss", "best_val_loss"}
+    assert metrics("a")[-1]["best_val_loss"] is None
+    resume("a", "data.val_fraction=0", "trainer.max_iters=7")
+
+
+def test_no_steps_save_the_model_as_drawn():
+    start, *_, save, end = run("a", "trainer.max_iters=0")
+    assert (start["step"], save["event"], end["step"]) == (0, "save", 0)
+    torch.manual_seed(3407)
+    drawn = build(options("a").model.resolve(len(set(TEXT)), 10))
+    for name, weight in rehead.load("a").state_dict().items():
+        assert torch.equal(weight, drawn.state_dict()[name])
+
+
+def test_losses_are_of_fixed_blocks_without_dropout():
+    *_, end = run("a", "model.resid_pdrop=0.9", "model.embd_pdrop=0.9")
+    model, tokenizer = rehead.load("a"), Tokenizer.load(resolve(Path("a")))
+    tokens = tokenize(Source(path=Path("input.txt")), tokenizer, Path("tokens.bin"))
+    for name, ids in zip(("train_loss", "val_loss"), split(tokens.ids, 10), strict=True):
+        expected, _ = evaluate(model, evaluation_blocks(ids, 10, 3, limit=6))
+        assert end[name] == expected
+
+
+def test_evaluating_and_sampling_change_nothing():
+    run("a", *DROPOUT)
+    run("b", *DROPOUT, "trainer.eval_every=1", "trainer.eval_batches=3", "trainer.sample_every=1")
+    assert everything("a")["model.safetensors"] == everything("b")["model.safetensors"]
+
+
+# Warm start (seeds B20)
+
+
+@pytest.mark.parametrize("flags", [[], ["model.rope=True"], ["model.rope=True", "model.attention=mla"]])
+def test_a_longer_block_keeps_what_was_learned(flags):
+    run("short", *flags)
+    run("long", *flags, "data.block_size=17", "model.pretrained_folder=short", "trainer.max_iters=0")
+    short, long = rehead.load("short"), rehead.load("long")
+    assert long.config.block_size == 17
+    for name, weight in short.state_dict().items():
+        assert torch.equal(long.state_dict()[name][: len(weight)], weight)
+    if not flags:
+        table = long.state_dict()["embed_positions.weight"]
+        assert table.shape == (17, 24)
+        assert 0.01 < table[10:].std() < 0.03
+    else:
+        assert {name: w.shape for name, w in long.state_dict().items()} == {
+            name: w.shape for name, w in short.state_dict().items()
+        }
+    ids = torch.arange(20).view(2, 10)
+    assert torch.equal(short(ids), long(ids))
+    assert long(torch.arange(17)[None]).isfinite().all()
+
+
+def test_a_warm_start_trains_on_and_resumes_without_the_old_folder():
+    run("old")
+    flags = ["data.block_size=17", "model.pretrained_folder=old"]
+    first = run("whole", *flags)
+    assert first[1]["train_loss"] < run("cold", "data.block_size=17")[1]["train_loss"]
+    stop_at(3, "a", *flags)
+    shutil.rmtree("old")
+    resume("a", *flags)
+    assert everything("a") == everything("whole")
+
+
+MISMATCHES = [
+    (["model.n_embd=28"], "n_embd is 28 here and 24 there"),
+    (["model.n_layer=3"], "n_layer is 3 here and 2 there"),
+    (["model.n_kv_head=2"], "n_kv_head is 2 here and 4 there"),
+    (["model.window=4"], "window is 4 here and None there"),
+    (["model.rope=True"], "learned_positions is False here and True there"),
+    (["model.attention=mla"], "attention is mla here and mha there"),
+    (["model.shape=llama"], "norm is rmsnorm here and layernorm there"),
+    (["model.tie_embeddings=True"], "tie_embeddings is True here and False there"),
+    (["model.type=rnn"], "model.type is GPTConfig there"),
+]
+
+
+def test_another_model_is_no_warm_start():
+    run("old")
+    for flags, message in MISMATCHES:
+        with pytest.raises(
+            ConfigError, match=f"pretrained_folder=old .*{message}.*flags it was trained with"
+        ):
+            run("new", *flags, "model.pretrained_folder=old")
+    with pytest.raises(ConfigError, match=r"block_size=9 is below the 10 .*never cut. Use 10 or more"):
+        run("new", "data.block_size=9", "model.pretrained_folder=old")
+    Path("other.txt").write_text("Ж" * 500)
+    with pytest.raises(InvalidInput, match=r"not in the vocabulary .*'Ж'"):
+        run("new", "data.path=other.txt", "model.pretrained_folder=old")
+    with pytest.raises(InvalidInput, match="nowhere does not exist"):
+        run("new", "model.pretrained_folder=nowhere")
+    run("new", "model.pretrained_folder=old", *DROPOUT)
+
+
+# One step
+
+
+def trainer(*flags):
+    run_options = options("a", "model.attn_pdrop=0", "model.embd_pdrop=0", "model.resid_pdrop=0", *flags)
+    torch.manual_seed(1)
+    return Trainer(build(run_options.model.resolve(20, 10)), run_options.trainer)
+
+
+def batches(size):
+    ids = torch.randint(20, (500,), generator=torch.Generator().manual_seed(3)).numpy()
+    return BatchSampler(ids, 10, size, seed=5)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda weight: weight.sum() * float("nan"),
+        lambda weight: weight.sum() * float("inf"),
+        lambda weight: (weight * 0).sum().sqrt(),  # 0, with an infinite gradient
+    ],
+)
+def test_a_step_that_is_not_finite_changes_no_weight(broken, monkeypatch):
+    one = trainer()
+    one.advance(batches(3).next)
+    weights = {name: weight.clone() for name, weight in one.model.state_dict().items()}
+    moments = {p: {k: v.clone() for k, v in s.items()} for p, s in one.optimizer.state.items()}
+    monkeypatch.setattr(one, "_loss", lambda *batch: broken(one.model.head.weight))
+    with pytest.raises(NumericError, match=r"step 2: loss .* not finite.*trainer.learning_rate"):
+        one.advance(batches(3).next)
+    assert one.step == 1
+    assert all(torch.equal(weight, weights[name]) for name, weight in one.model.state_dict().items())
+    for weight, kept in one.optimizer.state.items():
+        assert all(torch.equal(value, moments[weight][key]) for key, value in kept.items())
+
+
+@pytest.mark.parametrize("flags", [["trainer.learning_rate=1e30"], ["trainer.learning_rate=1e300"]])
+def test_a_run_that_diverges_never_saves_it(flags):
+    with pytest.raises(NumericError, match="not finite"):
+        run("a", *flags, "trainer.save_every=1", "trainer.keep=1", "trainer.eval_every=100")
+    for folder in Path("a/checkpoints").iterdir():
+        assert all(weight.isfinite().all() for weight in rehead.load(folder).parameters())
+    shutil.rmtree("a/checkpoints")
+    run("a")
+
+
+def test_accumulated_batches_are_one_large_batch():
+    """N18: k batches of b give the gradients, the loss and the step of one of k b."""
+    small, large = trainer("trainer.grad_accumulation=4"), trainer()
+    sampler = batches(3)
+    parts = [sampler.next() for _ in range(4)]
+    whole = tuple(torch.cat(side) for side in zip(*parts, strict=True))
+    first = small.advance(iter(parts).__next__)
+    second = large.advance(lambda: whole)
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-6)
+    gradients = [torch.cat([w.grad.flatten() for w in one.model.parameters()]) for one in (small, large)]
+    assert (gradients[0] - gradients[1]).abs().max() <= 1e-6 * gradients[1].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        ([], [1, 1, 1, 1, 1, 1]),
+        (["trainer.warmup_iters=4"], [0.25, 0.5, 0.75, 1, 1, 1]),
+        (["trainer.schedule=cosine", "trainer.warmup_iters=2"], [0.5, 1, 1, 0.85355339, 0.5, 0.14644661]),
+        (["trainer.schedule=cosine", "trainer.min_learning_rate=1e-4"], [1, 0.93971143, 0.775, 0.55, 0.325]),
+        (["trainer.warmup_iters=12"], [1 / 12, 2 / 12, 3 / 12, 4 / 12, 5 / 12, 6 / 12]),
+    ],
+)
+def test_learning_rates(flags, rates):
+    made = options("a", "trainer.learning_rate=1e-3", *flags)
+    found = [learning_rate(step, made.trainer) / 1e-3 for step in range(len(rates))]
+    assert found == pytest.approx(rates)
+    used = [record["learning_rate"] for record in train(made) if "loss" in record]
+    assert used == [learning_rate(step, made.trainer) for step in range(6)]
+
+
+def test_cosine_ends_at_the_minimum_and_stays_there():
+    made = options("a", "trainer.schedule=cosine", "trainer.min_learning_rate=1e-5").trainer
+    assert learning_rate(6, made) == learning_rate(9, made) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_linear_weights_decay(variant):
+    made = options("a", *VARIANTS[variant], "trainer.weight_decay=0.3")
+    model = build(made.model.resolve(20, 10))
+    decaying, others = build_optimizer(model, made.trainer).param_groups
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.3, 0)
+    assert decaying["betas"] == (0.9, 0.95)
+    decay = {names[id(weight)] for weight in decaying["params"]}
+    rest = {names[id(weight)] for weight in others["params"]}
+    assert decay | rest == set(names.values())
+    assert not decay & rest
+    head = () if variant == "tied" else ("head",)
+    suffixes = tuple(f"{name}.weight" for name in ("_proj", "with_mqa", *head))
+    assert decay == {name for name in names.values() if name.endswith(suffixes)}
+
+
+def test_gradients_are_clipped():
+    norms = {}
+    for clip in (1e-3, 1e9):
+        one = trainer(f"trainer.grad_norm_clip={clip}")
+        norm = one.advance(batches(3).next)["grad_norm"]
+        norms[clip] = float(nn.utils.get_total_norm([p.grad for p in one.model.parameters()]))
+        assert norm == pytest.approx(norms[1e9]) if clip == 1e9 else norm > 0.1
+    assert norms[1e-3] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_bfloat16_computes_low_and_keeps_float32_weights():
+    low, full = run("low", "trainer.dtype=bfloat16"), run("full")
+    for a, b in zip(low, full, strict=True):
+        if "loss" in a:
+            assert a["loss"] != b["loss"]
+            assert a["loss"] == pytest.approx(b["loss"], abs=0.05)
+    assert {weight.dtype for weight in rehead.load("low").parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps", "tpu", "cuda:99", "", "cpu:0"])
+def test_a_device_that_is_not_there(name):
+    kind = name.partition(":")[0]
+    if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
+        pytest.skip("it is there")
+    with pytest.raises(UsageError, match=f"device={name}: this machine has .*cpu. Use one of them, or auto"):
+        choose_device(name)
