@@ -134,6 +134,17 @@ def test_a_signal_before_the_first_step_blocks_nothing():
     train_here(*TINY, "system.work_dir=a", "trainer.resume=True", end)
 
 
+def test_a_signal_while_python_executes_text_is_no_death_by_signal():
+    """As dataclasses do while torch is imported: CPython remembers it as unhandled (pythonrun.c)."""
+    Path("program.py").write_text(
+        "import sys, rehead.cli, rehead.measure.environment as place\n"
+        "place.environment = lambda: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(rehead.cli.main(['env']))"
+    )
+    done = subprocess.run([sys.executable, "-m", "program"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 @pytest.mark.slow
 def test_killed_at_any_time_the_newest_good_checkpoint_is_there(capsys):
     """P01: what was acknowledged as saved can be loaded; nothing half written is ever taken for a model."""
