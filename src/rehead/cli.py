@@ -209,7 +209,6 @@ def _run(argv: list[str], debug: bool) -> int:
         return _fail(error, debug)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        exec("")  # or CPython dies of the signal after all, where it came while text was executed
         return 130
     except BrokenPipeError:
         _let_go_of_stdout()
