@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "rehead"
 FILES = sorted(SRC.rglob("*.py"))
 ROOMS = """
-    errors registry attention config model convert checkpoint tokenizer data sampling generate measure training
+    errors registry attention config model checkpoint tokenizer data sampling generate measure conversion training
     report study cli
 """  # low to high: a room imports from itself and from those before it
 ROOMS = ROOMS.split()

@@ -10,9 +10,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rehead.checkpoint import load, save
+    from rehead.conversion import convert
     from rehead.generate import generate
 
-_HOMES = {"load": "rehead.checkpoint", "save": "rehead.checkpoint", "generate": "rehead.generate"}
+_HOMES = {
+    "convert": "rehead.conversion",
+    "generate": "rehead.generate",
+    "load": "rehead.checkpoint",
+    "save": "rehead.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +27,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'rehead' has no attribute {name!r}")
 
 
-__all__ = ["__version__", "generate", "load", "save"]
+__all__ = ["__version__", "convert", "generate", "load", "save"]

@@ -469,6 +469,7 @@ ALTERNATIVES = {
     "score": [*scores, Additive(width=3), Additive(width=3, bias=False)],
     "qkv_bias": [True, False],
     "o_bias": [True, False],
+    "tie_kv": [True, False],
     "kv_lora_rank": [8],
     "q_lora_rank": [5],
     "qk_nope_head_dim": [12],

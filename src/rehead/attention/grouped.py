@@ -28,7 +28,8 @@ class GroupedConfig(AttentionConfig):
 
     `head_map` says which KV head h // (H/K) (contiguous, as in Hugging Face) or h % K (modular, the
     olympiad's) query head h reads. `v_head_dim` is `head_dim` unless given. `score` is a name or a
-    `ScoreConfig`. `qkv_bias` and `o_bias` add biases to the projections.
+    `ScoreConfig`. `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` a token's keys
+    are its values too: there is no `v_proj`, and the cache keeps them once (the reduced form of MLA).
     """
 
     n_query_head: int
@@ -39,6 +40,7 @@ class GroupedConfig(AttentionConfig):
     score: ScoreConfig = FILLED
     qkv_bias: bool = False
     o_bias: bool = False
+    tie_kv: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,10 +56,16 @@ class GroupedConfig(AttentionConfig):
             raise ConfigError(f"head_map={self.head_map!r}. Use 'contiguous' or 'modular'.")
         if self.rope is not None:
             self.require_even(self.head_dim, "head_dim")
+        if self.tie_kv and (self.rope is not None or self.v_head_dim != self.head_dim):
+            raise ConfigError(
+                f"tie_kv=True with head_dim={self.head_dim}, v_head_dim={self.v_head_dim} and "
+                f"rope={self.rope is not None}: keys that are values too are as wide and are not rotated. Use "
+                f"v_head_dim={self.head_dim} and rope=False, or tie_kv=False."
+            )
 
     @classmethod
     def examples(cls) -> dict[str, AttentionConfig]:
-        """MHA, GQA and MQA, rotated, windowed, modular, biased and with each score."""
+        """MHA, GQA and MQA, rotated, windowed, modular, biased, tied and with each score."""
         gqa = cls(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7)
         return {
             "mha": replace(gqa, n_kv_head=6),
@@ -67,6 +75,7 @@ class GroupedConfig(AttentionConfig):
             "gqa, window": replace(gqa, window=5),
             "gqa, rope, window": replace(gqa, rope=RopeConfig(), window=5),
             "gqa, modular, bias": replace(gqa, head_map="modular", qkv_bias=True, o_bias=True),
+            "mqa, tied, window": replace(gqa, n_kv_head=1, v_head_dim=10, tie_kv=True, window=5),
             **{f"gqa, {score}": replace(gqa, score=scores[score]()) for score in scores},
         }
 
@@ -87,8 +96,9 @@ class GroupedConfig(AttentionConfig):
         return GroupedAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """Rotated keys, and values."""
-        return {"key": (self.n_kv_head, self.head_dim), "value": (self.n_kv_head, self.v_head_dim)}
+        """Rotated keys, and values unless they are the keys."""
+        key, value = (self.n_kv_head, self.head_dim), (self.n_kv_head, self.v_head_dim)
+        return {"key": key} if self.tie_kv else {"key": key, "value": value}
 
     def n_parameters(self, d_model: int) -> int:
         """Projections, biases and the score's own."""
@@ -112,7 +122,7 @@ class GroupedConfig(AttentionConfig):
         return (
             self.n_query_head * self.head_dim,
             self.n_kv_head * self.head_dim,
-            self.n_kv_head * self.v_head_dim,
+            self.n_kv_head * self.v_head_dim * (not self.tie_kv),
             self.n_query_head * self.v_head_dim,
         )
 
@@ -141,7 +151,7 @@ class GroupedAttention(Attention):
         d_context = config.d_context or d_model
         self.q_proj = nn.Linear(d_model, q, bias=config.qkv_bias)
         self.k_proj = nn.Linear(d_context, k, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(d_context, v, bias=config.qkv_bias)
+        self.v_proj = None if config.tie_kv else nn.Linear(d_context, v, bias=config.qkv_bias)
         self.o_proj = nn.Linear(o, d_model, bias=config.o_bias)
         self.score = config.score.build(config.n_kv_head, config.group, config.head_dim)
         self.rotary = Rotary(config.rope, config.head_dim) if config.rope else None
@@ -189,15 +199,16 @@ class GroupedAttention(Attention):
         if cache is not None:
             positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length
         query = self._to_slots(self.q_proj(x).unflatten(2, (config.n_query_head, config.head_dim)))
-        key = self.k_proj(source).unflatten(2, (config.n_kv_head, config.head_dim))
-        value = self.v_proj(source).unflatten(2, (config.n_kv_head, config.v_head_dim))
+        rows = {"key": self.k_proj(source).unflatten(2, (config.n_kv_head, config.head_dim))}
+        if self.v_proj is not None:
+            rows["value"] = self.v_proj(source).unflatten(2, (config.n_kv_head, config.v_head_dim))
         key_positions = positions if context is None else context_positions
         if self.rotary is not None:
             query = self.rotary(query, positions, start)
-            key = self.rotary(key, key_positions, start)
+            rows["key"] = self.rotary(rows["key"], key_positions, start)
         if cache is not None:
-            rows, key_positions = cache.append(positions, key=key, value=value)
-            key, value = rows["key"], rows["value"]
+            rows, key_positions = cache.append(positions, **rows)
+        key, value = rows["key"], rows["key" if config.tie_kv else "value"]
         return query, key, value, self._mask(x.shape[1], key.shape[1], positions, key_positions)
 
     def _to_slots(self, query: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:

@@ -17,7 +17,7 @@ from rehead.registry import nearest
 
 Shape = Literal["gpt", "llama"]
 LATENT_ONLY = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "latent_norm")
-GROUPED_ONLY = ("head_map", "score", "score_width")
+GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv")
 RNN_ONLY = ("activation",)
 ROPE_ONLY = ("rope_theta", "rope_layout", "rope_scaling")
 HEADS = ("attention", "n_kv_head", "head_dim", "v_head_dim", "window", "rope")
@@ -121,6 +121,7 @@ class ModelOptions:
     window: int | None = None
     score: str | None = None
     score_width: int | None = None
+    tie_kv: bool | None = None
     rope: bool | None = None
     rope_theta: float | None = None
     rope_layout: Layout | None = None
@@ -221,6 +222,7 @@ class ModelOptions:
             v_head_dim=_or(self.v_head_dim, self._head_dim()),
             head_map=self.head_map or "contiguous",
             score=scores[self.score or "scaled_dot"](**sizes),
+            tie_kv=bool(self.tie_kv),
         )
         if self.attention not in (None, config.name):
             raise ConfigError(

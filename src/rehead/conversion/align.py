@@ -1,0 +1,80 @@
+"""Turn heads onto each other before they are pooled (notes on 2:1 pooling: 8.24 naive, 3.19 aligned).
+
+A turn of a key head and of the queries that read it leaves every score as it is; so does a turn of a
+value head and of the output columns that read it. With rope a turn must commute with the rotation of
+every pair of numbers, so it is one angle per pair.
+
+Each function takes the M heads of one group, M x E x C with the bias as the last column, and the second
+moment of [x; 1]. It gives the turned heads, their turns (M E E) and the head that stands for them.
+"""
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+Aligned = tuple[Float64[Tensor, "M E C"], Float64[Tensor, "M E E"], Float64[Tensor, "E C"]]
+ROUNDS = 30
+"""Of aligning to the mean and taking the mean again; it stops improving long before."""
+
+
+def energy(rows: Float64[Tensor, "*M E C"], moment: Float64[Tensor, "C C"]) -> Float64[Tensor, "*M E"]:
+    """E[(w.x)^2] of every row w."""
+    return torch.einsum("...c,cd,...d->...", rows, moment, rows)
+
+
+def procrustes(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, "C C"]) -> Aligned:
+    """Any orthogonal turn: the nearest to the mean, by SVD."""
+    turned, turns = heads, torch.eye(heads.shape[1], dtype=heads.dtype).repeat(len(heads), 1, 1)
+    mean = heads[0]
+    for _ in range(ROUNDS):
+        left, _, right = torch.linalg.svd(mean @ moment @ heads.mT)
+        turns = left @ right
+        turned = turns @ heads
+        mean = turned.mean(dim=0)
+    return turned, turns, _restored(turned, mean, moment, per_row=False)
+
+
+def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, "C C"]) -> Aligned:
+    """An angle per pair (i, i + E/2)."""
+    width = heads.shape[1]
+    pairs = torch.complex(heads[:, : width // 2], heads[:, width // 2 :])
+    turned, phases = _planar(pairs, moment)
+    eye = torch.diag_embed(phases)
+    turns = torch.cat(
+        [torch.cat([eye.real, -eye.imag], dim=2), torch.cat([eye.imag, eye.real], dim=2)], dim=1
+    )
+    rows = torch.cat([turned.real, turned.imag], dim=1)
+    return rows, turns, _restored(rows, rows.mean(dim=0), moment, per_row=True)
+
+
+def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, "C C"]) -> Aligned:
+    """An angle per pair (2i, 2i + 1)."""
+    width = heads.shape[1]
+    order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
+    back = order.argsort()
+    rows, turns, one = planar_half_split(heads[:, order], moment)
+    return rows[:, back], turns[:, back][:, :, back], one[back]
+
+
+def _planar(pairs: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Complex rows (M F C) turned by a phase each, and the phases (M F)."""
+    mean, turned, phases = pairs[0], pairs, torch.ones_like(pairs[..., 0])
+    for _ in range(ROUNDS):
+        along = torch.einsum("fc,cd,mfd->mf", mean, moment.to(pairs.dtype), pairs.conj())
+        size = along.abs()
+        phases = torch.where(size > 0, along / size.clamp(min=1e-300), torch.ones_like(along))
+        turned = phases[..., None] * pairs
+        mean = turned.mean(dim=0)
+    return turned, phases
+
+
+def _restored(heads: Tensor, mean: Tensor, moment: Tensor, *, per_row: bool) -> Tensor:
+    """`mean` with the energy the heads have on average: of each rotated pair, or of the head."""
+    have, want = energy(mean, moment), energy(heads, moment).mean(dim=0)
+    if per_row:
+        have, want = (part.unflatten(0, (2, -1)).sum(dim=0).repeat(2) for part in (have, want))
+    else:
+        have, want = have.sum(), want.sum()
+    scale = torch.where(have > 1e-24 * want, (want / have.clamp(min=1e-300)).sqrt(), torch.ones_like(have))
+    scale = torch.where((scale - 1).abs() < 1e-12, torch.ones_like(scale), scale)
+    return mean * (scale[:, None] if per_row else scale)

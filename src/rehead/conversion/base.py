@@ -1,0 +1,143 @@
+"""The contract of a conversion: from one attention to another, with a promise.
+
+A conversion knows one step. Steps are found and put in a row by `path.py`, applied to a model by
+`convert.py`, and what came of it is stated, in the same way for all, by `certificate.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from jaxtyping import Float64
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.errors import ConfigError
+from rehead.registry import Registry
+
+S = TypeVar("S", bound=AttentionConfig)
+R = TypeVar("R", bound=AttentionConfig)
+Weights = dict[str, Tensor]
+"""The float64 weights of one attention, by the names of its module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """`exact`: the same function but for rounding, whatever the weights. `why` says the rule."""
+
+    exact: bool
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a text showed of one layer: second moments, summed in float64 over its tokens.
+
+    `inputs` is E[x x^T] of x, what the keys and values are made from, with a constant 1 as its last
+    number, which biases multiply. `outputs` is E[g g^T] of the loss's
+    gradient with respect to the stacked keys and values: how much an error in each of them matters.
+    """
+
+    inputs: Float64[Tensor, "C C"] | None = None
+    outputs: Float64[Tensor, "N N"] | None = None
+
+    def second_moment(self, name: str) -> Float64[Tensor, "N N"]:
+        """`inputs` without the constant, or `outputs`. Raises ConfigError where no text was given."""
+        moment = getattr(self, name)
+        if moment is None:
+            raise ConfigError("this method reads a text. Give a calibration text, or use method=svd.")
+        return moment[:-1, :-1] if name == "inputs" else moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """New weights, and the share of the energy of the keys and values that they have lost (0 to 1).
+
+    For values without energy the share is 0.
+    """
+
+    weights: Weights
+    lost: float = 0.0
+
+
+class Conversion(ABC, Generic[S, R]):
+    """One step from configs S to configs R. Its docstring is its entry in docs/convert.md."""
+
+    takes: ClassVar[type[AttentionConfig]]
+    """S, for the search: `steps` is asked about no other."""
+    source: ClassVar[str]
+    target: ClassVar[str]
+    costs: ClassVar[str]
+    """What it does to cache, parameters and speed, in a sentence."""
+    methods: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """For an approximation: its methods, the preferred first, and which `Evidence` each one needs."""
+
+    @abstractmethod
+    def steps(self, source: S, target: AttentionConfig, d_model: int) -> Iterator[R]:
+        """What this conversion can make of `source` that may lie on the way to `target`."""
+
+    @abstractmethod
+    def promise(self, source: S, result: R, d_model: int) -> Promise:
+        """What holds for every model."""
+
+    @abstractmethod
+    def convert(self, weights: Weights, source: S, result: R, evidence: Evidence, method: str) -> Converted:
+        """The weights of `result`. `method` is one of `methods`, or empty where there are none."""
+
+    def refusal(self, source: S) -> str:
+        """Why it cannot start from `source`, empty if it can."""
+        return ""
+
+
+def common(config: GroupedConfig | LatentConfig) -> dict[str, Any]:
+    """The fields that mean the same in every variant, for a config of another one."""
+    names = ("n_query_head", "v_head_dim", "qkv_bias", "o_bias")
+    shared = ("d_context", "causal", "window", "rope", "attn_pdrop")
+    return {name: getattr(config, name) for name in names + shared}
+
+
+conversions: Registry[type[Conversion[Any, Any]]] = Registry("conversion")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A conversion applied to a config."""
+
+    name: str
+    source: AttentionConfig
+    result: AttentionConfig
+    promise: Promise
+
+    @property
+    def conversion(self) -> Conversion[Any, Any]:
+        """What is registered under the name."""
+        return conversions[self.name]()
+
+    def method(self, wanted: str | None, *, calibrated: bool) -> str:
+        """The method to use: `wanted` if this step knows it, else its first that has what it needs."""
+        known = self.conversion.methods
+        if wanted in known:
+            return str(wanted)
+        return next((name for name, needs in known.items() if calibrated or not needs), "")
+
+
+def methods() -> dict[str, list[str]]:
+    """Every method's name, and the conversions that know it."""
+    found: dict[str, list[str]] = {}
+    for name in conversions:
+        for method in conversions[name].methods:
+            found.setdefault(method, []).append(name)
+    return found
+
+
+def require_method(name: str | None, steps: list[Step]) -> None:
+    """Refuse a method that no step on the way would use."""
+    if name is None or any(name in step.conversion.methods for step in steps):
+        return
+    usable = [method for step in steps for method in step.conversion.methods]
+    if name not in methods():
+        raise ConfigError(f"method={name!r} is unknown. Use one of {', '.join(methods())}.")
+    way = " -> ".join(step.name for step in steps) or "nothing to convert"
+    hint = f"Use one of {', '.join(usable)}" if usable else "Leave it out"
+    raise ConfigError(f"method={name!r} is of {', '.join(methods()[name])}, not of {way}. {hint}.")

@@ -1,0 +1,209 @@
+"""What a conversion kept and what it cost, stated by the same code for all of them."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.config import GPTConfig, encode
+from rehead.conversion.base import Converted, Step
+from rehead.conversion.moments import attentions
+from rehead.data import Batch, Ids
+from rehead.errors import ConfigError
+from rehead.measure import evaluate, kv_bytes_per_token, parameters
+from rehead.measure.environment import environment
+from rehead.measure.fidelity import compare
+from rehead.model import LanguageModel
+
+FORMAT = "rehead-certificate-1"
+NOTHING = 1e-20
+"""A share of energy that is rounding and no loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Which tokens were read: how many, and the sha256 of their ids."""
+
+    tokens: int
+    sha256: str
+
+    @classmethod
+    def of(cls, ids: Ids) -> "Text":
+        """Of a whole text."""
+        return cls(
+            tokens=len(ids), sha256=hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
+        )
+
+
+def require_different(calibration: Text | None, test: Text | None) -> None:
+    """Refuse to measure a conversion on the text it was fitted to."""
+    if calibration is not None and test is not None and calibration.sha256 == test.sha256:
+        raise ConfigError(
+            "calibration and test text are the same: the loss would look better than it is. Give another text to "
+            "test on, or none, and the end of the calibration text is held back for it."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer. `lost_energy` is the share of the keys' and values' energy that approximations
+    dropped, by the moments their method uses; `output_error` the RMS difference of the attention's
+    output from the source's on the same inputs, relative to the source's RMS."""
+
+    steps: list[str]
+    methods: list[str]
+    why: list[str]
+    source: str
+    result: str
+    kv_numbers: list[int]
+    lost_energy: float
+    output_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """Saved as conversion.json beside the model, and for people as CONVERSION.md.
+
+    `exact` is True where every step is exact by its promise, or lost no energy beyond rounding. `logits`
+    are those of `rehead.measure.fidelity.compare`, on the `test` text or, without one, on random tokens;
+    `loss` is in nats per token of the test text. Pairs are before and after.
+    """
+
+    format: str = FORMAT
+    exact: bool
+    layers: list[Layer]
+    source: dict[str, Any]
+    result: dict[str, Any]
+    logits: dict[str, float]
+    loss: list[float] | None
+    kv_bytes_per_token: list[int]
+    parameters: list[int]
+    dtype: str
+    calibration: Text | None
+    test: Text | None
+    seed: int
+    environment: dict[str, str | int]
+    healing: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The text of conversion.json."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def describe(config: AttentionConfig) -> str:
+    """An attention in a few words."""
+    assert isinstance(config, GroupedConfig | LatentConfig)
+    if isinstance(config, LatentConfig):
+        text = f"mla, rank {config.kv_lora_rank}"
+        text += f" + {config.qk_rope_head_dim} rotated" if config.qk_rope_head_dim else ""
+        text += ", rebuilt keys" if config.rebuilds_keys else ""
+    else:
+        heads = "head" if config.n_kv_head == 1 else "heads"
+        text = f"{config.name}, {config.n_kv_head} KV {heads} of {config.head_dim}"
+        text += ", tied" if config.tie_kv else ""
+        text += ", modular" if config.head_map == "modular" else ""
+    if config.rope is not None:
+        text += ", rope" + ("" if config.rope.layout == "half-split" else " interleaved")
+    return text + (f", window {config.window}" if config.window else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was done to one layer."""
+
+    steps: Sequence[Step]
+    methods: Sequence[str]
+    converted: Sequence[Converted]
+
+    @property
+    def lost(self) -> float:
+        """The share of energy that is left out at the end of all steps."""
+        kept = 1.0
+        for one in self.converted:
+            kept *= 1 - one.lost
+        return 1 - kept if kept < 1 else 0.0
+
+    @property
+    def exact(self) -> bool:
+        """By promise, or because there was nothing to lose."""
+        pairs = zip(self.steps, self.converted, strict=True)
+        return all(step.promise.exact or one.lost <= NOTHING for step, one in pairs)
+
+
+def certify(
+    source: LanguageModel,
+    result: LanguageModel,
+    outcomes: Sequence[Outcome],
+    blocks: Sequence[Batch],
+    *,
+    calibration: Text | None,
+    test: Text | None,
+    seed: int,
+) -> Certificate:
+    """The certificate of `result`; `blocks` are of the test text, or random."""
+    before, after = source.config, result.config
+    assert isinstance(before, GPTConfig)
+    assert isinstance(after, GPTConfig)
+    errors = _output_errors(source, result, blocks)
+    layers = [
+        Layer(
+            steps=[step.name for step in outcome.steps],
+            methods=[method for method in outcome.methods if method],
+            why=[step.promise.why for step in outcome.steps],
+            source=describe(old),
+            result=describe(new),
+            kv_numbers=[old.kv_numbers(), new.kv_numbers()],
+            lost_energy=outcome.lost,
+            output_error=error,
+        )
+        for outcome, old, new, error in zip(outcomes, before.attention, after.attention, errors, strict=True)
+    ]
+    dtype = result.head.weight.dtype
+    return Certificate(
+        exact=all(outcome.exact for outcome in outcomes),
+        layers=layers,
+        source=encode(before),
+        result=encode(after),
+        logits=compare(source, result, blocks),
+        loss=None if test is None else [evaluate(model, blocks)[0] for model in (source, result)],
+        kv_bytes_per_token=[kv_bytes_per_token(config, dtype) for config in (before, after)],
+        parameters=[parameters(config) for config in (before, after)],
+        dtype=str(dtype).removeprefix("torch."),
+        calibration=calibration,
+        test=test,
+        seed=seed,
+        environment=environment(),
+    )
+
+
+@torch.no_grad()
+def _output_errors(source: LanguageModel, result: LanguageModel, blocks: Sequence[Batch]) -> list[float]:
+    """Relative RMS error of every layer's attention, both on the inputs it gets in the source."""
+    pairs = list(zip(attentions(source), attentions(result), strict=True))
+    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    hooks = []
+    for index, (old, new) in enumerate(pairs):
+
+        def note(
+            _: Any, args: tuple[Tensor, ...], output: Tensor, index: int = index, new: Any = new
+        ) -> None:
+            difference = (new(args[0]) - output).double()
+            sums[index] += torch.stack([difference.square().sum(), output.double().square().sum()]).cpu()
+
+        hooks.append(old.register_forward_hook(note))
+    modes = source.training, result.training
+    source.eval(), result.eval()
+    try:
+        for ids, _ in blocks:
+            source(ids.to(source.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        source.train(modes[0]), result.train(modes[1])
+    return [float((error / total).sqrt()) if total else 0.0 for error, total in sums]

@@ -1,0 +1,158 @@
+"""A whole model into another, in memory, with its certificate."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rehead.attention import Attention, AttentionConfig
+from rehead.config import GPTConfig
+from rehead.conversion.base import Evidence, Step, Weights, require_method
+from rehead.conversion.certificate import Certificate, Outcome, Text, certify, require_different
+from rehead.conversion.moments import attentions, gather
+from rehead.conversion.path import path
+from rehead.conversion.target import Wish
+from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
+from rehead.errors import ConfigError, NumericError
+from rehead.model import LanguageModel, build
+
+CALIBRATION_TOKENS = 32_768
+TEST_TOKENS = 65_536
+"""At most; blocks are spread evenly over the text."""
+BATCH_TOKENS = 4096
+RANDOM_BLOCKS = 4
+
+Layers = list[tuple[AttentionConfig, Weights]]
+
+
+def convert(
+    model: LanguageModel,
+    to: str | AttentionConfig | Sequence[AttentionConfig] | GPTConfig,
+    *,
+    method: str | None = None,
+    calibration: Ids | None = None,
+    test: Ids | None = None,
+    seed: int = 0,
+    **wish: Any,
+) -> tuple[LanguageModel, Certificate]:
+    """Turn every layer of a GPT into the attention asked for; the source is left as it is.
+
+    `to` is a config for all layers, one per layer, a model config, or a name: mha, gqa, mqa, mla or
+    reduced, with the fields of `Wish` (`n_kv_head`, `kv_rank`, `kv_fraction`, `head_map`,
+    `rope_layout`) beside it. `calibration` and `test` are token ids; approximations fit themselves to
+    the first, the certificate measures on the second (without it, logits on random tokens). `method` is
+    one of `rehead.conversion.methods()`; without it the best that has what it needs.
+
+    Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
+    """
+    config = require_heads(model)
+    targets = _targets(config, to, wish)
+    paths = [path(old, new, config.n_embd) for old, new in zip(config.attention, targets, strict=True)]
+    require_method(method, [step for steps in paths for step in steps])
+    texts = [None if ids is None else Text.of(ids) for ids in (calibration, test)]
+    require_different(*texts)
+    result, outcomes = _follow(
+        model, paths, method, None if calibration is None else blocks_of(model, calibration)
+    )
+    measured = random_blocks(config, seed) if test is None else blocks_of(model, test, TEST_TOKENS)
+    certificate = certify(model, result, outcomes, measured, calibration=texts[0], test=texts[1], seed=seed)
+    return result, certificate
+
+
+def require_heads(model: LanguageModel) -> GPTConfig:
+    """The config of a model with attention and finite weights."""
+    if not isinstance(model.config, GPTConfig):
+        raise ConfigError(f"a model of type {model.config.model_type} has no heads to convert.")
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise NumericError(f"{name} holds NaN or infinity: this model is damaged, and is not converted.")
+    return model.config
+
+
+def blocks_of(model: LanguageModel, ids: Ids, limit: int = CALIBRATION_TOKENS) -> list[Batch]:
+    """Blocks of the model's own length, at most `limit` tokens spread over a text."""
+    require_vocabulary(ids, model.config.vocab_size)
+    length = model.config.block_size
+    return list(evaluation_blocks(ids, length, max(1, BATCH_TOKENS // length), max(1, limit // length)))
+
+
+def random_blocks(config: GPTConfig, seed: int) -> list[Batch]:
+    """Tokens without meaning, for a model without a text."""
+    ids = np.random.default_rng(seed).integers(config.vocab_size, size=RANDOM_BLOCKS * config.block_size + 1)
+    return list(evaluation_blocks(ids, config.block_size, RANDOM_BLOCKS))
+
+
+def _targets(
+    config: GPTConfig, to: str | AttentionConfig | Sequence[AttentionConfig] | GPTConfig, wish: dict[str, Any]
+) -> Sequence[AttentionConfig]:
+    if isinstance(to, str):
+        asked = Wish(to=to, **wish)
+        return [asked.target(layer, config.n_embd) for layer in config.attention]
+    if wish:
+        raise ConfigError(f"{', '.join(wish)} beside a config: the config says it all. Give one of them.")
+    if isinstance(to, GPTConfig):
+        if replace(to, attention=config.attention) != config:
+            raise ConfigError(
+                "the two models differ beyond their attention: conversions change nothing else."
+            )
+        return to.attention
+    layers = [to] * config.n_layer if isinstance(to, AttentionConfig) else list(to)
+    if len(layers) != config.n_layer:
+        raise ConfigError(
+            f"{len(layers)} attentions for {config.n_layer} layers: give one per layer, or one."
+        )
+    return layers
+
+
+def _follow(
+    model: LanguageModel, paths: Sequence[Sequence[Step]], method: str | None, calibration: list[Batch] | None
+) -> tuple[LanguageModel, list[Outcome]]:
+    """Take all layers along their paths, one step of each at a time, so that steps after the first
+    can look at the model as it then is."""
+    layers: Layers = [
+        (one.config, {name: weight.detach().cpu().double() for name, weight in one.named_parameters()})
+        for one in attentions(model)
+    ]
+    outcomes = [Outcome(steps=steps, methods=[], converted=[]) for steps in paths]
+    for turn in range(max(map(len, paths))):
+        at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
+        chosen = {i: step.method(method, calibrated=calibration is not None) for i, step in at.items()}
+        needs = {need for i, step in at.items() if chosen[i] for need in step.conversion.methods[chosen[i]]}
+        wanted = calibration is not None and any(chosen.values())
+        seen = [Evidence()] * len(layers)
+        if wanted:
+            present = model if turn == 0 else with_layers(model, layers)
+            seen = gather(present, calibration or [], gradients="outputs" in needs)
+        for index, step in at.items():
+            done = step.conversion.convert(
+                layers[index][1], step.source, step.result, seen[index], chosen[index]
+            )
+            layers[index] = step.result, done.weights
+            outcomes[index] = replace(
+                outcomes[index],
+                methods=[*outcomes[index].methods, chosen[index]],
+                converted=[*outcomes[index].converted, done],
+            )
+    return with_layers(model, layers), outcomes
+
+
+def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:
+    """A copy of `model` with other attentions, in its dtype, on its device, in eval mode."""
+    layers = list(layers)
+    assert isinstance(model.config, GPTConfig)
+    with torch.device("meta"):
+        made = build(replace(model.config, attention=tuple(config for config, _ in layers)))
+    like = model.head.weight
+    names = {module: name for name, module in model.named_modules() if isinstance(module, Attention)}
+    state = {
+        name: weight.detach().clone()
+        for name, weight in model.state_dict().items()
+        if not name.startswith(tuple(f"{prefix}." for prefix in names.values()))
+    }
+    for prefix, (_, weights) in zip(names.values(), layers, strict=True):
+        state |= {f"{prefix}.{name}": weight.to(like) for name, weight in weights.items()}
+    made.load_state_dict(state, assign=True)
+    made.tie()
+    return made.eval()

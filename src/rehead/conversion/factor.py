@@ -1,0 +1,114 @@
+"""A matrix as a thin product, so that its inputs can be remembered as few numbers.
+
+Arrays may be NumPy's or torch's; what comes back is of the same kind.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.errors import ConfigError, NumericError
+
+P = ParamSpec("P")
+T = TypeVar("T", bound=tuple[Any, ...])
+RIDGE = 1e-9
+"""Of its mean variance, added to a second moment, so that no direction counts for nothing."""
+
+
+class Factors(NamedTuple):
+    """`up` (N, R) times `down` (R, C), and the energy of every direction, kept ones first (min(N, C),)."""
+
+    up: Any
+    down: Any
+    energy: Any
+
+    @property
+    def lost(self) -> float:
+        """The share of the energy in the directions that were cut off."""
+        total = float(self.energy.sum())
+        return float(self.energy[self.down.shape[0] :].sum()) / total if total else 0.0
+
+
+def either(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function of tensors take NumPy arrays, and then give NumPy arrays."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not any(isinstance(value, np.ndarray) for value in [*args, *kwargs.values()]):
+            return function(*args, **kwargs)
+        found = function(*map(_tensor, args), **{key: _tensor(value) for key, value in kwargs.items()})
+        arrays = [part.numpy() if isinstance(part, Tensor) else part for part in found]
+        return type(found)(*arrays) if isinstance(found, Factors) else type(found)(arrays)
+
+    return call
+
+
+def _tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+@either
+def factor(
+    weight: Float[Tensor, "N C"],
+    rank: int,
+    inputs: Float[Tensor, "C C"] | None = None,
+    outputs: Float[Tensor, "N N"] | None = None,
+) -> Factors:
+    """The best product of `rank`: it minimises tr(P (W - W') C (W - W')^T), C `inputs`, P `outputs`.
+
+    Without both this is the truncated SVD. With C, the second moment E[x x^T], it keeps what the
+    outputs of W vary in (whitened, or output PCA: SVD-LLM, CARE and TransMLA all are this operator).
+    With P as well it counts an error in an output by how much that output matters. At full rank,
+    min(N, C), the product is exact whatever C and P. Raises ConfigError for a rank that is none.
+    """
+    largest = min(weight.shape)
+    if not 1 <= rank <= largest:
+        raise ConfigError(
+            f"rank={rank} of a matrix {tuple(weight.shape)}: use 1 to {largest}, where it is exact."
+        )
+    if not weight.isfinite().all():
+        raise NumericError(f"a matrix {tuple(weight.shape)} holds NaN or infinity: it has no factors.")
+    work = weight.double()
+    seen, matters = None, None
+    if rank < largest:  # else any weighting would only cost digits
+        seen, matters = (_root(moment) for moment in (inputs, outputs))
+    scaled = work if matters is None else matters @ work
+    left, values, _ = torch.linalg.svd(scaled if seen is None else scaled @ seen, full_matrices=False)
+    kept = left[:, :rank]
+    up = kept if matters is None else torch.linalg.solve(matters, kept)
+    return Factors(up.to(weight.dtype), (kept.mT @ scaled).to(weight.dtype), values.square())
+
+
+@either
+def gqa_to_mla(weight: Float[Tensor, "N D"], n_copy: int | None = None) -> tuple[Tensor, Tensor]:
+    """The seed's `GQA_2_MLA` (A10, A12): up (D, N) and down (N, D) whose product is `weight` tiled D/N times.
+
+    `weight` stacks the key or the value projections of G heads, N = G d rows. Tiling whole copies is
+    the modular head map: query head h reads KV head h mod G. One matrix alone: keys and values factored
+    so have two different latents, and a cache of 2 G d; for one latent stack them (A11) and `factor`.
+    """
+    rows, width = weight.shape
+    if n_copy is None:
+        n_copy = width // rows
+        if rows * n_copy != width:
+            raise ConfigError(
+                f"{rows} rows do not divide the width {width}: give n_copy, the heads per KV head."
+            )
+    up, down, _ = factor(weight, min(rows, width))
+    return up.repeat(n_copy, 1), down
+
+
+def _root(moment: Float[Tensor, "N N"] | None) -> Tensor | None:
+    """The symmetric square root of a second moment with a ridge."""
+    if moment is None:
+        return None
+    if not moment.isfinite().all():
+        raise NumericError("the calibration text gave activations that are not finite.")
+    values, vectors = torch.linalg.eigh(moment.double())
+    ridge = RIDGE * float(values.clamp(min=0).mean())
+    return (vectors * (values.clamp(min=0) + ridge).sqrt()) @ vectors.mT

@@ -1,0 +1,157 @@
+"""More KV heads by repeating them, exactly; fewer by pooling them, approximately."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention.grouped import divisors
+from rehead.attention.score import ScaledDot
+from rehead.conversion import align
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions
+
+
+@conversions.add("repeat-heads")
+class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | LatentConfig]):
+    """Give each KV head as many copies as it takes: MQA is a GQA is an MHA (A8).
+
+    The heads a latent expands to are repeated in the same way; the latent stays as it is.
+    """
+
+    takes = AttentionConfig
+    source, target = "mqa, gqa; mla with fewer KV heads", "gqa, mha; mla"
+    costs = "The key and value weights grow with the number of KV heads, and so does a cache of heads."
+
+    def steps(
+        self, source: GroupedConfig | LatentConfig, target: AttentionConfig, d_model: int
+    ) -> Iterator[GroupedConfig | LatentConfig]:
+        """Every multiple that serves the query heads equally."""
+        if isinstance(source, LatentConfig) or source.head_map == "contiguous":
+            for n_kv_head in divisors(source.n_query_head):
+                if n_kv_head > source.n_kv_head and not n_kv_head % source.n_kv_head:
+                    yield replace(source, n_kv_head=n_kv_head)
+
+    def promise(
+        self, source: GroupedConfig | LatentConfig, result: GroupedConfig | LatentConfig, d_model: int
+    ) -> Promise:
+        """Copies."""
+        return Promise(exact=True, why="every query head reads a copy of what it read")
+
+    def convert(
+        self,
+        weights: Weights,
+        source: GroupedConfig | LatentConfig,
+        result: GroupedConfig | LatentConfig,
+        evidence: Evidence,
+        method: str,
+    ) -> Converted:
+        """Copy the rows that make keys and values."""
+        copies = result.n_kv_head // source.n_kv_head
+        more = dict(weights)
+        for name in weights:
+            if name.startswith(("k_proj.", "v_proj.", "kv_b_proj.")):
+                heads = weights[name].unflatten(0, (source.n_kv_head, -1))
+                more[name] = heads.repeat_interleave(copies, dim=0).flatten(0, 1)
+        return Converted(weights=_with_scores(more, result))
+
+
+@conversions.add("pool-heads")
+class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
+    """Let one KV head stand for several neighbours (Ainslie et al., arXiv 2305.13245).
+
+    `procrustes` first turns each head onto the others, keys and queries alike and values and output
+    projection alike, which changes nothing yet; with rope only the turns that commute with it. Then it
+    takes the mean and restores its norm. `mean` takes the mean as it is, `first` the first head.
+    """
+
+    takes = GroupedConfig
+    source, target = "mha, gqa", "gqa, mqa"
+    costs = "The cache and the key and value weights shrink with the number of KV heads. Heal it."
+    methods = {"procrustes": (), "mean": (), "first": ()}  # noqa: RUF012
+
+    def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
+        """Every smaller number of heads that divides the present one."""
+        for n_kv_head in divisors(source.n_kv_head)[:-1] if source.head_map == "contiguous" else []:
+            yield replace(source, n_kv_head=n_kv_head)
+
+    def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
+        """Heads that differ cannot be one."""
+        group = source.n_kv_head // result.n_kv_head
+        return Promise(exact=False, why=f"{group} KV heads become one; exact only where they were copies")
+
+    def refusal(self, source: GroupedConfig) -> str:
+        """Tied heads are keys and values at once and cannot be aligned as both."""
+        return "tie_kv=True makes keys and values one" if source.tie_kv else ""
+
+    def convert(
+        self, weights: Weights, source: GroupedConfig, result: GroupedConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Pool keys and values of every group of neighbours."""
+        pooled = dict(weights)
+        moment = evidence.inputs
+        if moment is None:
+            moment = torch.eye(weights["k_proj.weight"].shape[1] + 1, dtype=torch.float64)
+        readers = {"k_proj": ("q_proj", 0), "v_proj": ("o_proj", 1)}
+        lost = energy = 0.0
+        for name, (reader, side) in readers.items():
+            members = source.n_kv_head // result.n_kv_head
+            heads = _with_bias(weights, name).unflatten(0, (result.n_kv_head, members, -1))
+            one = heads[:, 0]
+            if method == "procrustes":
+                heads, turns, one = _aligned(heads, moment, source, keys=name == "k_proj")
+                _turn(pooled, reader, side, turns, source.group)
+            elif method == "mean":
+                one = one + (heads - heads[:, :1]).mean(dim=1)  # the copies of one head have itself as mean
+            lost += float(align.energy(heads - one[:, None], moment).sum())
+            energy += float(align.energy(heads, moment).sum())
+            rows = one.flatten(0, 1)
+            pooled[f"{name}.weight"] = rows[:, :-1]
+            if source.qkv_bias:
+                pooled[f"{name}.bias"] = rows[:, -1]
+        return Converted(weights=_with_scores(pooled, result), lost=lost / energy if energy else 0.0)
+
+
+def _aligned(
+    heads: Float64[Tensor, "K M E C"], moment: Tensor, source: GroupedConfig, *, keys: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turned heads, the turn of each as an E x E matrix, and the one head that stands for a group."""
+    if keys and not isinstance(source.score, ScaledDot):  # a learned score would have to turn too
+        eye = torch.eye(heads.shape[2], dtype=torch.float64)
+        return heads, eye.expand(*heads.shape[:2], -1, -1), heads.mean(dim=1)
+    find = align.procrustes
+    if keys and source.rope is not None:
+        find = align.planar_half_split if source.rope.layout == "half-split" else align.planar_interleaved
+    groups = [find(group, moment) for group in heads]
+    turned, turns, one = (torch.stack(part) for part in zip(*groups, strict=True))
+    return turned, turns, one
+
+
+def _turn(weights: Weights, name: str, side: int, turns: Float64[Tensor, "K M E E"], group: int) -> None:
+    """Turn, in place, what reads each old KV head: rows of the queries, or columns of the output."""
+    per_head = turns.flatten(0, 1).repeat_interleave(group, dim=0)  # H E E
+    matrix = weights[f"{name}.weight"].movedim(side, 0).unflatten(0, (len(per_head), -1))
+    turned = torch.einsum("hef,hf...->he...", per_head, matrix).flatten(0, 1)
+    weights[f"{name}.weight"] = turned.movedim(0, side)
+    if side == 0 and f"{name}.bias" in weights:
+        bias = weights[f"{name}.bias"].unflatten(0, (len(per_head), -1))
+        weights[f"{name}.bias"] = torch.einsum("hef,hf->he", per_head, bias).flatten()
+
+
+def _with_bias(weights: Weights, name: str) -> Float64[Tensor, "N C"]:
+    """A projection of [x; 1]."""
+    weight = weights[f"{name}.weight"]
+    bias = weights.get(f"{name}.bias", weight.new_zeros(len(weight)))
+    return torch.cat([weight, bias[:, None]], dim=1)
+
+
+def _with_scores(weights: Weights, result: GroupedConfig | LatentConfig) -> Weights:
+    """A learned score's weights, one per query head, grouped by the new KV heads."""
+    grouped = {
+        name: weight.flatten(0, 1).unflatten(0, (result.n_kv_head, -1))
+        for name, weight in weights.items()
+        if name.startswith("score.")
+    }
+    return weights | grouped

@@ -1,0 +1,133 @@
+"""Into a latent: the keys and values of all heads rebuilt from few numbers a token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention.score import ScaledDot
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
+from rehead.conversion.factor import factor
+
+
+def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
+    """The rank at which one latent holds all keys and values: min(K (E + V), D) (A11)."""
+    key = config.head_dim if isinstance(config, GroupedConfig) else config.qk_nope_head_dim
+    return min(config.n_kv_head * (key + config.v_head_dim), config.d_context or d_model)
+
+
+def rank_on_the_way(target: AttentionConfig) -> int:
+    """The rank of a latent attention or of one's reduced form, 0 of any other."""
+    if isinstance(target, LatentConfig):
+        return target.kv_lora_rank
+    return target.head_dim if isinstance(target, GroupedConfig) and target.tie_kv else 0
+
+
+@conversions.add("factor")
+class Factor(Conversion[GroupedConfig, LatentConfig]):
+    """Remember one latent per token, from which the keys and values of all heads are rebuilt.
+
+    [W_K; W_V] is factored as one matrix, so keys and values share the latent. Exact from the rank of
+    that stack on, K (E + V) or the model's width, whichever is less (A11, E5). With rope the rebuilt
+    keys are rotated where they are read, so no rotation is lost. `weighted` keeps what moves the loss
+    (by the gradients on a text), `whitened` what varies on a text, `svd` what is large in the weights.
+    """
+
+    takes = GroupedConfig
+    source, target = "mha, gqa, mqa", "mla"
+    costs = (
+        "The cache shrinks to R numbers a token. With rope every step rebuilds the keys of the whole past, R "
+        "times K E multiplications a token and layer: it saves memory, not time."
+    )
+    methods = {"weighted": ("inputs", "outputs"), "whitened": ("inputs",), "svd": ()}  # noqa: RUF012
+
+    def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
+        """The latent of the target's rank, from heads that lie together."""
+        rank = rank_on_the_way(target)
+        if source.head_map == "contiguous" and 0 < rank <= full_rank(source, d_model):
+            yield LatentConfig(
+                **common(source),
+                n_kv_head=source.n_kv_head,
+                kv_lora_rank=rank,
+                qk_nope_head_dim=source.head_dim,
+                latent_norm=False,
+            )
+
+    def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
+        """Exact from full rank on."""
+        full = full_rank(source, d_model)
+        if result.kv_lora_rank >= full:
+            return Promise(exact=True, why=f"rank {full} holds all keys and values")
+        why = f"rank {result.kv_lora_rank} of {full}; exact only where the weights' own rank is no higher"
+        return Promise(exact=False, why=why)
+
+    def refusal(self, source: GroupedConfig) -> str:
+        """A latent attention has the scaled dot product only."""
+        if not isinstance(source.score, ScaledDot):
+            return f"mla has the scaled dot product only, not {type(source.score).__name__}"
+        return "tie_kv=True has one latent per head already" if source.tie_kv else ""
+
+    def convert(
+        self, weights: Weights, source: GroupedConfig, result: LatentConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Factor the stack; biases of keys and values are added after the expansion."""
+        needs = self.methods[method]
+        factors = factor(
+            torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]]),
+            result.kv_lora_rank,
+            evidence.second_moment("inputs") if "inputs" in needs else None,
+            evidence.second_moment("outputs") if "outputs" in needs else None,
+        )
+        made = {name: weight for name, weight in weights.items() if name[0] in "qo"}
+        made["kv_a_proj_with_mqa.weight"] = factors.down
+        made["kv_b_proj.weight"] = _by_head(factors.up, source)
+        if source.qkv_bias:
+            bias = torch.cat([weights["k_proj.bias"], weights["v_proj.bias"]])
+            made["kv_b_proj.bias"] = _by_head(bias, source)
+        return Converted(weights=made, lost=factors.lost)
+
+
+def _by_head(rows: Float[Tensor, "N *R"], source: GroupedConfig) -> Float[Tensor, "N *R"]:
+    """All keys, then all values, as each head's keys, then its values (the rows of `kv_b_proj`)."""
+    keys, values = rows.split([source.n_kv_head * source.head_dim, source.n_kv_head * source.v_head_dim])
+    per_head = [part.unflatten(0, (source.n_kv_head, -1)) for part in (keys, values)]
+    return torch.cat(per_head, dim=1).flatten(0, 1)
+
+
+@conversions.add("pad-rank")
+class PadRank(Conversion[LatentConfig, LatentConfig]):
+    """Widen the latent with zeros, where layers of different rank have to get the same."""
+
+    takes = LatentConfig
+    source, target = "mla without latent norm", "mla of higher rank"
+    costs = "The cache grows to the new rank."
+
+    def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
+        """The target's rank, as long as there is something to hold in it."""
+        rank = rank_on_the_way(target)
+        if source.kv_lora_rank < rank <= full_rank(source, d_model):
+            yield replace(source, kv_lora_rank=rank)
+
+    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
+        """Zeros add nothing."""
+        return Promise(exact=True, why="the new numbers of the latent are 0")
+
+    def refusal(self, source: LatentConfig) -> str:
+        """A norm takes the mean over all numbers, the new ones too."""
+        return "latent_norm=True would average over the zeros" if source.latent_norm else ""
+
+    def convert(
+        self, weights: Weights, source: LatentConfig, result: LatentConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Zero rows below the latent's, zero columns in the expansion."""
+        more = result.kv_lora_rank - source.kv_lora_rank
+        down, up = weights["kv_a_proj_with_mqa.weight"], weights["kv_b_proj.weight"]
+        latent, rope = down.split([source.kv_lora_rank, source.qk_rope_head_dim])
+        wider = {
+            "kv_a_proj_with_mqa.weight": torch.cat([latent, down.new_zeros(more, down.shape[1]), rope]),
+            "kv_b_proj.weight": torch.cat([up, up.new_zeros(len(up), more)], dim=1),
+        }
+        return Converted(weights=weights | wider)

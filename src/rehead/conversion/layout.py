@@ -1,0 +1,125 @@
+"""Exact permutations: which heads lie together, and which numbers of a head form a rotated pair."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, grouped
+from rehead.attention.rope import Layout
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions
+
+
+@conversions.add("head-map")
+class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
+    """Reorder the query heads so that those that read one KV head lie together, or apart.
+
+    Contiguous is Hugging Face's order, h // (H/K); modular the olympiad's, h mod K (A5). Rows of the
+    query projection and columns of the output projection move.
+    """
+
+    takes = GroupedConfig
+    source, target = "mha, gqa, mqa", "the same with the other head_map"
+    costs = "Nothing."
+
+    def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
+        """The other order."""
+        other: grouped.HeadMap = "modular" if source.head_map == "contiguous" else "contiguous"
+        yield replace(source, head_map=other)
+
+    def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
+        """A permutation."""
+        return Promise(exact=True, why="heads are renumbered")
+
+    def convert(
+        self, weights: Weights, source: GroupedConfig, result: GroupedConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Permute query rows and output columns by head."""
+        order = torch.arange(source.n_query_head)  # position -> the head of `source` that goes there
+        if source.head_map == "modular":
+            order = order.unflatten(0, (source.group, source.n_kv_head)).T.flatten()
+        else:
+            order = order.unflatten(0, (source.n_kv_head, source.group)).T.flatten()
+        moved = dict(weights)
+        for name in ("q_proj.weight", "q_proj.bias"):
+            if name in weights:
+                moved[name] = weights[name].unflatten(0, (source.n_query_head, -1))[order].flatten(0, 1)
+        columns = weights["o_proj.weight"].unflatten(1, (source.n_query_head, -1))
+        moved["o_proj.weight"] = columns[:, order].flatten(1)
+        return Converted(weights=moved)
+
+
+@conversions.add("rope-layout")
+class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
+    """Reorder the numbers of each head so that rotated pairs are half a head apart, or neighbours.
+
+    half-split pairs (i, i + E/2) as Hugging Face does, interleaved pairs (2i, 2i + 1) as the paper and
+    Meta's own files (B14, B15). Rows of the query and key projections move.
+    """
+
+    takes = AttentionConfig
+    source, target = "any with rope", "the same with the other rope layout"
+    costs = "Nothing."
+
+    def steps(
+        self, source: AttentionConfig, target: AttentionConfig, d_model: int
+    ) -> Iterator[AttentionConfig]:
+        """The other layout."""
+        if source.rope is not None:
+            other: Layout = "interleaved" if source.rope.layout == "half-split" else "half-split"
+            yield replace(source, rope=replace(source.rope, layout=other))
+
+    def promise(self, source: AttentionConfig, result: AttentionConfig, d_model: int) -> Promise:
+        """A permutation."""
+        return Promise(exact=True, why="the numbers of each head are renumbered")
+
+    def refusal(self, source: AttentionConfig) -> str:
+        """A learned score has weights per number of a head."""
+        if isinstance(source, GroupedConfig) and source.rope and source.score.n_parameters(1, 2):
+            return f"the weights of a {type(source.score).__name__} score are not renumbered with the heads"
+        return ""
+
+    def convert(
+        self,
+        weights: Weights,
+        source: AttentionConfig,
+        result: AttentionConfig,
+        evidence: Evidence,
+        method: str,
+    ) -> Converted:
+        """Permute the rotated rows of queries and keys."""
+        assert result.rope is not None
+        moved = dict(weights)
+        for name, (n_head, start, end) in _rotated(source).items():
+            for key in (f"{name}.weight", f"{name}.bias"):
+                if key in weights:
+                    rows = weights[key].unflatten(0, (n_head, -1)).clone()
+                    rows[:, start:end] = paired(rows[:, start:end], result.rope.layout)
+                    moved[key] = rows.flatten(0, 1)
+        return Converted(weights=moved)
+
+
+def paired(rows: Float[Tensor, "H E *C"], layout: Layout) -> Float[Tensor, "H E *C"]:
+    """The rows of each head, from the other layout into `layout`."""
+    if layout == "half-split":
+        return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+    return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
+    """Which projection holds rotated rows: as how many heads, and from which row of a head to which."""
+    if isinstance(config, GroupedConfig):
+        width = config.head_dim
+        return {"q_proj": (config.n_query_head, 0, width), "k_proj": (config.n_kv_head, 0, width)}
+    assert isinstance(config, LatentConfig)
+    query = "q_proj" if config.q_lora_rank is None else "q_b_proj"
+    nope = config.qk_nope_head_dim
+    if config.rebuilds_keys:
+        return {query: (config.n_query_head, 0, nope), "kv_b_proj": (config.n_kv_head, 0, nope)}
+    rank, both = config.kv_lora_rank, nope + config.qk_rope_head_dim
+    return {
+        query: (config.n_query_head, nope, both),
+        "kv_a_proj_with_mqa": (1, rank, rank + config.qk_rope_head_dim),
+    }

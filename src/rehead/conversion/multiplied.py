@@ -1,0 +1,148 @@
+"""Out of a latent: its two projections multiplied out, on the keys' side or on the queries'."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
+
+
+def stands_between(source: LatentConfig) -> str:
+    """What keeps the projections of a latent attention from being multiplied out, empty if nothing."""
+    if source.latent_norm:
+        return "latent_norm=True stands between the down and the up projection"
+    if source.q_lora_rank is not None:
+        return f"q_lora_rank={source.q_lora_rank} has a norm between the two projections of the queries"
+    if source.qk_rope_head_dim:
+        return f"qk_rope_head_dim={source.qk_rope_head_dim}: its heads rotate in part only"
+    return ""
+
+
+def ups(config: LatentConfig, rows: Float[Tensor, "N *R"]) -> tuple[Tensor, Tensor]:
+    """The rows of `kv_b_proj` that make keys (K E *R), and those that make values (K V *R)."""
+    per_head = rows.unflatten(0, (config.n_kv_head, -1))
+    keys, values = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    return keys, values
+
+
+@conversions.add("expand")
+class Expand(Conversion[LatentConfig, GroupedConfig]):
+    """Multiply the up projections out: every head gets keys and values of its own again (A14)."""
+
+    takes = LatentConfig
+    source, target = "mla without latent norm", "mha, gqa, mqa"
+    costs = "The cache grows from R to K (E + V) numbers a token; keys need not be rebuilt any more."
+
+    def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
+        """As many KV heads as the latent expands to."""
+        yield GroupedConfig(**common(source), n_kv_head=source.n_kv_head, head_dim=source.qk_nope_head_dim)
+
+    def promise(self, source: LatentConfig, result: GroupedConfig, d_model: int) -> Promise:
+        """A product of two matrices is a matrix."""
+        return Promise(exact=True, why="W_UK W_DKV and W_UV W_DKV are multiplied out")
+
+    def refusal(self, source: LatentConfig) -> str:
+        """What stands between."""
+        return stands_between(source)
+
+    def convert(
+        self, weights: Weights, source: LatentConfig, result: GroupedConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """W_UK W_DKV and W_UV W_DKV."""
+        made = {name: weight for name, weight in weights.items() if name[0] in "qo"}
+        down, names = weights["kv_a_proj_with_mqa.weight"], ("k_proj", "v_proj")
+        for name, up in zip(names, ups(source, weights["kv_b_proj.weight"]), strict=True):
+            made[f"{name}.weight"] = up.flatten(0, 1) @ down
+        if source.qkv_bias:
+            for name, bias in zip(names, ups(source, weights["kv_b_proj.bias"]), strict=True):
+                made[f"{name}.bias"] = bias.flatten()
+        return Converted(weights=made)
+
+
+@conversions.add("reduce")
+class Reduce(Conversion[LatentConfig, GroupedConfig]):
+    """The seed's reduced form (A15, A16): one KV head, the latent, for keys and values alike.
+
+    The key expansion goes into the queries, the value expansion into the output projection, so what
+    MLA does at every decoded token is done once. A bias of the keys adds one number to all scores of
+    a query and is dropped; a bias of the values is added once, to the output.
+    """
+
+    takes = LatentConfig
+    source, target = "mla without rope or latent norm", "mqa with tie_kv=True, R wide"
+    costs = (
+        "The cache stays R numbers a token. Queries and output projection grow from H E and H V to H R, "
+        "and so do the products over the past: good for decoding, not for training."
+    )
+
+    def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
+        """MQA as wide as the latent."""
+        rank, bias = source.kv_lora_rank, source.o_bias or source.qkv_bias
+        wide = common(source) | {"v_head_dim": rank, "o_bias": bias}
+        yield GroupedConfig(**wide, n_kv_head=1, head_dim=rank, tie_kv=True)
+
+    def promise(self, source: LatentConfig, result: GroupedConfig, d_model: int) -> Promise:
+        """Associativity."""
+        return Promise(exact=True, why="(W_UK c).(W_Q x) = c.(W_UK^T W_Q x)")
+
+    def refusal(self, source: LatentConfig) -> str:
+        """A rotation between the two factors keeps them apart."""
+        rotated = "rope=True: the rotation of rebuilt keys stands between W_UK and W_Q"
+        return stands_between(source) or (rotated if source.rope is not None else "")
+
+    def convert(
+        self, weights: Weights, source: LatentConfig, result: GroupedConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Fold the expansion into queries and output projection."""
+        n_head, group = source.n_query_head, source.n_query_head // source.n_kv_head
+
+        def per_query_head(rows: Tensor) -> list[Tensor]:
+            return [up.repeat_interleave(group, dim=0).flatten(0, 1) for up in ups(source, rows)]
+
+        key_up, value_up = per_query_head(weights["kv_b_proj.weight"])
+        names = ("kv_a_proj_with_mqa", "q_proj", "o_proj")
+        down, query, output = (weights[f"{name}.weight"] for name in names)
+        reduced = reduced_matrices(down, key_up, value_up, query, output, n_head)
+        made = {"k_proj.weight": reduced.key, "q_proj.weight": reduced.query, "o_proj.weight": reduced.output}
+        if source.o_bias:
+            made["o_proj.bias"] = weights["o_proj.bias"]
+        if source.qkv_bias:
+            column = weights["q_proj.bias"][:, None]
+            made["q_proj.bias"] = reduced_matrices(down, key_up, value_up, column, output, n_head).query[:, 0]
+            made["k_proj.bias"] = torch.zeros_like(down[:, 0])
+            shift = output @ per_query_head(weights["kv_b_proj.bias"])[1]
+            made["o_proj.bias"] = shift + made.get("o_proj.bias", 0)
+        return Converted(weights=made)
+
+
+class Reduced(NamedTuple):
+    """Key and value (both R x C), query (H R x D) and output (D x H R) projections."""
+
+    key: Tensor
+    value: Tensor
+    query: Tensor
+    output: Tensor
+
+
+def reduced_matrices(
+    down: Float[Tensor, "R C"],
+    key_up: Float[Tensor, "HE R"],
+    value_up: Float[Tensor, "HV R"],
+    query: Float[Tensor, "HE D"],
+    output: Float[Tensor, "M HV"],
+    n_head: int,
+) -> Reduced:
+    """The seed's `reduced_matrices` (A15, A16): weights of an attention whose scale is 1/sqrt(R).
+
+    The queries carry sqrt(R / E), where the seed divides by it (E9): the vanilla scale is 1/sqrt(E).
+    """
+    rank, width = down.shape[0], key_up.shape[0] // n_head
+    keys, values = (up.unflatten(0, (n_head, -1)) for up in (key_up, value_up))
+    queries = torch.einsum("her,hed->hrd", keys, query.unflatten(0, (n_head, -1)))
+    outputs = torch.einsum("mhv,hvr->mhr", output.unflatten(1, (n_head, -1)), values)
+    return Reduced(down, down, queries.flatten(0, 1) * math.sqrt(rank / width), outputs.flatten(1))

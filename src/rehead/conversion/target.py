@@ -1,0 +1,144 @@
+"""What a user asks for, as the attention it means: `--to mla --kv-fraction 0.5` for one layer."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention.grouped import HeadMap, divisors
+from rehead.attention.rope import Layout
+from rehead.conversion.base import common
+from rehead.conversion.latent import full_rank
+from rehead.conversion.multiplied import Reduce
+from rehead.errors import ConfigError
+from rehead.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the result shall be; what is left open stays as it is.
+
+    `to` names it (`targets`), `n_kv_head` says how many KV heads, `kv_rank` or `kv_fraction` (of the
+    source's cache) how wide the latent is.
+    """
+
+    to: str | None = None
+    n_kv_head: int | None = None
+    kv_rank: int | None = None
+    kv_fraction: float | None = None
+    head_map: HeadMap | None = None
+    rope_layout: Layout | None = None
+
+    def target(self, source: AttentionConfig, d_model: int) -> AttentionConfig:
+        """The attention wished for in place of `source`. Raises ConfigError for what cannot be meant."""
+        self._refuse_unread()
+        made = source if self.to is None else targets[self.to](self, source, d_model)
+        if self.head_map is not None:
+            if not isinstance(made, GroupedConfig):
+                raise ConfigError(f"head_map={self.head_map} means nothing for {made.name}. Leave it out.")
+            made = replace(made, head_map=self.head_map)
+        if self.rope_layout is not None:
+            if made.rope is None:
+                raise ConfigError(f"rope_layout={self.rope_layout} means nothing without rope. Leave it out.")
+            made = replace(made, rope=replace(made.rope, layout=self.rope_layout))
+        return made
+
+    def _refuse_unread(self) -> None:
+        for name, readers in (("n_kv_head", ("gqa", "mla")), ("kv_rank", LATENT), ("kv_fraction", LATENT)):
+            value = getattr(self, name)
+            if value is not None and self.to not in readers:
+                raise ConfigError(
+                    f"{name}={value} means nothing with --to {self.to}. Use it with --to {' or '.join(readers)}."
+                )
+
+    def rank(self, source: GroupedConfig | LatentConfig, n_kv_head: int, d_model: int) -> int:
+        """Numbers of the latent; that at which it is exact unless something else is wished."""
+        full = full_rank(replace(source, n_kv_head=min(n_kv_head, source.n_kv_head)), d_model)
+        if self.kv_rank is not None and self.kv_fraction is not None:
+            raise ConfigError(
+                f"kv_rank={self.kv_rank} and kv_fraction={self.kv_fraction} say the same thing. Give one."
+            )
+        if self.kv_fraction is not None:
+            if not 0 < self.kv_fraction <= 1:
+                raise ConfigError(
+                    f"kv_fraction={self.kv_fraction}: a share of the source's cache. Use a number above 0 up to 1."
+                )
+            return min(max(1, math.floor(self.kv_fraction * source.kv_numbers())), full)
+        if self.kv_rank is not None and not 1 <= self.kv_rank <= full:
+            raise ConfigError(
+                f"kv_rank={self.kv_rank}: {full} numbers hold all keys and values exactly, more would be zeros. "
+                f"Use 1 to {full}."
+            )
+        return full if self.kv_rank is None else self.kv_rank
+
+
+LATENT = ("mla", "reduced")
+targets: Registry[Callable[[Wish, AttentionConfig, int], AttentionConfig]] = Registry("target")
+
+
+def _heads(source: AttentionConfig) -> GroupedConfig | LatentConfig:
+    """`source`, which all variants with heads are; a new variant says here what it can become."""
+    assert isinstance(source, GroupedConfig | LatentConfig)
+    return source
+
+
+def _grouped(source: AttentionConfig, n_kv_head: int) -> GroupedConfig:
+    heads = _heads(source)
+    if isinstance(heads, GroupedConfig):
+        return replace(heads, n_kv_head=n_kv_head)
+    return GroupedConfig(**common(heads), n_kv_head=n_kv_head, head_dim=heads.qk_nope_head_dim)
+
+
+@targets.add("mha")
+def _mha(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+    return _grouped(source, _heads(source).n_query_head)
+
+
+@targets.add("mqa")
+def _mqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+    return _grouped(source, 1)
+
+
+@targets.add("gqa")
+def _gqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+    heads = _heads(source)
+    n_kv_head = heads.n_kv_head if wish.n_kv_head is None else wish.n_kv_head
+    if not 1 < n_kv_head < heads.n_query_head:
+        between = divisors(heads.n_query_head)[1:-1]
+        raise ConfigError(
+            f"n_kv_head={n_kv_head} is no gqa of {heads.n_query_head} query heads. Use one of {between}."
+        )
+    return _grouped(source, n_kv_head)
+
+
+@targets.add("mla")
+def _mla(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+    heads = _heads(source)
+    n_kv_head = heads.n_kv_head if wish.n_kv_head is None else wish.n_kv_head
+    if isinstance(heads, LatentConfig):
+        exact = wish.kv_rank is None and wish.kv_fraction is None
+        rank = heads.kv_lora_rank if exact else wish.rank(heads, n_kv_head, d_model)
+        return replace(heads, n_kv_head=n_kv_head, kv_lora_rank=rank)
+    return LatentConfig(
+        **common(heads),
+        n_kv_head=n_kv_head,
+        kv_lora_rank=wish.rank(heads, n_kv_head, d_model),
+        qk_nope_head_dim=heads.head_dim,
+        latent_norm=False,
+    )
+
+
+@targets.add("reduced")
+def _reduced(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+    """The latent of `mla`, multiplied out."""
+    latent = _mla(wish, source, d_model)
+    assert isinstance(latent, LatentConfig)
+    if refused := Reduce().refusal(latent):
+        raise ConfigError(f"there is no reduced form: {refused}.")
+    wide = common(latent) | {"v_head_dim": latent.kv_lora_rank}
+    return GroupedConfig(
+        **wide | {"o_bias": latent.o_bias or latent.qkv_bias},
+        n_kv_head=1,
+        head_dim=latent.kv_lora_rank,
+        tie_kv=True,
+    )
