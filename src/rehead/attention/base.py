@@ -115,6 +115,10 @@ class AttentionConfig(ABC):
     def attention_flops(self, n_key: int) -> int:
         """FLOPs of one query over `n_key` visible keys: its scores and the sum of the values."""
 
+    def decode_flops(self, d_model: int, n_key: int) -> int:
+        """FLOPs of one new token that sees `n_key` keys, its own included, the others cached."""
+        return self.projection_flops(d_model) + self.attention_flops(n_key)
+
     def kv_numbers(self) -> int:
         """Numbers one token leaves in the cache (seeds A17)."""
         return sum(torch.Size(shape).numel() for shape in self.cache_rows().values())

@@ -135,6 +135,16 @@ class LatentConfig(AttentionConfig):
         width = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
         return 2 * self.n_query_head * width * n_key
 
+    def decode_flops(self, d_model: int, n_key: int) -> int:
+        """Absorbed: R instead of E and V per key, and the expansion once. Rebuilt keys: of all keys."""
+        _, up, _, _ = self._widths()
+        projections = self.projection_flops(d_model) - 2 * self.kv_lora_rank * up
+        if self.rebuilds_keys or self.absorbs_below <= 1:
+            return projections + 2 * self.kv_lora_rank * up * n_key + self.attention_flops(n_key)
+        absorbing = self.n_query_head * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
+        per_key = self.n_query_head * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
+        return projections + 2 * (absorbing + per_key * n_key)
+
     def _widths(self) -> tuple[int, int, int, int]:
         """Of what goes down, comes up, enters the output projection, and of the queries."""
         return (

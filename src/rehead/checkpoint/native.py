@@ -72,8 +72,8 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config of a model folder, without its weights."""
-    path = folder / "config.json"
+    """The config of a model folder, without its weights; or of its config.json itself."""
+    path = folder if folder.suffix == ".json" else folder / "config.json"
     try:
         if path.stat().st_size > LARGEST_CONFIG:
             raise InvalidInput(f"{path} has more than {LARGEST_CONFIG} bytes: that is no config.")

@@ -52,10 +52,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """New weights, and the share of the energy of the keys and values that they have lost (0 to 1).
-
-    For values without energy the share is 0.
-    """
+    """New weights, and the energy of their error in the keys and values as a share of these' own."""
 
     weights: Weights
     lost: float = 0.0
@@ -115,8 +112,11 @@ class Step:
         return conversions[self.name]()
 
     def method(self, wanted: str | None, *, calibrated: bool) -> str:
-        """The method to use: `wanted` if this step knows it, else its first that has what it needs."""
-        known = self.conversion.methods
+        """The method to use: `wanted` if this step knows it, else its first that has what it needs.
+
+        Empty where there is nothing to approximate.
+        """
+        known = {} if self.promise.exact else self.conversion.methods
         if wanted in known:
             return str(wanted)
         return next((name for name, needs in known.items() if calibrated or not needs), "")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from rehead.conversion.base import Converted, Step
 from rehead.conversion.moments import attentions
 from rehead.data import Batch, Ids
 from rehead.errors import ConfigError
-from rehead.measure import evaluate, kv_bytes_per_token, parameters
+from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel
@@ -71,7 +71,7 @@ class Certificate:
     """Saved as conversion.json beside the model, and for people as CONVERSION.md.
 
     `exact` is True where every step is exact by its promise, or lost no energy beyond rounding. `logits`
-    are those of `rehead.measure.fidelity.compare`, on the `test` text or, without one, on random tokens;
+    are compared as in `rehead.measure.fidelity`, on the `test` text or, without one, on random tokens;
     `loss` is in nats per token of the test text. Pairs are before and after.
     """
 
@@ -121,13 +121,17 @@ class Outcome:
     methods: Sequence[str]
     converted: Sequence[Converted]
 
+    def after(self, method: str, done: Converted) -> "Outcome":
+        """With one more step taken."""
+        return replace(self, methods=[*self.methods, method], converted=[*self.converted, done])
+
     @property
     def lost(self) -> float:
         """The share of energy that is left out at the end of all steps."""
         kept = 1.0
         for one in self.converted:
-            kept *= 1 - one.lost
-        return 1 - kept if kept < 1 else 0.0
+            kept *= 1 - min(one.lost, 1)
+        return 1 - kept
 
     @property
     def exact(self) -> bool:
@@ -150,7 +154,9 @@ def certify(
     before, after = source.config, result.config
     assert isinstance(before, GPTConfig)
     assert isinstance(after, GPTConfig)
-    errors = _output_errors(source, result, blocks)
+    errors = _output_errors(source, result, blocks[:1])
+    logits = asdict(compare(source, result, blocks))
+    losses = logits.pop("losses")
     layers = [
         Layer(
             steps=[step.name for step in outcome.steps],
@@ -170,8 +176,8 @@ def certify(
         layers=layers,
         source=encode(before),
         result=encode(after),
-        logits=compare(source, result, blocks),
-        loss=None if test is None else [evaluate(model, blocks)[0] for model in (source, result)],
+        logits=logits,
+        loss=None if test is None else list(losses),
         kv_bytes_per_token=[kv_bytes_per_token(config, dtype) for config in (before, after)],
         parameters=[parameters(config) for config in (before, after)],
         dtype=str(dtype).removeprefix("torch."),

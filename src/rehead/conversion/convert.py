@@ -1,5 +1,6 @@
 """A whole model into another, in memory, with its certificate."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from rehead.attention import Attention, AttentionConfig
 from rehead.config import GPTConfig
-from rehead.conversion.base import Evidence, Step, Weights, require_method
+from rehead.conversion.base import Evidence, Weights, require_method
 from rehead.conversion.certificate import Certificate, Outcome, Text, certify, require_different
 from rehead.conversion.moments import attentions, gather
 from rehead.conversion.path import path
@@ -47,16 +48,12 @@ def convert(
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
-    config = require_heads(model)
-    targets = _targets(config, to, wish)
-    paths = [path(old, new, config.n_embd) for old, new in zip(config.attention, targets, strict=True)]
-    require_method(method, [step for steps in paths for step in steps])
     texts = [None if ids is None else Text.of(ids) for ids in (calibration, test)]
     require_different(*texts)
-    result, outcomes = _follow(
-        model, paths, method, None if calibration is None else blocks_of(model, calibration)
-    )
-    measured = random_blocks(config, seed) if test is None else blocks_of(model, test, TEST_TOKENS)
+    converter = Converter(model, method, calibration)
+    shared, outcomes = converter.follow(_targets(converter.config, to, wish))
+    measured = random_blocks(converter.config, seed) if test is None else blocks_of(model, test, TEST_TOKENS)
+    result = copy.deepcopy(shared)
     certificate = certify(model, result, outcomes, measured, calibration=texts[0], test=texts[1], seed=seed)
     return result, certificate
 
@@ -106,40 +103,62 @@ def _targets(
     return layers
 
 
-def _follow(
-    model: LanguageModel, paths: Sequence[Sequence[Step]], method: str | None, calibration: list[Batch] | None
-) -> tuple[LanguageModel, list[Outcome]]:
-    """Take all layers along their paths, one step of each at a time, so that steps after the first
-    can look at the model as it then is."""
-    layers: Layers = [
-        (one.config, {name: weight.detach().cpu().double() for name, weight in one.named_parameters()})
-        for one in attentions(model)
-    ]
-    outcomes = [Outcome(steps=steps, methods=[], converted=[]) for steps in paths]
-    for turn in range(max(map(len, paths))):
-        at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
-        chosen = {i: step.method(method, calibrated=calibration is not None) for i, step in at.items()}
-        needs = {need for i, step in at.items() if chosen[i] for need in step.conversion.methods[chosen[i]]}
-        wanted = calibration is not None and any(chosen.values())
-        seen = [Evidence()] * len(layers)
-        if wanted:
-            present = model if turn == 0 else with_layers(model, layers)
-            seen = gather(present, calibration or [], gradients="outputs" in needs)
-        for index, step in at.items():
-            done = step.conversion.convert(
-                layers[index][1], step.source, step.result, seen[index], chosen[index]
-            )
-            layers[index] = step.result, done.weights
-            outcomes[index] = replace(
-                outcomes[index],
-                methods=[*outcomes[index].methods, chosen[index]],
-                converted=[*outcomes[index].converted, done],
-            )
-    return with_layers(model, layers), outcomes
+class Converter:
+    """A model on its way to others. What the text shows of it is gathered once."""
+
+    def __init__(
+        self, model: LanguageModel, method: str | None = None, calibration: Ids | None = None
+    ) -> None:
+        self.model, self.method = model, method
+        self.config = require_heads(model)
+        self.blocks = None if calibration is None else blocks_of(model, calibration)
+        self._evidence: dict[bool, list[Evidence]] = {}
+
+    def follow(self, targets: Sequence[AttentionConfig]) -> tuple[LanguageModel, list[Outcome]]:
+        """The model with `targets` for attentions, sharing all other weights with the source.
+
+        All layers take their first step together, then their second, so that an approximation further
+        on looks at the model as it then is.
+        """
+        pairs = zip(self.config.attention, targets, strict=True)
+        paths = [path(old, new, self.config.n_embd) for old, new in pairs]
+        require_method(self.method, [step for steps in paths for step in steps])
+        layers: Layers = [
+            (one.config, {name: weight.detach().cpu().double() for name, weight in one.named_parameters()})
+            for one in attentions(self.model)
+        ]
+        outcomes = [Outcome(steps=steps, methods=[], converted=[]) for steps in paths]
+        for turn in range(max(map(len, paths))):
+            at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
+            chosen = {
+                i: step.method(self.method, calibrated=self.blocks is not None) for i, step in at.items()
+            }
+            needs = {
+                need for i, step in at.items() if chosen[i] for need in step.conversion.methods[chosen[i]]
+            }
+            seen = [Evidence()] * len(layers)
+            if any(chosen.values()):
+                seen = self._gather(layers, turn, gradients="outputs" in needs)
+            for index, step in at.items():
+                done = step.conversion.convert(
+                    layers[index][1], step.source, step.result, seen[index], chosen[index]
+                )
+                layers[index] = step.result, done.weights
+                outcomes[index] = outcomes[index].after(chosen[index], done)
+        return with_layers(self.model, layers), outcomes
+
+    def _gather(self, layers: Layers, turn: int, *, gradients: bool) -> list[Evidence]:
+        if self.blocks is None:
+            return [Evidence()] * len(layers)
+        if turn > 0:
+            return gather(with_layers(self.model, layers), self.blocks, gradients=gradients)
+        if gradients not in self._evidence:
+            self._evidence[gradients] = gather(self.model, self.blocks, gradients=gradients)
+        return self._evidence[gradients]
 
 
 def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:
-    """A copy of `model` with other attentions, in its dtype, on its device, in eval mode."""
+    """`model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
     layers = list(layers)
     assert isinstance(model.config, GPTConfig)
     with torch.device("meta"):
@@ -147,7 +166,7 @@ def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, We
     like = model.head.weight
     names = {module: name for name, module in model.named_modules() if isinstance(module, Attention)}
     state = {
-        name: weight.detach().clone()
+        name: weight.detach()
         for name, weight in model.state_dict().items()
         if not name.startswith(tuple(f"{prefix}." for prefix in names.values()))
     }

@@ -80,7 +80,7 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
     def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
         """Heads that differ cannot be one."""
         group = source.n_kv_head // result.n_kv_head
-        return Promise(exact=False, why=f"{group} KV heads become one; exact only where they were copies")
+        return Promise(exact=False, why=f"{group} KV heads become one")
 
     def refusal(self, source: GroupedConfig) -> str:
         """Tied heads are keys and values at once and cannot be aligned as both."""

@@ -61,8 +61,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         full = full_rank(source, d_model)
         if result.kv_lora_rank >= full:
             return Promise(exact=True, why=f"rank {full} holds all keys and values")
-        why = f"rank {result.kv_lora_rank} of {full}; exact only where the weights' own rank is no higher"
-        return Promise(exact=False, why=why)
+        return Promise(exact=False, why=f"rank {result.kv_lora_rank} of the {full} that hold everything")
 
     def refusal(self, source: GroupedConfig) -> str:
         """A latent attention has the scaled dot product only."""
@@ -74,7 +73,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         self, weights: Weights, source: GroupedConfig, result: LatentConfig, evidence: Evidence, method: str
     ) -> Converted:
         """Factor the stack; biases of keys and values are added after the expansion."""
-        needs = self.methods[method]
+        needs = self.methods.get(method, ())
         factors = factor(
             torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]]),
             result.kv_lora_rank,

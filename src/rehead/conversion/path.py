@@ -39,7 +39,8 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 least = narrowest if promise.exact else max(narrowest, -result.kv_numbers())
                 way = (lossy, len(steps) + 1, least, next(order), result, [*steps, step])
                 heapq.heappush(frontier, way)
-    raise ConfigError(f"no conversion leads from {source.name} to {target.name}: {_obstacle(source, target)}")
+    stands = _obstacle(source, target, done)
+    raise ConfigError(f"no conversion leads from {source.name} to {target.name}: {stands}")
 
 
 def _usable(source: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
@@ -54,10 +55,10 @@ def _refused(source: AttentionConfig) -> list[str]:
     return [f"{name}: {text}" for name, text in pairs if text]
 
 
-def _obstacle(source: AttentionConfig, target: AttentionConfig) -> str:
-    """Why there is no way."""
-    if refused := _refused(source):
-        return f"{'; '.join(refused)}."
+def _obstacle(source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig]) -> str:
+    """Why there is no way, as far as the conversions can say."""
+    if refused := {text for config in reached for text in _refused(config)}:
+        return f"{'; '.join(sorted(refused))}."
     there = {field.name: getattr(target, field.name) for field in fields(target)}
     for name in KEPT:
         if name in there and hasattr(source, name) and getattr(source, name) != there[name]:

@@ -9,7 +9,6 @@ from rehead.attention.grouped import HeadMap, divisors
 from rehead.attention.rope import Layout
 from rehead.conversion.base import common
 from rehead.conversion.latent import full_rank
-from rehead.conversion.multiplied import Reduce
 from rehead.errors import ConfigError
 from rehead.registry import Registry
 
@@ -133,9 +132,7 @@ def _reduced(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConf
     """The latent of `mla`, multiplied out."""
     latent = _mla(wish, source, d_model)
     assert isinstance(latent, LatentConfig)
-    if refused := Reduce().refusal(latent):
-        raise ConfigError(f"there is no reduced form: {refused}.")
-    wide = common(latent) | {"v_head_dim": latent.kv_lora_rank}
+    wide = common(latent) | {"v_head_dim": latent.kv_lora_rank, "rope": None}
     return GroupedConfig(
         **wide | {"o_bias": latent.o_bias or latent.qkv_bias},
         n_kv_head=1,

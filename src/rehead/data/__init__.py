@@ -2,7 +2,7 @@
 
 from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks
 from rehead.data.corpora import CORPORA
-from rehead.data.text import CHUNK, Source, chunks
+from rehead.data.text import CHUNK, Source, chunks, source_of
 from rehead.data.tokens import Ids, Split, Tokens, require_vocabulary, split, tokenize
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "chunks",
     "evaluation_blocks",
     "require_vocabulary",
+    "source_of",
     "split",
     "tokenize",
 ]

@@ -5,11 +5,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rehead.config import DataOptions
 from rehead.data.corpora import CORPORA
 from rehead.data.files import read
 from rehead.errors import ConfigError, InvalidInput
 
 CHUNK = 1 << 18  # characters
+EMBEDDED = "python-docs"
+"""The corpus of a run that names none: the standard library's documentation, nothing to download."""
 _BORDERS = [
     re.compile(f"(?s).*{border}") for border in (r"[^\W_](?=[\r\n])", r"[^\W_](?=[ \t])", r"\S(?=\s)")
 ]
@@ -47,6 +50,13 @@ class Source:
             yield chunk
         if blank:
             raise InvalidInput(f"{str(self.path)!r} has 0 tokens: give data.path a text that is not blank.")
+
+
+def source_of(options: DataOptions) -> Source:
+    """The text that the flags of a run name."""
+    if options.path is None and options.name is None:
+        return Source(name=EMBEDDED)
+    return Source(path=None if options.path is None else Path(options.path), name=options.name)
 
 
 def chunks(parts: Iterable[str], size: int = CHUNK, limit: int = 4 * CHUNK) -> Iterator[str]:

@@ -1,46 +1,72 @@
 """How closely one model's predictions follow another's."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rehead.data import IGNORE
 from rehead.model import LanguageModel
 
+ROWS = 512
+"""Logits taken into float64 at a time; a large vocabulary would fill the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two models over the same tokens.
+
+    `max_error` is the largest difference of two logits, `relative_error` that divided by the largest
+    logit of the first, both after each token's mean is taken off, which no probability depends on.
+    `kl` is the mean of KL(first || second) in nats, `argmax_flips` the share of tokens whose likeliest
+    successor is another, `losses` the two mean negative log-likelihoods in nats per token, `tokens`
+    how many were compared.
+    """
+
+    max_error: float
+    relative_error: float
+    kl: float
+    argmax_flips: float
+    losses: tuple[float, float]
+    tokens: int
+
 
 @torch.no_grad()
 def compare(
-    reference: LanguageModel, other: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]
-) -> dict[str, float]:
-    """Logits of `other` against those of `reference` where both read the same tokens.
-
-    `max_error` is the largest difference, `relative_error` that divided by the largest reference logit,
-    both after each token's mean is taken off, which no probability depends on. `kl` is the mean
-    divergence KL(reference || other) in nats, `argmax_flips` the share of tokens whose likeliest
-    successor is another, `tokens` how many were compared. Targets of -100 do not count.
-    """
-    modes = reference.training, other.training
-    reference.eval(), other.eval()
-    largest = error = divergence = flips = 0.0
+    first: LanguageModel, second: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]
+) -> Comparison:
+    """Both in eval mode over blocks of (inputs, targets); targets of -100 do not count."""
+    models = (first, second)
+    modes = [model.training for model in models]
+    largest = error = 0.0
+    sums = torch.zeros(4, dtype=torch.float64)  # kl, flips, both losses
     count = 0
-    for ids, targets in blocks:
-        counts = (targets != IGNORE).flatten()
-        logits = [
-            model(ids.to(model.device)).flatten(0, 1).cpu()[counts].double() for model in (reference, other)
-        ]
-        here, there = (one - one.mean(dim=-1, keepdim=True) for one in logits)
-        largest = max(largest, float(here.abs().max()))
-        error = max(error, float((here - there).abs().max()))
-        log_here, log_there = here.log_softmax(-1), there.log_softmax(-1)
-        divergence += float((log_here.exp() * (log_here - log_there)).sum())
-        flips += float((here.argmax(-1) != there.argmax(-1)).sum())
-        count += len(here)
-    reference.train(modes[0]), other.train(modes[1])
-    return {
-        "max_error": error,
-        "relative_error": error / largest if largest else 0.0,
-        "kl": max(divergence / count, 0.0),
-        "argmax_flips": flips / count,
-        "tokens": count,
-    }
+    try:
+        for ids, targets in blocks:
+            counts = (targets != IGNORE).flatten()
+            logits = [model.eval()(ids.to(model.device)).flatten(0, 1).cpu()[counts] for model in models]
+            for here, there, wanted in zip(
+                *(one.split(ROWS) for one in logits), targets.flatten()[counts].split(ROWS), strict=True
+            ):
+                one, other = (part.double() - part.double().mean(-1, keepdim=True) for part in (here, there))
+                largest = max(largest, float(one.abs().max()))
+                error = max(error, float((one - other).abs().max()))
+                logs = one.log_softmax(-1), other.log_softmax(-1)
+                sums[0] += (logs[0].exp() * (logs[0] - logs[1])).sum()
+                sums[1] += (one.argmax(-1) != other.argmax(-1)).sum()
+                sums[2:] += torch.stack([F.nll_loss(log, wanted, reduction="sum") for log in logs])
+                count += len(wanted)
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
+    divergence, flips, *losses = (sums / count).tolist()
+    return Comparison(
+        max_error=error,
+        relative_error=error / largest if largest else 0.0,
+        kl=max(divergence, 0.0),
+        argmax_flips=flips,
+        losses=(losses[0], losses[1]),
+        tokens=count,
+    )

@@ -48,6 +48,24 @@ def forward_flops(config: ModelConfig, n_token: int) -> int | float:
     return (2 * layers + 4 * hidden * hidden) * passes + head
 
 
+def decode_flops(config: GPTConfig, n_token: int) -> int:
+    """FLOPs of the step that makes token number `n_token`, the others being in the cache."""
+    attention = sum(
+        layer.decode_flops(config.n_embd, min(n_token, layer.window or n_token)) for layer in config.attention
+    )
+    return attention + config.n_layer * _mlp_products(config) + 2 * config.n_embd * config.vocab_size
+
+
+def decode_bytes(
+    config: GPTConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
+) -> int:
+    """Bytes that step has to read: all weights once, and every sequence's cache."""
+    tables = 0 if config.tie_embeddings else config.vocab_size * config.n_embd
+    tables += config.block_size * config.n_embd * config.learned_positions  # one row of each is read
+    weights = (parameters(config) - tables) * dtype.itemsize
+    return weights + cache_bytes(config, n_token, batch_size, dtype)
+
+
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
     """Bytes one token adds to the cache of all layers, before any window is full; 0 for an RNN."""
     if isinstance(config, GPTConfig):

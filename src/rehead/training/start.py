@@ -7,8 +7,8 @@ import torch
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, resolve
-from rehead.config import DataOptions, GPTConfig, ModelConfig, ModelOptions, RunOptions
-from rehead.data import Source, Tokens, tokenize
+from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions
+from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError, ResourceError, UsageError
 from rehead.measure import parameters
 from rehead.measure.memory import physical_memory
@@ -17,8 +17,6 @@ from rehead.tokenizer import Tokenizer, train
 
 TRAINING_BYTES = 16
 """Per parameter: a float32 weight, its gradient and AdamW's two moments."""
-EMBEDDED = "python-docs"
-"""The corpus of a run that names none: the standard library's documentation, nothing to download."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -33,20 +31,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def source(options: DataOptions) -> Source:
-    """The text of a run."""
-    if options.path is None and options.name is None:
-        return Source(name=EMBEDDED)
-    return Source(path=None if options.path is None else Path(options.path), name=options.name)
-
-
 def read_text(options: RunOptions, folder: Path, checkpoint: Path | None) -> tuple[Tokenizer, Tokens]:
     """The vocabulary and the tokens, which are laid in `folder`.
 
     The vocabulary comes from the checkpoint that is resumed, or the folder that is built on, or is
     made from the text.
     """
-    data, text = options.data, source(options.data)
+    data, text = options.data, source_of(options.data)
     pretrained = options.model.pretrained_folder
     before = checkpoint or (resolve(Path(pretrained)) if pretrained else None)
     tokenizer = Tokenizer.load(before) if before else train(data.tokenizer, text, data.vocab_size)

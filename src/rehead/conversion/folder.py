@@ -1,0 +1,166 @@
+"""A model folder into another one, with the certificate beside the weights."""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rehead.attention import AttentionConfig
+from rehead.checkpoint import load, native, publish, read_at
+from rehead.config import ModelConfig, flags
+from rehead.conversion.certificate import Certificate
+from rehead.conversion.convert import Converter, convert
+from rehead.conversion.page import CERTIFICATE, PAGE, page
+from rehead.conversion.ranks import Allocation
+from rehead.conversion.target import Wish
+from rehead.data import Ids, Source, source_of, split, tokenize
+from rehead.errors import InvalidInput, ReheadError, UsageError
+from rehead.model import LanguageModel
+from rehead.tokenizer import Tokenizer
+
+HELD_OUT = 0.1
+"""Of a calibration text, at its end, to measure on where no test text is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What to fit to and what to measure on; either may be missing."""
+
+    calibration: Ids | None = None
+    test: Ids | None = None
+
+
+def convert_folder(
+    source: Path,
+    destination: Path,
+    wish: Wish,
+    *,
+    method: str | None = None,
+    calibration: Path | None = None,
+    test: Path | None = None,
+    measured_ranks: bool = False,
+    max_loss: float | None = None,
+    allow_loss: bool = False,
+    seed: int = 0,
+) -> Certificate:
+    """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
+
+    Without texts, a run folder's own is used: its training part to fit to, its validation part to
+    measure on. Raises UsageError for a lossy result without `allow_loss`, with the loss it would have;
+    then, as after any failure, nothing is left at `destination`.
+    """
+    _require_apart(source, destination)
+    with publish(destination) as aside:
+        model, tokenizer = read_at(source, lambda place: (load(place), _tokenizer(place)))
+        with tempfile.TemporaryDirectory() as scratch:
+            texts = _texts(source, model, tokenizer, calibration, test, Path(scratch))
+            to = _layers(model, wish, texts, method, measured_ranks, max_loss)
+            result, certificate = convert(
+                model, to, method=method, calibration=texts.calibration, test=texts.test, seed=seed
+            )
+        if not (certificate.exact or allow_loss):
+            raise UsageError(_refusal(certificate))
+        files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
+        if tokenizer is not None:
+            files["tokenizer.json"] = tokenizer.to_json()
+        native.write(result, aside, files)
+    return certificate
+
+
+def read_plannable(path: Path) -> ModelConfig:
+    """The config of a model or run folder, of a config.json, or of a YAML file of training options."""
+    if path.suffix in (".yaml", ".yml"):
+        options = flags.read([], (path,))
+        return options.model.resolve(options.data.vocab_size or 256, options.data.block_size)
+    return read_at(path, native.read_config) if path.is_dir() else native.read_config(path)
+
+
+def _require_apart(source: Path, destination: Path) -> None:
+    here, there = source.resolve(), destination.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise UsageError(
+            f"{destination} is {source}, or one lies in the other: the source is never touched. Choose another "
+            "folder for the result."
+        )
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def _texts(
+    source: Path,
+    model: LanguageModel,
+    tokenizer: Tokenizer | None,
+    calibration: Path | None,
+    test: Path | None,
+    scratch: Path,
+) -> Texts:
+    if tokenizer is None:
+        if calibration or test:
+            raise InvalidInput(
+                f"{source} has no tokenizer.json: its texts cannot be read. Leave the texts out."
+            )
+        return Texts()
+
+    def ids(text: Source, name: str) -> Ids:
+        return tokenize(text, tokenizer, scratch / name).ids
+
+    if calibration is None and test is None:
+        return _own_texts(source, model, ids)
+    held = None if test is None else ids(Source(path=test), "test")
+    if calibration is None:
+        return Texts(test=held)
+    fitted = ids(Source(path=calibration), "calibration")
+    if held is not None:
+        return Texts(calibration=fitted, test=held)
+    parts = split(fitted, model.config.block_size, HELD_OUT)
+    return Texts(calibration=parts.train, test=parts.val)
+
+
+def _own_texts(source: Path, model: LanguageModel, ids: Callable[[Source, str], Ids]) -> Texts:
+    """The two parts of the text a run was trained on, where it is still there."""
+    config = source / "config.yaml"
+    if not config.is_file():
+        return Texts()
+    try:
+        data = flags.read([], (config,)).data
+        parts = split(ids(source_of(data), "text"), model.config.block_size, data.val_fraction)
+    except ReheadError as error:
+        warnings.warn(
+            f"the run's own text cannot be read, so nothing is measured on it: {error}", stacklevel=2
+        )
+        return Texts()
+    return Texts(calibration=parts.train, test=parts.val if len(parts.val) else None)
+
+
+def _layers(
+    model: LanguageModel, wish: Wish, texts: Texts, method: str | None, measured: bool, max_loss: float | None
+) -> Sequence[AttentionConfig]:
+    """The attention wished for each layer: all alike, or each with a rank of its own."""
+    converter = Converter(model, method, texts.calibration)
+    if not measured and max_loss is None:
+        return [wish.target(layer, converter.config.n_embd) for layer in converter.config.attention]
+    if texts.calibration is None:
+        raise UsageError("ranks are measured on a text: give --calibration TEXT.")
+    if wish.to != "mla" or wish.kv_rank is not None or (wish.kv_fraction is None) == (max_loss is None):
+        raise UsageError("ranks are measured for --to mla with either --kv-fraction or --max-loss.")
+    allocation = Allocation(converter, texts.calibration, wish.n_kv_head)
+    if max_loss is not None:
+        return allocation.at_loss(max_loss)
+    assert wish.kv_fraction is not None
+    return allocation.within(wish.kv_fraction)
+
+
+def _refusal(certificate: Certificate) -> str:
+    logits = certificate.logits
+    flips = f"{100 * logits['argmax_flips']:.1f} % of the likeliest tokens change, KL {logits['kl']:.4f} nats"
+    loss = ""
+    if certificate.loss is not None:
+        before, after = certificate.loss
+        loss = f"the loss would go from {before:.4f} to {after:.4f} nats per token, "
+    how = (
+        "" if certificate.loss is not None else " on random tokens; give --calibration TEXT for a better one"
+    )
+    return f"this conversion is lossy: {loss}{flips}{how}. Nothing was written. Accept it with --allow-loss."

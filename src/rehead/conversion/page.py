@@ -1,0 +1,100 @@
+"""CONVERSION.md: the certificate for people."""
+
+from collections.abc import Iterable, Sequence
+
+from rehead.conversion.certificate import Certificate, Layer
+
+CERTIFICATE, PAGE = "conversion.json", "CONVERSION.md"
+
+
+def page(certificate: Certificate) -> str:
+    """The certificate as Markdown."""
+    first = certificate.layers[0]
+    kinds = {(layer.source, layer.result) for layer in certificate.layers}
+    others = "" if len(kinds) == 1 else ", and others (below)"
+    parts = [
+        "# Conversion",
+        f"From **{first.source}** to **{first.result}**{others}. "
+        + ("**Exact**: the same function but for rounding." if certificate.exact else "**Approximate.**"),
+        markdown(("", "before", "after"), _figures(certificate)),
+        "## How far the predictions moved",
+        _measured(certificate),
+        markdown(("", ""), _logits(certificate)),
+        "## What was done to each layer",
+        "Lost energy is the share of the keys' and values' energy that was dropped, as the method weighs it; output "
+        "error the attention's RMS error on the same inputs, relative to its output.",
+        markdown(
+            ("layer", "numbers per token", "steps", "lost energy", "output error"),
+            [_layer(index, layer) for index, layer in enumerate(certificate.layers)],
+        ),
+        "Why: " + "; ".join(dict.fromkeys(why for layer in certificate.layers for why in layer.why)) + "."
+        if any(layer.why for layer in certificate.layers)
+        else "Nothing had to change.",
+        "## Where",
+        _where(certificate),
+    ]
+    if certificate.healing:
+        parts[-2:-2] = ["## Healing", markdown(("steps", "teacher", "loss"), _healing(certificate))]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _figures(certificate: Certificate) -> list[tuple[str, str, str]]:
+    rows = [
+        ("KV cache, bytes per token", *(f"{size:,}" for size in certificate.kv_bytes_per_token)),
+        ("parameters", *(f"{size:,}" for size in certificate.parameters)),
+    ]
+    if certificate.loss is not None:
+        rows.insert(0, ("loss, nats per token", *(f"{loss:.4f}" for loss in certificate.loss)))
+    return [(name, before, after) for name, before, after in rows]
+
+
+def _measured(certificate: Certificate) -> str:
+    if certificate.test is None:
+        return "Compared on random tokens, since no text was given."
+    return (
+        f"Compared on {certificate.logits['tokens']:,} tokens of a text that was not fitted to "
+        f"(sha256 of its ids {certificate.test.sha256[:12]}...)."
+    )
+
+
+def _logits(certificate: Certificate) -> list[tuple[str, str]]:
+    logits = certificate.logits
+    return [
+        ("largest error of a logit", f"{logits['max_error']:.3g}"),
+        ("relative to the largest logit", f"{logits['relative_error']:.3g}"),
+        ("KL divergence from the source, nats per token", f"{logits['kl']:.3g}"),
+        ("likeliest token is another", f"{100 * logits['argmax_flips']:.3g} %"),
+    ]
+
+
+def _layer(index: int, layer: Layer) -> tuple[str, ...]:
+    before, after = layer.kv_numbers
+    methods = f" ({', '.join(layer.methods)})" if layer.methods else ""
+    return (
+        str(index),
+        f"{before} to {after}",
+        (" -> ".join(layer.steps) or "none") + methods,
+        f"{layer.lost_energy:.2e}",
+        f"{layer.output_error:.2e}",
+    )
+
+
+def _healing(certificate: Certificate) -> list[tuple[str, str, str]]:
+    return [
+        (str(one["steps"]), str(one["teacher"]), " to ".join(f"{loss:.4f}" for loss in one["loss"]))
+        for one in certificate.healing
+    ]
+
+
+def _where(certificate: Certificate) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
+    calibration = certificate.calibration
+    fitted = "no text" if calibration is None else f"a text of {calibration.tokens:,} tokens"
+    fitted += "" if calibration is None else f" (sha256 of its ids {calibration.sha256[:12]}...)"
+    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {certificate.dtype}; {facts}."

@@ -1,0 +1,158 @@
+"""What each variant would cost, and what becoming it would be, from the config alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+import torch
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention.grouped import divisors
+from rehead.config import GPTConfig, ModelConfig
+from rehead.conversion.base import common
+from rehead.conversion.certificate import describe
+from rehead.conversion.path import path
+from rehead.conversion.target import Wish
+from rehead.errors import ConfigError
+from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
+from rehead.measure.size import decode_bytes, decode_flops
+
+Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
+FRACTIONS = (Fraction(1, 2), Fraction(3, 8), Fraction(1, 4), Fraction(3, 16))
+STOCK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+"""DeepSeek's own sizes, those that every engine's MLA kernels are built for."""
+
+
+REBUILDING = (
+    "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
+    "them into all keys and values."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant. Bytes are those of the planned dtype; FLOPs and read bytes of one decode step."""
+
+    variant: str
+    command: str
+    parameters: int
+    kv_bytes_per_token: int
+    cache_bytes: int
+    decode_flops: int
+    decode_bytes: int
+    verdict: Verdict
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All variants, the present one first, and which of them to choose."""
+
+    context: int
+    batch_size: int
+    dtype: str
+    rows: list[Row]
+    advice: str
+
+
+def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dtype = torch.float32) -> Plan:
+    """Every variant of `config` at a context length. ConfigError for a model without heads."""
+    if not isinstance(config, GPTConfig):
+        raise ConfigError(f"a model of type {config.model_type} has no heads to plan for.")
+    for name, size in (("context", context), ("batch", batch_size)):
+        if size < 1:
+            raise ConfigError(f"{name}={size}. Use 1 or more.")
+
+    def row(command: str, changed: GPTConfig, verdict: Verdict, why: str) -> Row:
+        return Row(
+            variant=describe(changed.attention[0]),
+            command=command,
+            parameters=parameters(changed),
+            kv_bytes_per_token=kv_bytes_per_token(changed, dtype),
+            cache_bytes=cache_bytes(changed, context, batch_size, dtype),
+            decode_flops=decode_flops(changed, context) * batch_size,
+            decode_bytes=decode_bytes(changed, context, batch_size, dtype),
+            verdict=verdict,
+            why=why,
+        )
+
+    rows = [row("", config, "present", "")]
+    seen = {config.attention}
+    for command, wanted in _candidates(config).items():
+        layers = tuple(wanted(layer) for layer in config.attention)
+        if layers not in seen:
+            seen.add(layers)
+            changed = replace(config, attention=layers)
+            rows.append(row(command, changed, *_judge(config, changed)))
+    return Plan(
+        context=context,
+        batch_size=batch_size,
+        dtype=str(dtype).removeprefix("torch."),
+        rows=rows,
+        advice=_advice(rows) + (f" {REBUILDING}" if any("rebuilt" in row.variant for row in rows) else ""),
+    )
+
+
+def _candidates(config: GPTConfig) -> dict[str, Callable[[AttentionConfig], AttentionConfig]]:
+    """Flags of `rehead convert`, and what they make of a layer."""
+
+    def wish(**fields: object) -> Callable[[AttentionConfig], AttentionConfig]:
+        return lambda layer: Wish(**fields).target(layer, config.n_embd)  # type: ignore[arg-type]
+
+    heads = config.attention[0]
+    assert isinstance(heads, GroupedConfig | LatentConfig)
+    found = {"--to mha": wish(to="mha")}
+    for n_kv_head in reversed(divisors(heads.n_query_head)[1:-1]):
+        found[f"--to gqa --n-kv-head {n_kv_head}"] = wish(to="gqa", n_kv_head=n_kv_head)
+    found |= {"--to mqa": wish(to="mqa"), "--to mla": wish(to="mla")}
+    for fraction in FRACTIONS:
+        found[f"--to mla --kv-fraction {float(fraction)}"] = wish(to="mla", kv_fraction=float(fraction))
+    found["--to reduced"] = wish(to="reduced")
+    found["mla in DeepSeek's shape"] = _stock
+    return found
+
+
+def _stock(layer: AttentionConfig) -> LatentConfig:
+    assert isinstance(layer, GroupedConfig | LatentConfig)
+    return LatentConfig(**common(layer) | STOCK, n_kv_head=layer.n_query_head)
+
+
+def _judge(source: GPTConfig, result: GPTConfig) -> tuple[Verdict, str]:
+    """What becoming `result` would be. A conversion that does not shrink the cache is pointless."""
+    before, after = (kv_bytes_per_token(config) for config in (source, result))
+    try:
+        paths = [
+            path(old, new, source.n_embd) for old, new in zip(source.attention, result.attention, strict=True)
+        ]
+    except ConfigError as error:
+        if after > before:
+            return "pointless", f"{_share(after, before)} of the present cache"
+        return "impossible", str(error).partition(": ")[2].rstrip(".")
+    steps = [step for steps in paths for step in steps]
+    exact = all(step.promise.exact for step in steps)
+    if after >= before:
+        kept = "exact, but " if exact else ""
+        return "pointless", f"{kept}{_share(after, before)} of the present cache"
+    why = "; ".join(dict.fromkeys(step.promise.why for step in steps if step.promise.exact == exact))
+    return ("exact" if exact else "approximate"), why
+
+
+def _share(after: int, before: int) -> str:
+    return f"{100 * after / before:.0f} %"
+
+
+def _advice(rows: list[Row]) -> str:
+    """The smallest cache that costs nothing, and where to go on from there."""
+    exact = [row for row in rows if row.verdict == "exact"]
+    lossy = [row for row in rows if row.verdict == "approximate"]
+    if exact:
+        best = min(exact, key=lambda row: (row.cache_bytes, row.parameters))
+        share = _share(best.kv_bytes_per_token, rows[0].kv_bytes_per_token)
+        return f"{best.command} keeps every logit and {share} of the cache."
+    if lossy:
+        best = max(
+            (row for row in lossy if "mla" in row.command), key=lambda row: row.cache_bytes, default=lossy[0]
+        )
+        return f"Nothing smaller is exact. {best.command} loses least; measure it with --calibration TEXT."
+    return "Nothing smaller can be made of this model: keep it as it is."

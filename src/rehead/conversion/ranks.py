@@ -1,0 +1,89 @@
+"""A rank per layer: small where little is lost, by measuring every layer at every rank."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rehead.attention import AttentionConfig, LatentConfig
+from rehead.conversion.convert import Converter, blocks_of
+from rehead.conversion.target import Wish
+from rehead.data import Batch, Ids
+from rehead.errors import ConfigError
+from rehead.measure.fidelity import Comparison, compare
+
+STEPS = 12
+"""Ranks tried per layer: so many even steps up to the one at which it is exact."""
+PROBE_TOKENS = 8_192
+
+
+class Allocation:
+    """How much every layer of a model suffers at every rank, measured once.
+
+    A layer's damage is the KL to the source where that layer alone is converted, on the text.
+    """
+
+    def __init__(self, converter: Converter, text: Ids, n_kv_head: int | None = None) -> None:
+        self.converter, self.config = converter, converter.config
+        self.probe: list[Batch] = blocks_of(converter.model, text, PROBE_TOKENS)
+        wish = Wish(to="mla", n_kv_head=n_kv_head)
+        self.grids = [_grid(wish.target(layer, self.config.n_embd)) for layer in self.config.attention]
+        self.damages = [
+            [self._measure(self._alone(index, latent)).kl for latent in grid]
+            for index, grid in enumerate(self.grids)
+        ]
+
+    def within(self, kv_fraction: float) -> list[LatentConfig]:
+        """The ranks of least summed damage whose cache is at most this share of the source's."""
+        if not 0 < kv_fraction <= 1:
+            raise ConfigError(
+                f"kv_fraction={kv_fraction}: a share of the source's cache. Use above 0 up to 1."
+            )
+        budget = kv_fraction * sum(layer.kv_numbers() for layer in self.config.attention)
+        found = self._cheapest(budget)
+        if found is None:
+            least = sum(grid[0].kv_numbers() for grid in self.grids)
+            raise ConfigError(
+                f"kv_fraction={kv_fraction} leaves {budget:.0f} numbers, {least} are the least."
+            )
+        return found
+
+    def at_loss(self, max_loss: float) -> list[LatentConfig]:
+        """The smallest cache whose measured loss is at most `max_loss` nats above the source's.
+
+        Found by halving the budget; all layers are converted together to measure it.
+        """
+        if max_loss < 0:
+            raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
+        most = [grid[-1] for grid in self.grids]
+        steps = [sum(grid[0].kv_numbers() for grid in self.grids) * step // 2 for step in range(2, 2 * STEPS)]
+        low, high = 0, len(steps)
+        while low < high:
+            middle = (low + high) // 2
+            found = self._cheapest(steps[middle])
+            before, after = (0.0, float("inf")) if found is None else self._measure(found).losses
+            low, high = (low, middle) if after - before <= max_loss else (middle + 1, high)
+        return (self._cheapest(steps[low]) if low < len(steps) else None) or most
+
+    def _alone(self, index: int, latent: LatentConfig) -> list[AttentionConfig]:
+        return [*self.config.attention[:index], latent, *self.config.attention[index + 1 :]]
+
+    def _measure(self, targets: Sequence[AttentionConfig]) -> Comparison:
+        return compare(self.converter.model, self.converter.follow(targets)[0], self.probe)
+
+    def _cheapest(self, budget: float) -> list[LatentConfig] | None:
+        """Dynamic programming over the layers: for every cost so far, the choice of least damage."""
+        best: dict[int, tuple[float, list[LatentConfig]]] = {0: (0.0, [])}
+        for grid, damages in zip(self.grids, self.damages, strict=True):
+            longer: dict[int, tuple[float, list[LatentConfig]]] = {}
+            for cost, (damage, chosen) in best.items():
+                for latent, more in zip(grid, damages, strict=True):
+                    total = cost + latent.kv_numbers()
+                    if total <= budget and damage + more < longer.get(total, (float("inf"), []))[0]:
+                        longer[total] = damage + more, [*chosen, latent]
+            best = longer
+        return min(best.values(), key=lambda choice: choice[0])[1] if best else None
+
+
+def _grid(exact: AttentionConfig) -> list[LatentConfig]:
+    assert isinstance(exact, LatentConfig)
+    ranks = {max(1, exact.kv_lora_rank * step // STEPS) for step in range(1, STEPS + 1)}
+    return [replace(exact, kv_lora_rank=rank) for rank in sorted(ranks)]

@@ -1,0 +1,51 @@
+"""A plan and a certificate on the terminal."""
+
+from pathlib import Path
+
+from rehead.conversion import Certificate
+from rehead.conversion.page import PAGE
+from rehead.conversion.plan import Plan, Row
+from rehead.report.table import show
+
+HEADER = ("variant", "KV B/token", "cache", "parameters", "FLOPs/step", "read/step", "conversion", "")
+
+
+def present_plan(plan: Plan) -> None:
+    """The table of all variants, and which to choose."""
+    title = f"{plan.rows[0].variant}: context {plan.context:,}, batch {plan.batch_size}, {plan.dtype}"
+    show(title, HEADER, [_row(row) for row in plan.rows], plan.advice, texts=(0, 6, 7))
+
+
+def present_certificate(certificate: Certificate, folder: Path) -> None:
+    """What a conversion did, in a few lines."""
+    first, logits = certificate.layers[0], certificate.logits
+    before, after = certificate.kv_bytes_per_token
+    kind = "exact" if certificate.exact else "approximate"
+    print(f"{first.source} -> {first.result}: {kind}")
+    print(f"KV cache      {before:,} -> {after:,} bytes per token ({100 * after / before:.0f} %)")
+    if certificate.loss is not None:
+        old, new = certificate.loss
+        print(f"loss          {old:.4f} -> {new:.4f} nats per token ({new - old:+.4f})")
+    where = "a held-out text" if certificate.test else "random tokens"
+    print(
+        f"predictions   KL {logits['kl']:.2e} nats, {100 * logits['argmax_flips']:.2f} % of the likeliest tokens "
+        f"change, logits within {logits['relative_error']:.1e} (on {where})"
+    )
+    print(f"certificate   {folder / PAGE}")
+
+
+def _row(row: Row) -> tuple[str, ...]:
+    return (
+        row.variant,
+        f"{row.kv_bytes_per_token:,}",
+        _bytes(row.cache_bytes),
+        f"{row.parameters:,}",
+        f"{row.decode_flops / 1e6:,.1f} M",
+        _bytes(row.decode_bytes),
+        row.verdict,
+        row.why,
+    )
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
