@@ -28,17 +28,17 @@ NOTHING = 1e-20
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Which tokens were read: how many, and the sha256 of their ids."""
+    """A text by its tokens: how many, the sha256 of their ids, and how many of them were read."""
 
     tokens: int
     sha256: str
+    read: int
 
     @classmethod
-    def of(cls, ids: Ids) -> "Text":
-        """Of a whole text."""
-        return cls(
-            tokens=len(ids), sha256=hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
-        )
+    def of(cls, ids: Ids, limit: int) -> "Text":
+        """Of a text of which at most `limit` tokens are read, spread over it."""
+        digest = hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
+        return cls(tokens=len(ids), sha256=digest, read=min(limit, len(ids)))
 
 
 def require_different(calibration: Text | None, test: Text | None) -> None:

@@ -48,7 +48,8 @@ def convert(
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
-    texts = [None if ids is None else Text.of(ids) for ids in (calibration, test)]
+    limits = ((calibration, CALIBRATION_TOKENS), (test, TEST_TOKENS))
+    texts = [None if ids is None else Text.of(ids, limit) for ids, limit in limits]
     require_different(*texts)
     converter = Converter(model, method, calibration)
     shared, outcomes = converter.follow(_targets(converter.config, to, wish))

@@ -94,7 +94,10 @@ def _healing(certificate: Certificate) -> list[tuple[str, str, str]]:
 
 def _where(certificate: Certificate) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
-    calibration = certificate.calibration
-    fitted = "no text" if calibration is None else f"a text of {calibration.tokens:,} tokens"
-    fitted += "" if calibration is None else f" (sha256 of its ids {calibration.sha256[:12]}...)"
+    text = certificate.calibration
+    fitted = "no text"
+    if text is not None:
+        fitted = (
+            f"{text.read:,} of the {text.tokens:,} tokens of a text (sha256 of its ids {text.sha256[:12]}...)"
+        )
     return f"Fitted to {fitted}; seed {certificate.seed}; weights in {certificate.dtype}; {facts}."

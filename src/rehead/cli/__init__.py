@@ -1,0 +1,9 @@
+"""argv into one call per command. Nothing here computes; torch is imported only by what needs it.
+
+Importing a module here enters its commands.
+"""
+
+from rehead.cli import conversion, models, training
+from rehead.cli.entry import main
+
+__all__ = ["conversion", "main", "models", "training"]

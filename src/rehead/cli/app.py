@@ -1,0 +1,22 @@
+"""The command line's root, and what all commands share."""
+
+import json as jsonlib
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from rehead import __version__
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON document on stdout")]
+app = App(
+    name="rehead",
+    version=__version__,
+    help="Train, generate with and measure language models by how their heads share keys and values.",
+    help_format="plaintext",
+    suppress_keyboard_interrupt=False,
+)
+
+
+def say(document: dict[str, Any], text: str, json: bool) -> None:
+    """Print a result on stdout: as one JSON document, or as text."""
+    print(jsonlib.dumps(document) if json else text)

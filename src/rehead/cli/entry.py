@@ -1,0 +1,115 @@
+"""One command line, from argv to the exit status; any failure is one line on stderr."""
+
+import io
+import os
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from typing import Any
+
+from cyclopts import CycloptsError
+
+from rehead.cli.app import app
+from rehead.errors import ReheadError, ResourceError, UsageError
+
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|Storage size calculation")
+"""How torch says it, which has no error class for it on every device."""
+LONGEST = 290
+"""Characters of an error; a longer one (its path, mostly) loses its middle."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; return its exit status (see `rehead.errors`)."""
+    _open_streams()
+    argv = [_bare(word) for word in (sys.argv[1:] if argv is None else argv)]
+    debug = "--debug" in argv
+    argv = [word for word in argv if word != "--debug"]
+    if not argv:
+        app.help_print()
+        return UsageError.exit_code
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        return _run(argv, debug)
+
+
+def _run(argv: list[str], debug: bool) -> int:
+    """Any failure as one line on stderr and an exit status."""
+    try:
+        _require_text(argv)
+        app(argv, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except CycloptsError as error:
+        command = f"rehead {argv[0]}" if argv[0] in app else "rehead"
+        return _fail(UsageError(f"{error} See {command} --help."), debug)
+    except ReheadError as error:
+        return _fail(error, debug)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _let_go_of_stdout()
+        return 0
+    except OSError as error:
+        _let_go_of_stdout()
+        return _fail(ResourceError(f"{error}: check that place, its permissions and free space."), debug)
+    except Exception as error:
+        if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+            what = f"out of memory ({error!s:.120})"
+            return _fail(ResourceError(f"{what}: use a smaller model or batch, or fewer tokens."), debug)
+        if debug:
+            raise
+        with tempfile.NamedTemporaryFile("w", prefix="rehead-", suffix=".log", delete=False) as log:
+            traceback.print_exc(file=log)
+        print(f"rehead: a bug of ours: {error!r:.150}. The traceback is in {log.name}.", file=sys.stderr)
+        return 8
+    return 0
+
+
+def _open_streams() -> None:
+    """Write to nowhere where stdout or stderr is closed, and escape what their encoding cannot say."""
+    sys.stdout = sys.stdout or io.StringIO()
+    sys.stderr = sys.stderr or io.StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _let_go_of_stdout() -> None:
+    """Where stdout is full or gone, do not let the interpreter try once more at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _bare(word: str) -> str:
+    """`--model.rope=True` as `model.rope=True`, and ~ behind the = as the home folder."""
+    match = re.fullmatch(r"(?:--)?([a-z_]+\.[A-Za-z_.]+)(?:(=)(.*))?", word, re.DOTALL)
+    if match is None or not (match[2] or word.startswith("--")):
+        return word
+    return match[1] + (match[2] or "") + os.path.expanduser(match[3] or "")
+
+
+def _require_text(argv: list[str]) -> None:
+    """Refuse arguments that are empty (as a path they would mean this folder) or no text."""
+    for word in argv:
+        if re.fullmatch("(--[a-z-]+=)?", word):
+            raise UsageError(f"{word!r}: an argument is empty. Give it a value, or leave it out.")
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise UsageError(f"{word!r:.200} is not UTF-8: rename it, or set LC_ALL=C.UTF-8.")
+
+
+def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
+    print(f"rehead: warning: {message}", file=sys.stderr)
+
+
+def _fail(error: ReheadError, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    text = " ".join(str(error).split())
+    if len(text) > LONGEST:
+        text = f"{text[:180]} ... {text[-100:]}"
+    print(f"rehead: {text}", file=sys.stderr)
+    return error.exit_code

@@ -1,0 +1,97 @@
+"""`rehead generate`, `rehead eval` and `rehead env`."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from rehead.cli.app import Json, app, say
+
+
+@app.command
+def generate(
+    folder: Path,
+    *,
+    prompt: Annotated[tuple[str, ...], Parameter(negative="", help="once per prompt")],
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    cache: Annotated[bool, Parameter(help="keep keys and values; without, all is computed anew")] = True,
+    device: str = "auto",
+    json: Json = False,
+) -> None:
+    """Write text after one or more prompts, with a model folder or a run folder.
+
+    Temperature 0 always takes the likeliest token. The same seed gives the same
+    text, also when several prompts are given at once.
+    """
+    import torch
+
+    from rehead.checkpoint import load, read_at
+    from rehead.generate import stream
+    from rehead.tokenizer import Tokenizer
+    from rehead.training.start import choose_device
+
+    chosen = choose_device(device)
+    model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
+    ids = [torch.from_numpy(tokenizer.encode(text)) for text in prompt]
+    tokens = stream(
+        model, ids, max_new_tokens, temperature, top_k=top_k, top_p=top_p, seed=seed, use_cache=cache
+    )
+    if len(prompt) == 1 and not json:
+        print(prompt[0], end="", flush=True)
+        for piece in tokenizer.stream((int(token[0]) for token in tokens), after=ids[0]):
+            print(piece, end="", flush=True)
+        print()
+        return
+    rows = list(zip(*(token.tolist() for token in tokens), strict=True)) or [()] * len(prompt)
+    texts = ["".join(tokenizer.stream(row, after=begin)) for row, begin in zip(rows, ids, strict=True)]
+    results = [{"prompt": text, "completion": more} for text, more in zip(prompt, texts, strict=True)]
+    say(
+        {"results": results},
+        "\n---\n".join(text + more for text, more in zip(prompt, texts, strict=True)),
+        json,
+    )
+
+
+@app.command
+def eval(
+    folder: Path,
+    *,
+    data: Annotated[Path, Parameter(help="a text file, or a folder of them")],
+    batch_size: int = 32,
+    device: str = "auto",
+    json: Json = False,
+) -> None:
+    """Measure how well a model predicts a text: loss, perplexity, bits per byte.
+
+    The text is read in blocks of the model's length; every token but the first
+    is predicted once.
+    """
+    from rehead.checkpoint import load, read_at
+    from rehead.data import Source, evaluation_blocks, require_vocabulary, tokenize
+    from rehead.measure import evaluate
+    from rehead.measure.quality import scores
+    from rehead.tokenizer import Tokenizer
+    from rehead.training.start import choose_device
+
+    chosen = choose_device(device)
+    model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = tokenize(Source(path=data), tokenizer, Path(scratch) / "tokens.bin")
+        require_vocabulary(tokens.ids, model.config.vocab_size)
+        blocks = evaluation_blocks(tokens.ids, model.config.block_size, batch_size)
+        result = scores(*evaluate(model, blocks), tokens.n_bytes)
+    say(result, "\n".join(f"{name:14} {value:,.6g}" for name, value in result.items()), json)
+
+
+@app.command
+def env(*, json: Json = False) -> None:
+    """Print versions and hardware, for a bug report."""
+    from rehead.measure.environment import environment
+
+    facts = environment()
+    say(facts, "\n".join(f"{name:16} {value}" for name, value in facts.items()), json)

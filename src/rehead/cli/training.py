@@ -1,0 +1,71 @@
+"""`rehead train` and `rehead study`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rehead.cli.app import Json, app, say
+
+
+@app.command
+def train(
+    *flags: str,
+    config: Annotated[tuple[Path, ...], Parameter(negative="", help="YAML file(s) under the flags")] = (),
+    print_config: Annotated[bool, Parameter(negative="", help="print all options and stop")] = False,
+    json: Json = False,
+) -> None:
+    """Train a GPT or an Elman RNN on a text.
+
+    Flags are group.key=value, with or without leading dashes; the groups are
+    system, data, model and trainer. `rehead train --print-config` lists all of
+    them with their defaults. For example:
+
+    rehead train data.path=input.txt model.n_kv_head=3 model.rope=True
+    """
+    from rehead.config import flags as reader
+
+    options = reader.read(list(flags), config)
+    resumed = Path(options.system.work_dir) / "config.yaml"
+    if options.trainer.resume and resumed.is_file():
+        options = reader.read(list(flags), (resumed, *config))
+    if print_config:
+        say(asdict(options), reader.write(options).rstrip(), json)
+        return
+    from rehead.report.progress import watch
+    from rehead.training import train as run
+
+    last: dict[str, Any] = {}
+    for record in watch(run(options), options.trainer.max_iters):
+        last = record if record.get("event") == "end" else last
+    kind = "validation" if "val_loss" in last else "training"
+    loss = last.get("val_loss", last["train_loss"])
+    say(last, f"done: {kind} loss {loss:.4f} nats per token", json)
+
+
+@app.command
+def study(
+    *flags: str,
+    preset: Annotated[
+        str, Parameter(help="a study that comes with rehead, or a YAML file like one")
+    ] = "demo",
+    json: Json = False,
+) -> None:
+    """Train several variants of one run and set them side by side: losses, cache bytes, speed, samples.
+
+    Flags are those of `rehead train` and hold for every variant; system.work_dir
+    is where all of it goes (runs/PRESET). Variants that are done are not trained
+    again.
+    """
+    from rehead.report.progress import watch
+    from rehead.report.side_by_side import present
+    from rehead.study import Preset
+    from rehead.study import study as run
+
+    chosen = Preset.read(preset)
+    document = run(chosen, list(flags), watch)
+    if json:
+        say(document, "", json)
+    else:
+        present(document, chosen.work_dir(list(flags)))
