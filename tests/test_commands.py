@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rehead import cli
 from rehead.cli import main
+from rehead.cli.app import app
 
 TINY = [
     "model.n_layer=1",
@@ -179,4 +179,4 @@ def test_python_m_rehead_and_a_closed_pipe():
 def test_every_command_has_help(command, capsys):
     assert main([command, "--help"]) == 0
     assert f"rehead {command}" in capsys.readouterr().out
-    assert command in cli.app.resolved_commands()
+    assert command in app.resolved_commands()
