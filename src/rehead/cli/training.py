@@ -2,11 +2,14 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from rehead.cli.app import Json, app, say
+
+if TYPE_CHECKING:
+    from rehead.config import RunOptions
 
 
 @app.command
@@ -33,15 +36,27 @@ def train(
     if print_config:
         say(asdict(options), reader.write(options).rstrip(), json)
         return
-    from rehead.report.progress import watch
-    from rehead.training import train as run
+    _train(options, json)
 
-    last: dict[str, Any] = {}
-    for record in watch(run(options), options.trainer.max_iters):
-        last = record if record.get("event") == "end" else last
-    kind = "validation" if "val_loss" in last else "training"
-    loss = last.get("val_loss", last["train_loss"])
-    say(last, f"done: {kind} loss {loss:.4f} nats per token", json)
+
+@app.command
+def heal(
+    folder: Path,
+    *flags: str,
+    teacher: Annotated[Path, Parameter(help="the model it was converted from")],
+    json: Json = False,
+) -> None:
+    """Train a converted model until it predicts as its source did, and renew its certificate.
+
+    Flags are those of `rehead train`. The run goes to FOLDER-healed and reads the
+    source's own text, unless flags say otherwise; trainer.distillation=0 learns
+    from the text alone. For example:
+
+    rehead heal out/mla --teacher out/run trainer.max_iters=300
+    """
+    from rehead.training.heal import heal_options
+
+    _train(heal_options(folder, teacher, list(flags)), json)
 
 
 @app.command
@@ -69,3 +84,16 @@ def study(
         say(document, "", json)
     else:
         present(document, chosen.work_dir(list(flags)))
+
+
+def _train(options: "RunOptions", json: bool) -> None:
+    """Run to the end, watched."""
+    from rehead.report.progress import watch
+    from rehead.training import train as run
+
+    last: dict[str, Any] = {}
+    for record in watch(run(options), options.trainer.max_iters):
+        last = record if record.get("event") == "end" else last
+    kind = "validation" if "val_loss" in last else "training"
+    loss = last.get("val_loss", last["train_loss"])
+    say(last, f"done: {kind} loss {loss:.4f} nats per token", json)

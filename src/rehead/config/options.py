@@ -51,7 +51,11 @@ class DataOptions:
 
 @dataclass(kw_only=True)
 class TrainerOptions:
-    """How long and how to train; defaults are the homework's, plus evaluation and saving."""
+    """How long and how to train; defaults are the homework's, plus evaluation and saving.
+
+    With a `teacher`, a model folder, `distillation` parts of the loss are the divergence from its
+    predictions, the rest is the text's own.
+    """
 
     max_iters: int = 600
     batch_size: int = 64
@@ -74,8 +78,12 @@ class TrainerOptions:
     sample_every: int = 200
     sample_tokens: int = 200
     resume: bool = False
+    teacher: str | None = None
+    distillation: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.distillation <= 1:
+            raise ConfigError(f"trainer.distillation={self.distillation}: the teacher's share. Use 0 to 1.")
         for name in ("batch_size", "grad_accumulation", "eval_every", "eval_batches", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 1 or more.")
@@ -106,6 +114,9 @@ class ModelOptions:
     `shape` gpt is the homework's (LayerNorm, GELU, biases, learned positions unless rope), llama is
     Llama's (RMSNorm, SwiGLU, no biases, rope). `layers` is a pattern of changes to the attention,
     repeated over the layers: [{window: 64}, {window: 64}, {}] makes every third layer see all.
+
+    `pretrained_folder` starts from weights of the model that the flags describe, `folder` from a model
+    as it is, whatever it is; then no other flag of this group means anything.
     """
 
     type: Literal["gpt", "rnn"] = "gpt"
@@ -142,9 +153,12 @@ class ModelOptions:
     resid_pdrop: float = 0.1
     attn_pdrop: float = 0.1
     pretrained_folder: str | None = None
+    folder: str | None = None
 
     def resolve(self, vocab_size: int, block_size: int) -> ModelConfig:
         """The model these flags describe. Raises ConfigError where they contradict each other."""
+        if self.folder is not None:
+            raise ConfigError(f"model.folder={self.folder} is a model already: flags describe none.")
         if self.type == "rnn":
             return self._rnn(vocab_size, block_size)
         self._refuse(RNN_ONLY, "model.type=gpt")
@@ -279,6 +293,11 @@ class ModelOptions:
             activation=self.activation or "tanh",
             embd_pdrop=self.embd_pdrop,
         )
+
+    def require_folder_only(self) -> None:
+        """Refuse flags beside `folder`."""
+        names = tuple(field.name for field in fields(self) if field.name != "folder")
+        self._refuse(names, f"model.folder={self.folder}, which says what the model is")
 
     def _refuse(self, names: tuple[str, ...], because: str) -> None:
         """Refuse flags that the model would not read."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.moments import attentions
 from rehead.data import Batch, Ids
-from rehead.errors import ConfigError
+from rehead.errors import ConfigError, InvalidInput
 from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel
 
-FORMAT = "rehead-certificate-1"
+CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 NOTHING = 1e-20
 """A share of energy that is rounding and no loss."""
 
@@ -90,6 +91,19 @@ class Certificate:
     seed: int
     environment: dict[str, str | int]
     healing: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Certificate":
+        """The certificate in a converted model's folder. Raises InvalidInput where there is none."""
+        path = folder / CERTIFICATE
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+            texts = {
+                name: None if table[name] is None else Text(**table[name]) for name in ("calibration", "test")
+            }
+            return cls(**table | texts | {"layers": [Layer(**layer) for layer in table["layers"]]})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InvalidInput(f"{path} is no certificate of a conversion ({error}).") from error
 
     def to_json(self) -> str:
         """The text of conversion.json."""

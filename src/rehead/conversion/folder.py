@@ -9,9 +9,9 @@ from pathlib import Path
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, native, publish, read_at
 from rehead.config import ModelConfig, flags
-from rehead.conversion.certificate import Certificate
+from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.convert import Converter, convert
-from rehead.conversion.page import CERTIFICATE, PAGE, page
+from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation
 from rehead.conversion.target import Wish
 from rehead.data import Ids, Source, source_of, split, tokenize

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from rehead.conversion.certificate import Certificate, Layer
 
-CERTIFICATE, PAGE = "conversion.json", "CONVERSION.md"
+PAGE = "CONVERSION.md"
 
 
 def page(certificate: Certificate) -> str:
@@ -34,7 +34,8 @@ def page(certificate: Certificate) -> str:
         _where(certificate),
     ]
     if certificate.healing:
-        parts[-2:-2] = ["## Healing", markdown(("steps", "teacher", "loss"), _healing(certificate))]
+        header = ("steps", "tokens per step", "KL to the source", "loss")
+        parts[-2:-2] = ["## Healing", markdown(header, _healing(certificate))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -85,9 +86,12 @@ def _layer(index: int, layer: Layer) -> tuple[str, ...]:
     )
 
 
-def _healing(certificate: Certificate) -> list[tuple[str, str, str]]:
+def _healing(certificate: Certificate) -> list[tuple[str, ...]]:
+    def change(pair: Sequence[float | None]) -> str:
+        return " to ".join("?" if one is None else f"{one:.4f}" for one in pair)
+
     return [
-        (str(one["steps"]), str(one["teacher"]), " to ".join(f"{loss:.4f}" for loss in one["loss"]))
+        (str(one["steps"]), f"{one['batch_tokens']:,}", change(one["kl"]), change(one["loss"]))
         for one in certificate.healing
     ]
 

@@ -18,10 +18,16 @@ from rehead.training.optimizer import build_optimizer, learning_rate
 
 
 class Trainer:
-    """The model, its optimizer, and how many steps they have taken together."""
+    """The model, its optimizer, and how many steps they have taken together.
 
-    def __init__(self, model: LanguageModel, options: TrainerOptions) -> None:
-        self.model, self.options = model, options
+    With a `teacher` the model learns its predictions, without dropout: what it is to become is the
+    teacher's own function.
+    """
+
+    def __init__(
+        self, model: LanguageModel, options: TrainerOptions, teacher: LanguageModel | None = None
+    ) -> None:
+        self.model, self.options, self.teacher = model, options, teacher
         self.optimizer = build_optimizer(model, options)
         self.step = 0
         self._forward: nn.Module = model
@@ -38,7 +44,7 @@ class Trainer:
         rate = learning_rate(self.step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.model.train()
+        self.model.train(self.teacher is None)
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         for _ in range(options.grad_accumulation):
@@ -70,4 +76,17 @@ class Trainer:
         low = self.options.dtype == "bfloat16"
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
             logits = self._forward(inputs.to(device))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
+            wanted = None if self.teacher is None else self._teach(inputs.to(device))
+        rows = logits.flatten(0, 1).float()
+        loss = F.cross_entropy(rows, targets.to(device).flatten())
+        if wanted is None:
+            return loss
+        share = self.options.distillation
+        divergence = F.kl_div(rows.log_softmax(-1), wanted, log_target=True, reduction="batchmean")
+        return share * divergence + (1 - share) * loss
+
+    @torch.no_grad()
+    def _teach(self, inputs: Tensor) -> Tensor:
+        """The teacher's log-probabilities, one row per token."""
+        assert self.teacher is not None
+        return self.teacher(inputs).flatten(0, 1).float().log_softmax(-1)

@@ -16,9 +16,10 @@ from rehead.measure import evaluate, parameters
 from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
+from rehead.training.heal import healed_files
 from rehead.training.interrupt import Stop, stop_signals
 from rehead.training.loop import Trainer
-from rehead.training.start import choose_device, read_text, start_model
+from rehead.training.start import choose_device, read_teacher, read_text, start_model
 
 PROMPT_TOKENS = 8
 """Samples go on from the first tokens of the validation text."""
@@ -62,7 +63,8 @@ class Run:
             model = native.load(checkpoint)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
-        self.trainer = Trainer(model.to(device), options.trainer)
+        teacher = read_teacher(options, model, device)
+        self.trainer = Trainer(model.to(device), options.trainer, teacher)
         if checkpoint is not None:
             numbers = state.read_numbers(checkpoint)
             self.trainer.step = numbers["step"]
@@ -89,7 +91,7 @@ class Run:
             if options.sample_every and (done or trainer.step % options.sample_every == 0):
                 yield self._sample()
             if done or stop.signal is not None or trainer.step % options.save_every == 0:
-                yield self._save()
+                yield self._save(done=done)
             if stop.signal is not None and not done:
                 raise Interrupted(
                     f"stopped at step {trainer.step} and saved in {self.folder.path}: continue with "
@@ -142,7 +144,7 @@ class Run:
         self.folder.write_sample(self.trainer.step, text)
         return {"event": "sample", "step": self.trainer.step, "text": text}
 
-    def _save(self) -> dict[str, Any]:
+    def _save(self, *, done: bool = False) -> dict[str, Any]:
         trainer = self.trainer
         if not all(bool(weight.isfinite().all()) for weight in trainer.model.parameters()):
             raise NumericError(
@@ -157,11 +159,19 @@ class Run:
         }
 
         def write(aside: Path) -> None:
-            native.write(trainer.model, aside, {"tokenizer.json": self.tokenizer.to_json()})
+            files = {"tokenizer.json": self.tokenizer.to_json(), **(self._certificate() if done else {})}
+            native.write(trainer.model, aside, files)
             state.write(aside, trainer.model, trainer.optimizer, self.sampler.state(), numbers)
 
         path = self.folder.save(trainer.step, write, self.options.trainer.keep)
         return {"event": "save", "step": trainer.step, "path": str(path)}
+
+    def _certificate(self) -> dict[str, str]:
+        """What goes with a converted model that is being healed."""
+        trainer = self.trainer
+        if self.options.model.folder is None or trainer.teacher is None or len(self.split.val) < 2:
+            return {}
+        return healed_files(self.options, trainer.model, trainer.teacher, trainer.step, self.split.val)
 
     def _log(self, record: dict[str, Any]) -> dict[str, Any]:
         self.folder.log(record)

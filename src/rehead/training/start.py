@@ -14,6 +14,7 @@ from rehead.measure import parameters
 from rehead.measure.memory import physical_memory
 from rehead.model import LanguageModel, build
 from rehead.tokenizer import Tokenizer, train
+from rehead.training.heal import require_same_vocabulary
 
 TRAINING_BYTES = 16
 """Per parameter: a float32 weight, its gradient and AdamW's two moments."""
@@ -38,21 +39,44 @@ def read_text(options: RunOptions, folder: Path, checkpoint: Path | None) -> tup
     made from the text.
     """
     data, text = options.data, source_of(options.data)
-    pretrained = options.model.pretrained_folder
+    pretrained = options.model.pretrained_folder or options.model.folder
     before = checkpoint or (resolve(Path(pretrained)) if pretrained else None)
     tokenizer = Tokenizer.load(before) if before else train(data.tokenizer, text, data.vocab_size)
     return tokenizer, tokenize(text, tokenizer, folder / "tokens.bin")
 
 
 def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: int) -> LanguageModel:
-    """A fresh model drawn from `seed`, with the weights of `pretrained_folder` where one is given."""
+    """A fresh model drawn from `seed`, with the weights of `pretrained_folder` where one is given.
+
+    With `folder`, the model that lies there.
+    """
     torch.manual_seed(seed)
+    if options.folder is not None:
+        options.require_folder_only()
+        found = load(options.folder)
+        _require_memory(found.config)
+        if block_size > found.config.block_size:
+            raise ConfigError(
+                f"data.block_size={block_size} is above the {found.config.block_size} of {options.folder}: use that "
+                "or less."
+            )
+        return found
     config = options.resolve(vocab_size, block_size)
     _require_memory(config)
     model = build(config)
     if options.pretrained_folder is not None:
         _warm_start(model, load(options.pretrained_folder), options.pretrained_folder)
     return model
+
+
+def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:
+    """The model whose predictions are learned, if there is one, in eval mode."""
+    place = options.trainer.teacher
+    if place is None:
+        return None
+    teacher = load(place, device=device)
+    require_same_vocabulary(model, teacher, place)
+    return teacher.requires_grad_(False)
 
 
 def _require_memory(config: ModelConfig) -> None:

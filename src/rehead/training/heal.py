@@ -1,0 +1,91 @@
+"""Learning back what a conversion lost, from the model it was made of."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rehead.checkpoint import read_at, read_config
+from rehead.config import RunOptions, flags
+from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
+from rehead.conversion.convert import TEST_TOKENS, blocks_of
+from rehead.conversion.page import PAGE, page
+from rehead.data import Ids
+from rehead.errors import ConfigError, InvalidInput
+from rehead.measure.fidelity import compare
+from rehead.model import LanguageModel
+
+DEFAULTS = {
+    "max_iters": 300,
+    "learning_rate": 5e-4,
+    "schedule": "cosine",
+    "warmup_iters": 20,
+    "weight_decay": 0.0,
+    "sample_every": 0,
+}
+
+
+def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
+    """The run that heals the model in `folder`, with the user's flags on top.
+
+    It reads the teacher's own text where the teacher is a run folder, in blocks of the model's length,
+    and goes to FOLDER-healed.
+    """
+    config = read_at(folder, read_config)
+    table: dict[str, Any] = {
+        "system": {"work_dir": f"{folder}-healed"},
+        "model": {"folder": str(folder)},
+        "trainer": {"teacher": str(teacher), **DEFAULTS},
+    }
+    named = any(flag.removeprefix("--").startswith(("data.path=", "data.name=")) for flag in changes)
+    run = teacher / "config.yaml"
+    if run.is_file() and not named:
+        data = flags.read([], (run,)).data
+        table["data"] = {"path": data.path, "name": data.name, "val_fraction": data.val_fraction}
+    elif not named:
+        raise ConfigError(f"{teacher} is no run folder, so it names no text to heal on. Give data.path=TEXT.")
+    table.setdefault("data", {})["block_size"] = config.block_size
+    return flags.read(changes, tables=(table,))
+
+
+def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place: str) -> None:
+    """Refuse a teacher that speaks of other tokens or cannot read as far."""
+    sizes = model.config.vocab_size, teacher.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"trainer.teacher={place} has vocab_size={sizes[1]}, the model {sizes[0]}: a teacher predicts the same "
+            "tokens. Give the model this one was converted from."
+        )
+    limits = model.config.block_size, teacher.config.block_size
+    if limits[0] > limits[1]:
+        raise ConfigError(
+            f"trainer.teacher={place} reads {limits[1]} tokens, the model {limits[0]}. Give another."
+        )
+
+
+def healed_files(
+    options: RunOptions, model: LanguageModel, teacher: LanguageModel, step: int, held_out: Ids
+) -> dict[str, str]:
+    """The certificate of the converted model, measured anew against its teacher; none where it has none."""
+    assert options.model.folder is not None
+    try:
+        before = read_at(Path(options.model.folder), Certificate.read)
+    except InvalidInput:
+        return {}
+    test = Text.of(held_out, TEST_TOKENS)
+    logits = asdict(compare(teacher, model, blocks_of(teacher, held_out, TEST_TOKENS)))
+    losses = list(logits.pop("losses"))
+    entry = {
+        "steps": step,
+        "teacher": options.trainer.teacher,
+        "distillation": options.trainer.distillation,
+        "learning_rate": options.trainer.learning_rate,
+        "batch_tokens": options.trainer.batch_size
+        * options.trainer.grad_accumulation
+        * options.data.block_size,
+        "kl": [before.logits["kl"], logits["kl"]],
+        "loss": [None if before.loss is None else before.loss[1], losses[1]],
+    }
+    after = replace(
+        before, logits=logits, loss=losses, test=test, exact=False, healing=[*before.healing, entry]
+    )
+    return {CERTIFICATE: after.to_json(), PAGE: page(after)}
