@@ -1,0 +1,251 @@
+"""Validation loss against KV bytes per token of one trained model, converted every way, then healed.
+
+    python benchmarks/conversions.py out/run out/frontier --ranks 96 38 19 --kv-heads 3 2 1 --heal 300
+
+Every point is a model folder under the second argument and every healing a run beside it, so that an
+interrupted benchmark goes on where it was. Writes results.json, table.md and frontier.png there.
+`separate` is what other converters do: keys and values factored apart, each whitened, half the rank each.
+`control` is the source itself, trained on with the same schedule and the same number of tokens.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import rehead
+from rehead.checkpoint import read_at
+from rehead.config import flags
+from rehead.conversion import Wish, factor
+from rehead.conversion.certificate import Certificate
+from rehead.conversion.convert import TEST_TOKENS, Converter, blocks_of, with_layers
+from rehead.conversion.folder import convert_folder
+from rehead.conversion.moments import attentions
+from rehead.conversion.page import markdown
+from rehead.data import source_of, split, tokenize
+from rehead.measure import kv_bytes_per_token
+from rehead.measure.environment import environment
+from rehead.measure.fidelity import compare
+from rehead.report.plot import COLOURS
+from rehead.tokenizer import Tokenizer
+from rehead.training import train
+from rehead.training.heal import heal_options
+
+SVDS = ("svd", "whitened", "weighted")
+
+
+def points(ranks, kv_heads):
+    """Name, method and wish of every conversion."""
+    for rank in ranks:
+        for method in SVDS:
+            yield f"mla-{rank}-{method}", method, Wish(to="mla", kv_rank=rank)
+    for n_kv_head in kv_heads:
+        to = {"to": "mqa"} if n_kv_head == 1 else {"to": "gqa", "n_kv_head": n_kv_head}
+        for method in ("mean", "procrustes"):
+            yield f"kv{n_kv_head}-{method}", method, Wish(**to)
+
+
+def converted(source, folder, method, wish):
+    """The certificate of one point, made now unless it is there."""
+    if not folder.exists():
+        convert_folder(source, folder, wish, method=method, allow_loss=True)
+    return read_at(folder, Certificate.read)
+
+
+def separate(model, texts, rank):
+    """Keys and values in latents of their own, half the rank each: (loss, KL to the source)."""
+    converter = Converter(model, "whitened", texts.train)
+    target = Wish(to="mla", kv_rank=rank)
+    latents = [target.target(layer, model.config.n_embd) for layer in model.config.attention]
+    converter.follow(latents)
+    layers = []
+    for module, latent, seen in zip(
+        attentions(model), latents, next(iter(converter._evidence.values())), strict=True
+    ):
+        weights = {name: weight.detach().double() for name, weight in module.named_parameters()}
+        key, value = (
+            factor(
+                weights[f"{name}.weight"],
+                min(rank // 2, min(weights[f"{name}.weight"].shape)),
+                seen.inputs[:-1, :-1],
+            )
+            for name in ("k_proj", "v_proj")
+        )
+        heads = latent.n_kv_head
+        up = torch.cat(
+            [
+                torch.cat([key.up, torch.zeros(len(key.up), value.up.shape[1])], dim=1).unflatten(
+                    0, (heads, -1)
+                ),
+                torch.cat([torch.zeros(len(value.up), key.up.shape[1]), value.up], dim=1).unflatten(
+                    0, (heads, -1)
+                ),
+            ],
+            dim=1,
+        ).flatten(0, 1)
+        made = {name: weight for name, weight in weights.items() if name[0] in "qo"}
+        made |= {"kv_a_proj_with_mqa.weight": torch.cat([key.down, value.down]), "kv_b_proj.weight": up}
+        if module.config.qkv_bias:
+            pair = [weights[f"{name}.bias"].unflatten(0, (heads, -1)) for name in ("k_proj", "v_proj")]
+            made["kv_b_proj.bias"] = torch.cat(pair, dim=1).flatten()
+        layers.append((replace(latent, kv_lora_rank=up.shape[1]), made))
+    found = compare(model, with_layers(model, layers), blocks_of(model, texts.val, TEST_TOKENS))
+    return found.losses[1], found.kl
+
+
+def healed(options):
+    """Validation losses by step of a healing run, finished now unless it is."""
+    log = Path(options.system.work_dir) / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    if not lines or lines[-1].get("event") != "end":
+        for _ in train(options):
+            pass
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+
+
+def main():
+    """Make all points, heal them, write the table and the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[])
+    parser.add_argument("--kv-heads", type=int, nargs="*", default=[])
+    parser.add_argument("--heal", type=int, default=0, help="iterations")
+    parser.add_argument("--heal-only", nargs="*", help="points to heal; all but mean by default")
+    parser.add_argument("--flags", nargs="*", default=[], help="flags of rehead heal")
+    arguments = parser.parse_args()
+    source, results = arguments.source, arguments.results
+    results.mkdir(parents=True, exist_ok=True)
+    model = rehead.load(source)
+    options = flags.read([], (source / "config.yaml",))
+    tokenizer = read_at(source, Tokenizer.load)
+    ids = tokenize(source_of(options.data), tokenizer, results / "tokens.bin").ids
+    texts = split(ids, model.config.block_size, options.data.val_fraction)
+    full = sum(layer.kv_numbers() for layer in model.config.attention)
+    rows = []
+    for rank in arguments.ranks:
+        loss, kl = separate(model, texts, rank)
+        size = kv_bytes_per_token(model.config) * rank * model.config.n_layer // full
+        rows.append({"name": f"mla-{rank}-separate", "kv_bytes": size, "loss": loss, "kl": kl})
+        print(rows[-1], flush=True)
+    for name, method, wish in points(arguments.ranks, arguments.kv_heads):
+        certificate = converted(source, results / name, method, wish)
+        row = {
+            "name": name,
+            "kv_bytes": certificate.kv_bytes_per_token[1],
+            "loss": certificate.loss[1],
+            "kl": certificate.logits["kl"],
+        }
+        rows.append(row)
+        print(row, flush=True)
+    before = certificate.loss[0]
+    if arguments.heal:
+        changes = [f"trainer.max_iters={arguments.heal}", "trainer.eval_every=100", "trainer.resume=True"]
+        chosen = arguments.heal_only or [
+            row["name"] for row in rows if row["name"].endswith((*SVDS, "procrustes"))
+        ]
+        for row in rows:
+            if row["name"] in chosen:
+                row["healed"] = healed(
+                    heal_options(results / row["name"], source, [*changes, *arguments.flags])
+                )
+                print(row, flush=True)
+        control = heal_options(
+            source, source, [*changes, *arguments.flags, f"system.work_dir={results}/control"]
+        )
+        control = replace(control, trainer=replace(control.trainer, distillation=0.0))
+        rows.append(
+            {"name": "control", "kv_bytes": certificate.kv_bytes_per_token[0], "loss": before, "kl": 0.0}
+        )
+        rows[-1]["healed"] = healed(control)
+    document = {
+        "command": shlex.join(["python", *sys.argv]),
+        "environment": environment(),
+        "source_loss": before,
+        "source_kv_bytes": kv_bytes_per_token(model.config),
+        "test_tokens": certificate.test.read,
+        "points": rows,
+    }
+    (results / "results.json").write_text(json.dumps(document, indent=1))
+    (results / "table.md").write_text(table(document) + "\n")
+    picture(document, results / "frontier.png")
+    print(table(document))
+
+
+def table(document):
+    """All points, the source first."""
+    base, size = document["source_loss"], document["source_kv_bytes"]
+    steps = sorted(
+        {step for row in document["points"] for step in row.get("healed", {}) if int(step)}, key=int
+    )
+    steps = [step for step in steps if int(step) in (100, 300)]
+    header = (
+        "point",
+        "KV B/token",
+        "of source",
+        "loss",
+        "change",
+        "KL",
+        *(f"healed {step}" for step in steps),
+    )
+    rows = [("source", f"{size:,}", "100 %", f"{base:.4f}", "", "", *[""] * len(steps))]
+    for row in document["points"]:
+        cells = [f"{row['healed'][step]:.4f}" if "healed" in row else "" for step in steps]
+        share = f"{100 * row['kv_bytes'] / size:.1f} %"
+        change = f"{row['loss'] - base:+.4f}"
+        rows.append(
+            (
+                row["name"],
+                f"{row['kv_bytes']:,}",
+                share,
+                f"{row['loss']:.4f}",
+                change,
+                f"{row['kl']:.5f}",
+                *cells,
+            )
+        )
+    return markdown(header, rows)
+
+
+def picture(document, path):
+    """Loss over KV bytes: a line per method, before and after healing."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    methods = ("svd", "separate", "whitened", "weighted", "mean", "procrustes")
+    for axes, title in zip(panels, ("as converted", "healed"), strict=True):
+        for colour, method in zip(COLOURS, methods, strict=False):
+            found = [row for row in document["points"] if row["name"].endswith(method)]
+            if title == "healed":
+                found = [row for row in found if "healed" in row]
+            if not found:
+                continue
+            found.sort(key=lambda row: row["kv_bytes"])
+            losses = [
+                row["loss"] if title != "healed" else row["healed"][max(row["healed"], key=int)]
+                for row in found
+            ]
+            axes.plot(
+                [row["kv_bytes"] for row in found], losses, "o-", color=colour, label=method, linewidth=1.6
+            )
+        axes.axhline(document["source_loss"], color="#7F7F7F", linestyle=":", label="source")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("KV cache, bytes per token")
+        axes.set_ylabel("validation loss (nats per token)")
+        axes.set_title(title, loc="left")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
