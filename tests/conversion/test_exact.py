@@ -1,6 +1,7 @@
 """Conversions that promise to be exact: the same logits and the same text, on whole models."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -127,23 +128,26 @@ def check(source, result, certificate, steps, apart, bound):
 
 @pytest.mark.parametrize(("source", "target", "steps"), ALL)
 def test_logits_are_the_same(source, target, steps, gpt, apart):
-    for n_step in (0, 3):
-        model = gpt(source, n_step=n_step)
-        result, certificate = rehead.convert(model, target)
-        assert result.config.attention == (target, target)
-        check(model, result, certificate, steps, apart, 1e-12)
+    """Of a model that was trained a little; a fresh one is below."""
+    model = gpt(source, n_step=1)
+    result, certificate = rehead.convert(model, target)
+    assert result.config.attention == (target, target)
+    check(model, result, certificate, steps, apart, 1e-12)
 
 
-@pytest.mark.parametrize(("source", "target", "steps"), ALL)
+FEWER = [case for case in ALL if not case.id.endswith((", plain", ", biased"))]
+
+
+@pytest.mark.parametrize(("source", "target", "steps"), FEWER)
 def test_in_float32_text_is_the_same(source, target, steps, gpt, apart):
     """Token for token, with a cache, past the end of the context."""
-    model = gpt(source).float()
+    model = gpt(source, block_size=7).float()
     result, certificate = rehead.convert(model, target)
-    check(model, result, certificate, steps, apart, 1e-5)
+    check(model, result, certificate, steps, partial(apart, n_token=6), 1e-5)
     assert {weight.dtype for weight in result.parameters()} == {torch.float32}
     ids = torch.randint(model.config.vocab_size, (3, 4))
-    expected = generate(model, ids, 17, temperature=0)
-    assert torch.equal(generate(result, ids, 17, temperature=0), expected)
+    expected = generate(model, ids, 5, temperature=0)
+    assert torch.equal(generate(result, ids, 5, temperature=0), expected)
 
 
 def test_generating_is_a_function_each_time():
@@ -190,9 +194,7 @@ def test_there_and_back_is_the_same_to_the_bit(source, change, method, dtype, bi
     back, certificate = rehead.convert(there, source, method=method)
     assert back.config == model.config
     assert certificate.exact is True
-    for (name, weight), (other, again) in zip(
-        model.named_parameters(), back.named_parameters(), strict=True
-    ):
+    for (name, weight), (other, again) in zip(model.named_parameters(), back.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(weight, again), name
     assert any(
@@ -217,7 +219,9 @@ def test_other_models(shape, gpt, apart):
     changed = {"norm": "rmsnorm", "mlp": "swiglu", "mlp_bias": False}
     changed |= {"tie_embeddings": True} if shape == "tied" else {}
     rope = RopeConfig()
-    model = gpt(replace(GQA, rope=rope), replace(MHA, rope=rope, window=7), replace(MQA, rope=rope), **changed)
+    model = gpt(
+        replace(GQA, rope=rope), replace(MHA, rope=rope, window=7), replace(MQA, rope=rope), **changed
+    )
     result, certificate = rehead.convert(model, to="mla")
     assert certificate.exact is True
     assert [layer.kv_lora_rank for layer in result.config.attention] == [18, 23, 9]
