@@ -277,6 +277,7 @@ MOVED = {  # every flag of the model group off its default, with what it needs b
     "window": {"window": 5},
     "score": {"score": "multiplicative"},
     "score_width": {"score": "additive", "score_width": 5},
+    "tie_kv": {"tie_kv": True},
     "rope": {"rope": True},
     "rope_theta": {"rope": True, "rope_theta": 500.0},
     "rope_layout": {"rope": True, "rope_layout": "interleaved"},
@@ -299,7 +300,10 @@ MOVED = {  # every flag of the model group off its default, with what it needs b
 }
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(ModelOptions) if f.name != "pretrained_folder"])
+FOLDERS = ("pretrained_folder", "folder")
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(ModelOptions) if f.name not in FOLDERS])
 def test_every_flag_changes_the_model(name):
     values = dict(MOVED[name])
     there = ModelOptions(**values).resolve(65, 128)

@@ -42,12 +42,13 @@ def convert(
 
     `to` is a config for all layers, one per layer, a model config, or a name: mha, gqa, mqa, mla or
     reduced, with the fields of `Wish` (`n_kv_head`, `kv_rank`, `kv_fraction`, `head_map`,
-    `rope_layout`) beside it. `calibration` and `test` are token ids; approximations fit themselves to
+    `rope_layout`) beside it. `calibration` and `test` are token ids (N,); approximations fit themselves to
     the first, the certificate measures on the second (without it, logits on random tokens). `method` is
     one of `rehead.conversion.methods()`; without it the best that has what it needs.
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
+    calibration, test = (None if ids is None else np.asarray(ids) for ids in (calibration, test))
     limits = ((calibration, CALIBRATION_TOKENS), (test, TEST_TOKENS))
     texts = [None if ids is None else Text.of(ids, limit) for ids, limit in limits]
     require_different(*texts)

@@ -13,7 +13,7 @@ from rehead.data.files import resource, write_whole
 from rehead.errors import ConfigError, InvalidInput
 from rehead.tokenizer import Tokenizer
 
-Ids = Integer[np.ndarray, "N"]
+Ids = Integer[np.ndarray, "_"]  # of any length: a call may be given two texts
 
 
 @dataclass(frozen=True, kw_only=True)
