@@ -1,0 +1,95 @@
+"""What a wish means, and which wishes mean nothing."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.conversion import Wish, targets
+from rehead.errors import ConfigError
+
+D = 23
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5, qkv_bias=True, window=7)
+MLA = LatentConfig(
+    n_query_head=6, n_kv_head=2, kv_lora_rank=18, qk_nope_head_dim=4, v_head_dim=5, latent_norm=False,
+    qkv_bias=True, window=7,
+)  # fmt: skip
+TIED = GroupedConfig(
+    n_query_head=6, n_kv_head=1, head_dim=18, tie_kv=True, qkv_bias=True, o_bias=True, window=7
+)
+
+MEANT = {
+    "mha": (Wish(to="mha"), replace(GQA, n_kv_head=6)),
+    "mqa": (Wish(to="mqa"), replace(GQA, n_kv_head=1)),
+    "gqa": (Wish(to="gqa", n_kv_head=3), replace(GQA, n_kv_head=3)),
+    "the kind stays": (Wish(head_map="modular"), replace(GQA, head_map="modular")),
+    "mla, exact": (Wish(to="mla"), MLA),
+    "mla, rank": (Wish(to="mla", kv_rank=7), replace(MLA, kv_lora_rank=7)),
+    "mla, half": (Wish(to="mla", kv_fraction=0.5), replace(MLA, kv_lora_rank=9)),
+    "mla, of one head": (Wish(to="mla", n_kv_head=1), replace(MLA, kv_lora_rank=9, n_kv_head=1)),
+    "reduced": (Wish(to="reduced"), TIED),
+    "reduced, rank": (Wish(to="reduced", kv_rank=7), replace(TIED, head_dim=7, v_head_dim=7)),
+}
+
+
+@pytest.mark.parametrize(("wish", "target"), MEANT.values(), ids=MEANT)
+def test_meant(wish, target):
+    assert wish.target(GQA, D) == target
+
+
+@pytest.mark.parametrize("to", list(targets))
+def test_from_a_latent_too(to):
+    again = Wish(to=to).target(MLA, D)
+    assert again == Wish(to=to).target(GQA, D)
+
+
+def test_a_layout_is_turned_beside_the_kind():
+    rope, other = RopeConfig(), RopeConfig(layout="interleaved")
+    wish = Wish(to="mla", rope_layout="interleaved")
+    assert wish.target(replace(GQA, rope=rope), D) == replace(MLA, rope=other)
+
+
+@given(st.floats(0, 1, exclude_min=True), st.sampled_from([1, 2, 3, 6]))
+def test_a_fraction_is_never_exceeded_and_never_useless(fraction, n_kv_head):
+    source = replace(GQA, n_kv_head=n_kv_head)
+    rank = Wish(to="mla", kv_fraction=fraction).target(source, D).kv_lora_rank
+    assert 1 <= rank <= min(D, 9 * n_kv_head)
+    assert rank == 1 or rank <= fraction * source.kv_numbers()
+    assert rank + 1 > fraction * source.kv_numbers() or rank == min(D, 9 * n_kv_head)
+
+
+MEANINGLESS = {  # wish, what the message must name
+    "rank too large": ({"to": "mla", "kv_rank": 19}, ["kv_rank=19", "18", "Use 1 to 18"]),
+    "rank too large, reduced": ({"to": "reduced", "kv_rank": 40}, ["kv_rank=40", "Use 1 to 18"]),
+    "rank 0": ({"to": "mla", "kv_rank": 0}, ["kv_rank=0", "Use 1 to 18"]),
+    "rank -1": ({"to": "mla", "kv_rank": -1}, ["kv_rank=-1", "Use 1 to 18"]),
+    "fraction 0": ({"to": "mla", "kv_fraction": 0.0}, ["kv_fraction=0.0", "above 0 up to 1"]),
+    "fraction 1.5": ({"to": "mla", "kv_fraction": 1.5}, ["kv_fraction=1.5", "above 0 up to 1"]),
+    "fraction nan": ({"to": "mla", "kv_fraction": float("nan")}, ["kv_fraction=nan", "above 0 up to 1"]),
+    "twice": ({"to": "mla", "kv_rank": 3, "kv_fraction": 0.5}, ["kv_rank=3", "kv_fraction=0.5", "Give one"]),
+    "non-dividing": ({"to": "gqa", "n_kv_head": 4}, ["n_kv_head=4", "n_query_head=6", "[1, 2, 3, 6]"]),
+    "non-dividing, mla": ({"to": "mla", "n_kv_head": 4}, ["n_kv_head=4", "[1, 2, 3, 6]"]),
+    "no gqa": ({"to": "gqa", "n_kv_head": 6}, ["n_kv_head=6", "[2, 3]"]),
+    "no gqa, one": ({"to": "gqa", "n_kv_head": 1}, ["n_kv_head=1", "[2, 3]"]),
+    "heads of mha": ({"to": "mha", "n_kv_head": 3}, ["n_kv_head=3", "--to gqa or mla"]),
+    "heads of mqa": ({"to": "mqa", "n_kv_head": 1}, ["n_kv_head=1", "--to gqa or mla"]),
+    "rank of gqa": ({"to": "gqa", "kv_rank": 3}, ["kv_rank=3", "--to mla or reduced"]),
+    "fraction of mha": ({"to": "mha", "kv_fraction": 0.5}, ["kv_fraction=0.5", "--to mla or reduced"]),
+    "map of mla": ({"to": "mla", "head_map": "modular"}, ["head_map=modular", "mla", "Leave it out"]),
+    "layout without rope": ({"rope_layout": "interleaved"}, ["rope_layout=interleaved", "Leave it out"]),
+    "unknown": ({"to": "mlq"}, ["'mlq'", "Did you mean", "mha, mqa, gqa, mla, reduced"]),
+}
+
+
+@pytest.mark.parametrize(("wish", "says"), MEANINGLESS.values(), ids=MEANINGLESS)
+def test_meaningless(wish, says):
+    with pytest.raises(ConfigError) as caught:
+        Wish(**wish).target(GQA, D)
+    assert all(part in str(caught.value) for part in says), str(caught.value)
+
+
+def test_mha_is_no_gqa_as_it_is():
+    with pytest.raises(ConfigError, match=r"n_kv_head=6 is no gqa of 6 query heads. Use one of \[2, 3\]"):
+        Wish(to="gqa").target(replace(GQA, n_kv_head=6), D)
