@@ -135,9 +135,9 @@ def require_method(name: str | None, steps: list[Step]) -> None:
     """Refuse a method that no step on the way would use."""
     if name is None or any(name in step.conversion.methods for step in steps):
         return
-    usable = [method for step in steps for method in step.conversion.methods]
+    usable = list(dict.fromkeys(method for step in steps for method in step.conversion.methods))
     if name not in methods():
         raise ConfigError(f"method={name!r} is unknown. Use one of {', '.join(methods())}.")
-    way = " -> ".join(step.name for step in steps) or "nothing to convert"
+    way = ", ".join(dict.fromkeys(step.name for step in steps)) or "anything to be done here"
     hint = f"Use one of {', '.join(usable)}" if usable else "Leave it out"
     raise ConfigError(f"method={name!r} is of {', '.join(methods()[name])}, not of {way}. {hint}.")

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from rehead.conversion.target import Wish
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.errors import ConfigError, NumericError
 from rehead.model import LanguageModel, build
+from rehead.registry import nearest
 
 CALIBRATION_TOKENS = 32_768
 TEST_TOKENS = 65_536
@@ -86,6 +87,10 @@ def random_blocks(config: GPTConfig, seed: int) -> list[Batch]:
 def _targets(
     config: GPTConfig, to: str | AttentionConfig | Sequence[AttentionConfig] | GPTConfig, wish: dict[str, Any]
 ) -> Sequence[AttentionConfig]:
+    known = [field.name for field in fields(Wish)]
+    for name in wish:
+        if name not in known:
+            raise ConfigError(f"unknown field {name!r} of a wish.{nearest(name, known)}")
     if isinstance(to, str):
         asked = Wish(to=to, **wish)
         return [asked.target(layer, config.n_embd) for layer in config.attention]

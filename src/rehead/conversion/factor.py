@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from rehead.errors import ConfigError, NumericError
@@ -54,7 +54,7 @@ def _tensor(value: Any) -> Any:
 
 @either
 def factor(
-    weight: Float[Tensor, "N C"],
+    weight: Num[Tensor, "N C"],
     rank: int,
     inputs: Float[Tensor, "C C"] | None = None,
     outputs: Float[Tensor, "N N"] | None = None,
@@ -64,10 +64,11 @@ def factor(
     Without both this is the truncated SVD. With C, the second moment E[x x^T], it keeps what the
     outputs of W vary in (whitened, or output PCA: SVD-LLM, CARE and TransMLA all are this operator).
     With P as well it counts an error in an output by how much that output matters. At full rank,
-    min(N, C), the product is exact whatever C and P. Raises ConfigError for a rank that is none.
+    min(N, C), the product is exact whatever C and P. Factors are in the dtype of W, or float64 if that
+    is no floating point. Raises ConfigError for a rank that is none.
     """
     largest = min(weight.shape)
-    if not 1 <= rank <= largest:
+    if not isinstance(rank, int) or not 1 <= rank <= largest:
         raise ConfigError(
             f"rank={rank} of a matrix {tuple(weight.shape)}: use 1 to {largest}, where it is exact."
         )
@@ -81,11 +82,12 @@ def factor(
     left, values, _ = torch.linalg.svd(scaled if seen is None else scaled @ seen, full_matrices=False)
     kept = left[:, :rank]
     up = kept if matters is None else torch.linalg.solve(matters, kept)
-    return Factors(up.to(weight.dtype), (kept.mT @ scaled).to(weight.dtype), values.square())
+    dtype = weight.dtype if weight.is_floating_point() else work.dtype
+    return Factors(up.to(dtype), (kept.mT @ scaled).to(dtype), values.square())
 
 
 @either
-def gqa_to_mla(weight: Float[Tensor, "N D"], n_copy: int | None = None) -> tuple[Tensor, Tensor]:
+def gqa_to_mla(weight: Num[Tensor, "N D"], n_copy: int | None = None) -> tuple[Tensor, Tensor]:
     """The seed's `GQA_2_MLA` (A10, A12): up (D, N) and down (N, D) whose product is `weight` tiled D/N times.
 
     `weight` stacks the key or the value projections of G heads, N = G d rows. Tiling whole copies is

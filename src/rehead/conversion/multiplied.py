@@ -66,7 +66,7 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
 
 @conversions.add("reduce")
 class Reduce(Conversion[LatentConfig, GroupedConfig]):
-    """The seed's reduced form (A15, A16): one KV head, the latent, for keys and values alike.
+    """The reduced form of MLA: one KV head, the latent, for keys and values alike (A15, A16).
 
     The key expansion goes into the queries, the value expansion into the output projection, so what
     MLA does at every decoded token is done once. A bias of the keys adds one number to all scores of

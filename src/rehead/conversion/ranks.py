@@ -54,7 +54,7 @@ class Allocation:
         if max_loss < 0:
             raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
         most = [grid[-1] for grid in self.grids]
-        steps = [sum(grid[0].kv_numbers() for grid in self.grids) * step // 2 for step in range(2, 2 * STEPS)]
+        steps = [sum(grid[0].kv_numbers() for grid in self.grids) * step / 2 for step in range(2, 2 * STEPS)]
         low, high = 0, len(steps)
         while low < high:
             middle = (low + high) // 2
