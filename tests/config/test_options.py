@@ -278,6 +278,7 @@ MOVED = {  # every flag of the model group off its default, with what it needs b
     "score": {"score": "multiplicative"},
     "score_width": {"score": "additive", "score_width": 5},
     "tie_kv": {"tie_kv": True},
+    "qk_norm_eps": {"qk_norm_eps": 1e-6},
     "rope": {"rope": True},
     "rope_theta": {"rope": True, "rope_theta": 500.0},
     "rope_layout": {"rope": True, "rope_layout": "interleaved"},

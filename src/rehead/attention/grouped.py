@@ -30,6 +30,8 @@ class GroupedConfig(AttentionConfig):
     olympiad's) query head h reads. `v_head_dim` is `head_dim` unless given. `score` is a name or a
     `ScoreConfig`. `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` a token's keys
     are its values too: there is no `v_proj`, and the cache keeps them once (the reduced form of MLA).
+    `qk_norm_eps` puts an RMSNorm of that eps on the numbers of each query and key head, before they
+    are rotated (Qwen3's).
     """
 
     n_query_head: int
@@ -41,6 +43,7 @@ class GroupedConfig(AttentionConfig):
     qkv_bias: bool = False
     o_bias: bool = False
     tie_kv: bool = False
+    qk_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +59,8 @@ class GroupedConfig(AttentionConfig):
             raise ConfigError(f"head_map={self.head_map!r}. Use 'contiguous' or 'modular'.")
         if self.rope is not None:
             self.require_even(self.head_dim, "head_dim")
+        if self.qk_norm_eps is not None and not 0 < self.qk_norm_eps < 1:
+            raise ConfigError(f"qk_norm_eps={self.qk_norm_eps}: a small positive number. Use 1e-6, or None.")
         if self.tie_kv and (self.rope is not None or self.v_head_dim != self.head_dim):
             raise ConfigError(
                 f"tie_kv=True with head_dim={self.head_dim}, v_head_dim={self.v_head_dim} and "
@@ -75,6 +80,7 @@ class GroupedConfig(AttentionConfig):
             "gqa, window": replace(gqa, window=5),
             "gqa, rope, window": replace(gqa, rope=RopeConfig(), window=5),
             "gqa, modular, bias": replace(gqa, head_map="modular", qkv_bias=True, o_bias=True),
+            "gqa, rope, normed": replace(gqa, rope=RopeConfig(), qk_norm_eps=1e-6),
             "mqa, tied, window": replace(gqa, n_kv_head=1, v_head_dim=10, tie_kv=True, window=5),
             **{f"gqa, {score}": replace(gqa, score=scores[score]()) for score in scores},
         }
@@ -105,7 +111,8 @@ class GroupedConfig(AttentionConfig):
         q, k, v, o = self._widths()
         bias = (q + k + v) * self.qkv_bias + d_model * self.o_bias
         weight = d_model * (q + o) + (self.d_context or d_model) * (k + v)
-        return weight + bias + self.score.n_parameters(self.n_query_head, self.head_dim)
+        norms = 0 if self.qk_norm_eps is None else 2 * self.head_dim
+        return weight + bias + norms + self.score.n_parameters(self.n_query_head, self.head_dim)
 
     def projection_flops(self, d_model: int) -> int:
         """The four products, and what a learned score computes once a token."""
@@ -153,6 +160,9 @@ class GroupedAttention(Attention):
         self.k_proj = nn.Linear(d_context, k, bias=config.qkv_bias)
         self.v_proj = None if config.tie_kv else nn.Linear(d_context, v, bias=config.qkv_bias)
         self.o_proj = nn.Linear(o, d_model, bias=config.o_bias)
+        norm, eps = config.qk_norm_eps is not None, config.qk_norm_eps
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=eps) if norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=eps) if norm else None
         self.score = config.score.build(config.n_kv_head, config.group, config.head_dim)
         self.rotary = Rotary(config.rope, config.head_dim) if config.rope else None
 
@@ -202,6 +212,8 @@ class GroupedAttention(Attention):
         rows = {"key": self.k_proj(source).unflatten(2, (config.n_kv_head, config.head_dim))}
         if self.v_proj is not None:
             rows["value"] = self.v_proj(source).unflatten(2, (config.n_kv_head, config.v_head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, rows["key"] = self.q_norm(query), self.k_norm(rows["key"])
         key_positions = positions if context is None else context_positions
         if self.rotary is not None:
             query = self.rotary(query, positions, start)

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rehead.checkpoint import stock
 from rehead.checkpoint.find import read_at
 from rehead.checkpoint.publish import MANIFEST, publish, verify
-from rehead.config import ModelConfig, decode, encode
-from rehead.errors import IntegrityError, InvalidInput
+from rehead.checkpoint.shards import Shards, strict_json
+from rehead.config import GPTConfig, ModelConfig, decode, encode
+from rehead.errors import InvalidInput
 from rehead.model import LanguageModel, build
 
 FORMAT = "rehead-1"
@@ -55,6 +56,7 @@ def write(model: LanguageModel, folder: Path, files: Mapping[str, str]) -> None:
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageModel:
     """The model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
+    A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.families`.
     Weights keep the dtype they were saved in. Raises InvalidInput for a folder that is no model and
     for weights that do not fit the config, IntegrityError for a damaged file.
     """
@@ -62,10 +64,17 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
     def read(folder: Path) -> LanguageModel:
         if (folder / MANIFEST).exists():
             verify(folder)
-        config = read_config(folder)
+        table = _table(folder)
+        config = _config(table, str(folder / "config.json"))
         with torch.device("meta"):
             model = build(config)
-        _assign(model, _read_weights(folder / WEIGHTS), folder)
+        if table.get("format") == FORMAT:
+            shards = Shards(folder)
+            weights = {name: shards.read(name) for name in shards.entries}
+        else:
+            assert isinstance(config, GPTConfig)
+            weights = stock.read_weights(folder, table, config)
+        _assign(model, weights, folder)
         return model
 
     return read_at(Path(path), read).to(device).eval()
@@ -73,38 +82,28 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
 
 def read_config(folder: Path) -> ModelConfig:
     """The config of a model folder, without its weights; or of its config.json itself."""
+    return _config(_table(folder), str(folder))
+
+
+def _table(folder: Path) -> dict[str, Any]:
     path = folder if folder.suffix == ".json" else folder / "config.json"
-    try:
-        if path.stat().st_size > LARGEST_CONFIG:
-            raise InvalidInput(f"{path} has more than {LARGEST_CONFIG} bytes: that is no config.")
-        text = path.read_text(encoding="utf-8")
-        table = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except OSError as error:
+    table = strict_json(path, LARGEST_CONFIG)
+    if not isinstance(table, dict):
+        raise InvalidInput(f"{path}: expected a table.")
+    return table
+
+
+def _config(table: dict[str, Any], where: str) -> ModelConfig:
+    if "format" not in table and "model_type" in table:
+        return stock.read_config(table, where)
+    if table.get("format") != FORMAT:
         raise InvalidInput(
-            f"{path}: {error.strerror}: expected a model folder with a config.json."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON: {error}.") from error
-    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
-        raise InvalidInput(
-            f"{path} does not say format={FORMAT!r}: it was not written by this version of rehead."
+            f"{where} does not say format={FORMAT!r}: it was not written by this version of rehead."
         )
-    table.pop("dtype", None)
-    config = decode(ModelConfig, table, str(path))
+    own = {name: value for name, value in table.items() if name not in ("format", "dtype")}
+    config = decode(ModelConfig, own, where)
     assert isinstance(config, ModelConfig)
     return config
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: file.get_tensor(name).clone() for name in names}  # the file may change later
-    except (OSError, RuntimeError) as error:  # RuntimeError: gone since safetensors looked at it
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise InvalidInput(f"{path}: {reason or 'cannot be read'}: expected the model's weights.") from error
-    except SafetensorError as error:
-        raise IntegrityError(f"{path} is no intact safetensors file: {error}.") from error
 
 
 def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path) -> None:
@@ -133,14 +132,3 @@ def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path) -> N
 
 def _json(table: dict[str, Any]) -> str:
     return json.dumps(table, indent=2) + "\n"
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
-    return table
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")

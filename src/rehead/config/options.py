@@ -17,7 +17,7 @@ from rehead.registry import nearest
 
 Shape = Literal["gpt", "llama"]
 LATENT_ONLY = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "latent_norm")
-GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv")
+GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv", "qk_norm_eps")
 RNN_ONLY = ("activation",)
 ROPE_ONLY = ("rope_theta", "rope_layout", "rope_scaling")
 HEADS = ("attention", "n_kv_head", "head_dim", "v_head_dim", "window", "rope")
@@ -133,6 +133,7 @@ class ModelOptions:
     score: str | None = None
     score_width: int | None = None
     tie_kv: bool | None = None
+    qk_norm_eps: float | None = None
     rope: bool | None = None
     rope_theta: float | None = None
     rope_layout: Layout | None = None
@@ -237,6 +238,7 @@ class ModelOptions:
             head_map=self.head_map or "contiguous",
             score=scores[self.score or "scaled_dot"](**sizes),
             tie_kv=bool(self.tie_kv),
+            qk_norm_eps=self.qk_norm_eps,
         )
         if self.attention not in (None, config.name):
             raise ConfigError(

@@ -84,6 +84,8 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
 
     def refusal(self, source: GroupedConfig) -> str:
         """Tied heads are keys and values at once and cannot be aligned as both."""
+        if source.qk_norm_eps is not None:
+            return "qk_norm_eps: heads that are normed cannot be turned onto each other"
         return "tie_kv=True makes keys and values one" if source.tie_kv else ""
 
     def convert(

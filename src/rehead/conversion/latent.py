@@ -67,6 +67,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         """A latent attention has the scaled dot product only."""
         if not isinstance(source.score, ScaledDot):
             return f"mla has the scaled dot product only, not {type(source.score).__name__}"
+        if source.qk_norm_eps is not None:
+            return "qk_norm_eps: the norm on each head's keys is no linear map of a latent"
         return "tie_kv=True has one latent per head already" if source.tie_kv else ""
 
     def convert(

@@ -112,7 +112,8 @@ def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
     """Which projection holds rotated rows: as how many heads, and from which row of a head to which."""
     if isinstance(config, GroupedConfig):
         width = config.head_dim
-        return {"q_proj": (config.n_query_head, 0, width), "k_proj": (config.n_kv_head, 0, width)}
+        heads = {"q_proj": config.n_query_head, "k_proj": config.n_kv_head, "q_norm": 1, "k_norm": 1}
+        return {name: (n_head, 0, width) for name, n_head in heads.items()}
     assert isinstance(config, LatentConfig)
     query = "q_proj" if config.q_lora_rank is None else "q_b_proj"
     nope = config.qk_nope_head_dim

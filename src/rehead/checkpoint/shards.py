@@ -1,0 +1,213 @@
+"""Weights in safetensors files: headers checked before anything is allocated, tensors read one at a time.
+
+A header that the format allows and no writer makes (holes, duplicates, absurd sizes) is refused.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rehead.errors import IntegrityError, InvalidInput
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
+NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LARGEST_HEADER = 16 * 2**20
+MOST_TENSORS = 100_000
+LARGEST_INDEX = 16 * 2**20
+BEGINNINGS = {
+    b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull`, or download the file itself",
+    b"<!doctype html": "a web page: download the file itself",
+    b"<html": "a web page: download the file itself",
+    b"PK\x03\x04": "a zip archive or a pickle: convert it to safetensors where it was made",
+    b"\x80": "a pickle: convert it to safetensors where it was made",
+    b"\x1f\x8b": "compressed: unpack it first",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor, as its header describes it."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Shards:
+    """The tensors of a model folder: one file, or the files that an index names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        index = folder / INDEX
+        if index.is_file():
+            self._read_index(index)
+        elif (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
+            self.entries = dict(read_header(folder / SINGLE))
+        else:
+            others = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+            hint = (
+                f" {others[0]} is a pickle, which can run code: convert it to safetensors first."
+                if others
+                else ""
+            )
+            raise InvalidInput(f"{folder}: expected {SINGLE} or {INDEX}.{hint}")
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in memory of its own."""
+        file = self.entries[name].file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return opened.get_tensor(name).clone()  # the file may change later
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise IntegrityError(f"{file} has changed or cannot be read: {error}.") from error
+
+    def _read_index(self, index: Path) -> None:
+        table = strict_json(index, LARGEST_INDEX)
+        places = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(places, dict) or not places:
+            raise InvalidInput(f"{index}: expected a weight_map of tensors to files.")
+        for name, file in places.items():
+            if not isinstance(file, str) or not SHARD.fullmatch(file):
+                raise InvalidInput(
+                    f"{index}: {name!r:.100} lies in {file!r:.100}: expected a file of this folder."
+                )
+        for file in sorted(set(places.values())):
+            path = index.parent / file
+            if not path.exists():
+                raise InvalidInput(f"{index} names {file}, which is not there: download it.")
+            for name, entry in read_header(path):
+                if places.get(name) != file:
+                    raise InvalidInput(f"{path}: {name} is not listed there in {index.name}, or elsewhere.")
+                self.entries[name] = entry
+        for name, file in places.items():
+            if name not in self.entries:
+                raise InvalidInput(f"{index}: {name!r:.100} is not in {file}.")
+
+
+def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
+    """Names, types and shapes of a file's tensors. Raises before any of them is read."""
+    _require_regular(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = file.read(8)
+        rest = file.read(24)
+        if not rest.startswith(b"{"):
+            _refuse_others(path, begin + rest)
+        length = int.from_bytes(begin, "little")
+        if size < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
+            raise IntegrityError(
+                f"{path} is no safetensors file or cut short: {size:,} bytes with a header of {length:,}."
+            )
+        file.seek(8)
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_once, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(f"{path}: its header is not JSON: {error!s:.200}.") from error
+    if not isinstance(header, dict) or len(header) > MOST_TENSORS:
+        raise InvalidInput(f"{path}: its header describes no tensors, or more than {MOST_TENSORS:,}.")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InvalidInput(f"{path}: __metadata__ holds something other than text.")
+    found = {name: _entry(path, name, value) for name, value in header.items()}
+    _require_gapless(path, found, size - 8 - length)
+    for name, (entry, _) in found.items():
+        yield name, entry
+
+
+def strict_json(path: Path, largest: int) -> Any:
+    """A JSON file in which no key stands twice, of at most `largest` bytes."""
+    _require_regular(path)
+    try:
+        if path.stat().st_size > largest:
+            raise InvalidInput(f"{path} has more than {largest:,} bytes: that is too much for such a file.")
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}: expected a model folder with that file.") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not JSON: {error!s:.200}.") from error
+
+
+def _require_regular(path: Path) -> None:
+    """Refuse what would block or never end (a pipe, a device), and a link out of the folder.
+
+    The Hugging Face cache keeps files under blobs/ and links to them from snapshots/; these are its own.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: {getattr(error, 'strerror', error)}: expected a file.") from error
+    if not stat.S_ISREG(mode):
+        raise InvalidInput(f"{path} is no regular file.")
+    if path.is_symlink():
+        real, parent = path.resolve(), path.parent.resolve()
+        cached = real.parent.name == "blobs" and parent.parent.name == "snapshots"
+        if real.parent != parent and not (cached and real.parent.parent == parent.parent.parent):
+            raise InvalidInput(f"{path} is a link out of its folder: put the file itself there.")
+
+
+def _refuse_others(path: Path, begin: bytes) -> None:
+    for sign, what in BEGINNINGS.items():
+        if begin.lower().startswith(sign.lower()):
+            raise InvalidInput(f"{path} is {what}.")
+
+
+def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
+    where = f"{path}: {name!r:.100}"
+    if not NAME.fullmatch(name):
+        raise InvalidInput(f"{where}: expected a name of letters, digits, dots, - and _.")
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise InvalidInput(f"{where}: expected dtype, shape and data_offsets.")
+    shape, offsets = value["shape"], value["data_offsets"]
+    if value["dtype"] not in DTYPES:
+        raise InvalidInput(
+            f"{where} holds {value['dtype']!r:.40}: rehead reads {', '.join(DTYPES)}, nothing quantised."
+        )
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(one) is int and 0 <= one < 2**62 for one in numbers):
+            raise InvalidInput(
+                f"{where}: shape {shape!r:.80} and offsets {offsets!r:.80}: expected whole numbers."
+            )
+    dtype = DTYPES[value["dtype"]]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        raise InvalidInput(f"{where}: shape {shape!r:.80} does not fill the bytes {offsets!r:.80}.")
+    return Entry(file=path, dtype=dtype, shape=tuple(shape)), (offsets[0], offsets[1])
+
+
+def _require_gapless(path: Path, found: dict[str, tuple[Entry, tuple[int, int]]], size: int) -> None:
+    """Tensors one after another, from the header to the end of the file."""
+    end = 0
+    for name, (_, (start, stop)) in sorted(found.items(), key=lambda item: item[1][1]):
+        if start != end:
+            raise InvalidInput(
+                f"{path}: {name} begins at byte {start:,}, expected {end:,}: a hole or an overlap."
+            )
+        end = stop
+    if end != size:
+        raise IntegrityError(
+            f"{path} has {size:,} bytes of weights, its header describes {end:,}: download it again."
+        )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key stands twice")
+    return table
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number")

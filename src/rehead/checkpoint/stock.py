@@ -1,0 +1,117 @@
+"""Model folders of Hugging Face's own classes, read and written without their code."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rehead.checkpoint.family import Family, Fields, Table, families
+from rehead.checkpoint.publish import publish
+from rehead.checkpoint.shards import SINGLE, Shards
+from rehead.config import GPTConfig, ModelConfig
+from rehead.errors import ConfigError, InvalidInput
+from rehead.model import LanguageModel
+from rehead.registry import nearest
+
+
+def family_of(table: Table, where: str) -> Family:
+    """The family that a config.json names."""
+    kind = table.get("model_type")
+    for name, what in (("auto_map", "code of its own"), ("quantization_config", "quantised weights")):
+        if table.get(name):
+            raise InvalidInput(f"{where}: {name} is set: a model with {what} is not read.")
+    if not isinstance(kind, str) or kind not in families:
+        hint = nearest(str(kind), list(families))
+        raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}.{hint}")
+    return families[kind]
+
+
+def read_config(table: Table, where: str) -> GPTConfig:
+    """The config that a stock config.json describes."""
+    return family_of(table, where).read(Fields(table, where))
+
+
+def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Tensor]:
+    """All weights under our names. Every tensor of the folder has its place, or InvalidInput says which not."""
+    family = family_of(table, str(folder))
+    shards = Shards(folder)
+    there = {known: name for name in shards.entries if (known := family.known_as(name)) is not None}
+    wanted = {weight.theirs: weight for weight in family.weights(config)}
+    for problem, names in (
+        ("lacks", wanted.keys() - there.keys()),
+        ("holds, beyond what its config describes,", there.keys() - wanted.keys()),
+    ):
+        if names == {"lm_head.weight"} and problem != "lacks" and config.tie_embeddings:
+            _require_tied(shards, there, wanted)
+        elif names:
+            raise InvalidInput(
+                f"{folder} {problem} {len(names)} weights: {', '.join(sorted(names)[:10]):.300}."
+            )
+    found: dict[str, Tensor] = {}
+    for theirs, weight in wanted.items():
+        tensor = shards.read(there[theirs])
+        tensor = tensor.mT if weight.transposed and tensor.dim() == 2 else tensor
+        if len(tensor) % len(weight.ours):
+            raise InvalidInput(
+                f"{folder}: {theirs} has {len(tensor)} rows, expected {len(weight.ours)} equal parts."
+            )
+        found |= dict(zip(weight.ours, tensor.chunk(len(weight.ours)), strict=True))
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def export(
+    model: LanguageModel, path: Path, family: Family, files: dict[str, str], *, overwrite: bool = False
+) -> None:
+    """Write a folder that `transformers` loads as `family`, with further `files` such as tokenizer.json.
+
+    The folder appears whole or not at all. Raises ConfigError for what the class cannot say.
+    """
+    assert isinstance(model.config, GPTConfig)
+    dtype = str(model.head.weight.dtype).removeprefix("torch.")
+    table = family.write(model.config) | {"dtype": dtype}
+    with publish(path, overwrite=overwrite) as folder:
+        state = model.state_dict()
+        tensors = {}
+        for weight in family.weights(model.config):
+            tensor = torch.cat([state[name].detach().cpu() for name in weight.ours])
+            tensors[weight.theirs] = (tensor.mT if weight.transposed else tensor).contiguous()
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+        generation = {"max_length": model.config.block_size, "do_sample": True, "temperature": 1.0}
+        texts = {"config.json": _json(table), "generation_config.json": _json(generation), **files}
+        if "tokenizer.json" in files:
+            own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
+            texts["tokenizer_config.json"] = _json(own)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def fitting(config: ModelConfig) -> Family:
+    """The first family that can say all of a model. ConfigError says why none can."""
+    if not isinstance(config, GPTConfig):
+        raise ConfigError(f"no stock class is a model of type {config.model_type}.")
+    reasons = []
+    for name in families:
+        try:
+            families[name].write(config)
+        except ConfigError as error:
+            reasons.append(str(error).partition(". ")[0])
+            continue
+        return families[name]
+    raise ConfigError(f"no stock class can say all of this model: {'; '.join(reasons)}.")
+
+
+def _json(table: Table) -> str:
+    return json.dumps(table, indent=2) + "\n"
+
+
+def _require_tied(shards: Shards, there: dict[str, str], wanted: Iterable[str]) -> None:
+    """A head that is stored although it is tied must be the embedding."""
+    embedding = next(name for name in wanted if "embed_tokens" in name or ".wte." in name)
+    if not torch.equal(shards.read(there["lm_head.weight"]), shards.read(there[embedding])):
+        raise InvalidInput(
+            f"{shards.folder}: lm_head.weight differs from the embedding it is tied to: set "
+            "tie_word_embeddings=false in config.json if it is to count."
+        )
