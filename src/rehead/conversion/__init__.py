@@ -9,17 +9,21 @@ from rehead.conversion.latent import Factor, PadRank
 from rehead.conversion.layout import HeadMap, RopeLayout
 from rehead.conversion.multiplied import Expand, Reduce, Reduced, reduced_matrices
 from rehead.conversion.path import path
+from rehead.conversion.stock import Decouple, IdentityNorm, PadToStock
 from rehead.conversion.target import Wish, targets
 
 __all__ = [
     "Certificate",
     "Conversion",
+    "Decouple",
     "Evidence",
     "Expand",
     "Factor",
     "Factors",
     "HeadMap",
+    "IdentityNorm",
     "PadRank",
+    "PadToStock",
     "PoolHeads",
     "Promise",
     "Reduce",

@@ -47,6 +47,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """The latent of the target's rank, from heads that lie together."""
         rank = rank_on_the_way(target)
+        if isinstance(target, LatentConfig) and target.latent_norm:
+            rank = min(rank, full_rank(source, d_model))  # what is wider will be zeros
         if source.head_map == "contiguous" and 0 < rank <= full_rank(source, d_model):
             yield LatentConfig(
                 **common(source),
@@ -109,6 +111,8 @@ class PadRank(Conversion[LatentConfig, LatentConfig]):
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """The target's rank, as long as there is something to hold in it."""
         rank = rank_on_the_way(target)
+        if isinstance(target, LatentConfig) and target.latent_norm:
+            rank = min(rank, full_rank(source, d_model))  # what is wider will be zeros
         if source.kv_lora_rank < rank <= full_rank(source, d_model):
             yield replace(source, kv_lora_rank=rank)
 

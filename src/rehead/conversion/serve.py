@@ -1,0 +1,86 @@
+"""A model as one that stock engines serve: attention in DeepSeek's shape, norms with DeepSeek's eps."""
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention.latent import NORM_EPS
+from rehead.config import GPTConfig
+from rehead.conversion.certificate import Certificate
+from rehead.conversion.convert import convert, require_heads
+from rehead.conversion.latent import full_rank
+from rehead.errors import ConfigError
+from rehead.model import LanguageModel, build
+
+RANKS, HEAD, ROPE = (256, 512), 128, 64
+"""Latents and heads that every engine's MLA kernels know."""
+
+
+def to_deepseek(model: LanguageModel, **texts: Any) -> tuple[LanguageModel, Certificate]:
+    """`model` for plain `DeepseekV3ForCausalLM`, exactly, and the certificate of its attention.
+
+    MQA with rope (heads of 64, 32 or 16), and every model without rope. Raises ConfigError for the rest:
+    KV heads that each rotate their own way do not fit into one shared rotary part.
+    """
+    config = require_heads(model)
+    if config.norm != "rmsnorm" or config.mlp != "swiglu" or config.mlp_bias or config.learned_positions:
+        raise ConfigError(
+            "DeepseekV3ForCausalLM has RMSNorm, SwiGLU without biases and no learned positions; this model has "
+            f"norm={config.norm}, mlp={config.mlp}, mlp_bias={config.mlp_bias}, "
+            f"learned_positions={config.learned_positions}."
+        )
+    if model.head.weight.dtype == torch.float16:
+        raise ConfigError("float16 cannot hold the identity norm's small numbers: use bfloat16 or float32.")
+    wide = [_target(layer, config.n_embd) for layer in config.attention]
+    found, certificate = convert(model, wide, **texts)
+    return with_eps(found, NORM_EPS), certificate
+
+
+def _target(layer: AttentionConfig, d_model: int) -> LatentConfig:
+    assert isinstance(layer, GroupedConfig | LatentConfig)
+    if isinstance(layer, GroupedConfig) and layer.rope is not None:
+        needed = layer.v_head_dim
+    else:
+        needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
+    rank = next((rank for rank in RANKS if rank >= needed), None)
+    if rank is None:
+        raise ConfigError(
+            f"its keys and values need {needed} numbers a token, engines take {RANKS[-1]}: convert it first."
+        )
+    return LatentConfig(
+        n_query_head=layer.n_query_head,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=HEAD,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=HEAD,
+        rope=replace(layer.rope or RopeConfig(), layout="interleaved"),
+        qkv_bias=layer.qkv_bias,
+        o_bias=layer.o_bias,
+        window=layer.window,
+        attn_pdrop=layer.attn_pdrop,
+    )
+
+
+def with_eps(model: LanguageModel, eps: float) -> LanguageModel:
+    """The same function with another eps in the norms of the residual stream.
+
+    RMSNorm(a h; a^2 eps) is RMSNorm(h; eps): all that is written to the stream is multiplied by a.
+    """
+    config = model.config
+    assert isinstance(config, GPTConfig)
+    if config.norm_eps == eps and not config.tie_embeddings:
+        return model
+    factor = math.sqrt(eps / config.norm_eps)
+    state = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    state["head.weight"] = model.head.weight.detach().clone()
+    for name in state:
+        if name == "embed_tokens.weight" or ".o_proj." in name or ".down_proj." in name:
+            state[name] = (state[name].double() * factor).to(state[name].dtype)
+    with torch.device("meta"):
+        made = build(replace(config, norm_eps=eps, tie_embeddings=False))
+    made.load_state_dict(copy.deepcopy(state), assign=True)
+    return made.eval()

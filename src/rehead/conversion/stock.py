@@ -1,0 +1,205 @@
+"""Into the shape of DeepSeek's stock classes, which every engine serves: wider with zeros, with a norm."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention.latent import NORM_EPS
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
+
+SMALL = -30
+"""The latent is divided by two to this power before the identity norm; see `IdentityNorm`."""
+
+
+def stock(target: AttentionConfig) -> LatentConfig | None:
+    """`target`, if it is in DeepSeek's shape: decoupled rotary part, latent norm, heads of their own."""
+    if isinstance(target, LatentConfig) and target.qk_rope_head_dim and target.latent_norm:
+        return target
+    return None
+
+
+@conversions.add("decouple")
+class Decouple(Conversion[GroupedConfig, LatentConfig]):
+    """Take the one rotated key head of MQA as MLA's shared rotary part, and its values as the latent.
+
+    Nothing is factored: the latent is the value head itself, and the part of each key that would be
+    rebuilt from it is zero. With more than one KV head this is not possible, each has its own rotation.
+    """
+
+    takes = GroupedConfig
+    source, target = "mqa with rope", "mla with a decoupled rotary part"
+    costs = "The cache stays as it is; the queries grow by the part that is zero."
+
+    def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
+        """As wide as the head."""
+        wanted = stock(target)
+        if wanted is not None and source.n_kv_head == 1 and source.rope is not None:
+            yield LatentConfig(
+                **common(source),
+                n_kv_head=source.n_query_head,
+                kv_lora_rank=source.v_head_dim,
+                qk_nope_head_dim=wanted.qk_nope_head_dim,
+                qk_rope_head_dim=source.head_dim,
+                latent_norm=False,
+            )
+
+    def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
+        """The same products in other places."""
+        return Promise(exact=True, why="one rotated key head is MLA's rotary part, its values are the latent")
+
+    def refusal(self, source: GroupedConfig) -> str:
+        """What MLA's layout has no place for."""
+        if source.qkv_bias:
+            return "qkv_bias=True: MLA's latent and rotary part have no bias"
+        if source.qk_norm_eps is not None:
+            return "qk_norm_eps: MLA's rotary part has no norm"
+        return "tie_kv=True" if source.tie_kv else ""
+
+    def convert(
+        self, weights: Weights, source: GroupedConfig, result: LatentConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Queries get a zero part and the new scale's root; the expansion gives the latent back."""
+        nope, width, rank = result.qk_nope_head_dim, source.head_dim, result.kv_lora_rank
+        query = weights["q_proj.weight"].unflatten(0, (source.n_query_head, -1)) * _rescale(result, width)
+        up = torch.zeros(source.n_query_head, nope + rank, rank, dtype=query.dtype)
+        up[:, nope:] = torch.eye(rank, dtype=query.dtype)
+        made = {
+            "q_proj.weight": F.pad(query, (0, 0, nope, 0)).flatten(0, 1),
+            "kv_a_proj_with_mqa.weight": torch.cat([weights["v_proj.weight"], weights["k_proj.weight"]]),
+            "kv_b_proj.weight": up.flatten(0, 1),
+        }
+        return Converted(weights=made | {name: w for name, w in weights.items() if name.startswith("o_proj")})
+
+
+def _rescale(result: LatentConfig, width: int) -> float:
+    """What queries are multiplied by where the scores' scale was width ** -0.5."""
+    return math.sqrt((result.qk_nope_head_dim + result.qk_rope_head_dim) / width)
+
+
+@conversions.add("pad-to-stock")
+class PadToStock(Conversion[LatentConfig, LatentConfig]):
+    """Widen latent, heads and rotary part with zeros to the sizes an engine's kernels are built for.
+
+    A rotary part of c times the width keeps its angles in every c-th pair: base ** (-2 c f / c d).
+    """
+
+    takes = LatentConfig
+    source, target = "mla without latent norm", "mla of DeepSeek's sizes"
+    costs = "The cache grows to the new rank and rotary part; zeros in the heads cost no cache."
+
+    def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
+        """All sizes at once."""
+        wanted = stock(target)
+        if wanted is None or source.rebuilds_keys or source.n_kv_head != source.n_query_head:
+            return
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
+        grown = {name: getattr(wanted, name) for name in sizes}
+        fits = all(size >= getattr(source, name) for name, size in grown.items())
+        folds = not source.qk_rope_head_dim or not wanted.qk_rope_head_dim % source.qk_rope_head_dim
+        if fits and folds:
+            rope = source.rope or replace(wanted.rope, layout="half-split")  # type: ignore[type-var]
+            wider = replace(source, **grown, rope=rope)
+            if wider != source:
+                yield wider
+
+    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
+        """Zeros add nothing."""
+        return Promise(exact=True, why="the new numbers are 0")
+
+    def refusal(self, source: LatentConfig) -> str:
+        """A norm takes the mean over all numbers; a bias would fill the zeros."""
+        if source.latent_norm:
+            return "latent_norm=True would average over the zeros"
+        if source.q_lora_rank is not None or source.qkv_bias:
+            return "queries with a latent or biases are not widened"
+        scaled = source.rope is not None and source.rope.scaling is not None
+        return "a rotary part with scaled angles is not widened" if scaled else ""
+
+    def convert(
+        self, weights: Weights, source: LatentConfig, result: LatentConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Zeros at the end of every part, between the pairs of the rotary one."""
+        heads, nope, v = source.n_query_head, source.qk_nope_head_dim, source.v_head_dim
+        more_rank = result.kv_lora_rank - source.kv_lora_rank
+        more_nope, more_v = result.qk_nope_head_dim - nope, result.v_head_dim - v
+        query = weights["q_proj.weight"].unflatten(0, (heads, -1))
+        query = query * _rescale(result, nope + source.qk_rope_head_dim)
+        parts = [F.pad(query[:, :nope], (0, 0, 0, more_nope)), spread(query[:, nope:], result, source)]
+        down = weights["kv_a_proj_with_mqa.weight"]
+        latent, rope = down[: source.kv_lora_rank], down[source.kv_lora_rank :]
+        keys, values = weights["kv_b_proj.weight"].unflatten(0, (heads, -1)).split([nope, v], dim=1)
+        up = [F.pad(keys, (0, more_rank, 0, more_nope)), F.pad(values, (0, more_rank, 0, more_v))]
+        output = weights["o_proj.weight"].unflatten(1, (heads, -1))
+        wider = {
+            "q_proj.weight": torch.cat(parts, dim=1).flatten(0, 1),
+            "kv_a_proj_with_mqa.weight": torch.cat(
+                [F.pad(latent, (0, 0, 0, more_rank)), spread(rope[None], result, source)[0]]
+            ),
+            "kv_b_proj.weight": torch.cat(up, dim=1).flatten(0, 1),
+            "o_proj.weight": F.pad(output, (0, more_v)).flatten(1),
+        }
+        return Converted(weights=weights | wider)
+
+
+def spread(
+    rows: Float[Tensor, "H P D"], result: LatentConfig, source: LatentConfig
+) -> Float[Tensor, "H Q D"]:
+    """Rotated rows in a wider part: pair f in place c f, where c is how many times wider it is."""
+    width, wider = rows.shape[1], result.qk_rope_head_dim
+    made = rows.new_zeros(len(rows), wider, rows.shape[2])
+    if width:
+        places = torch.arange(width // 2) * (wider // width)
+        interleaved = source.rope is not None and source.rope.layout == "interleaved"
+        first = 2 * places if interleaved else places
+        second = first + (1 if interleaved else wider // 2)
+        made[:, first] = rows[:, 0::2] if interleaved else rows[:, : width // 2]
+        made[:, second] = rows[:, 1::2] if interleaved else rows[:, width // 2 :]
+    return made
+
+
+@conversions.add("identity-norm")
+class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
+    """Give a latent the norm that DeepSeek's classes insist on, with weights that undo it.
+
+    The latent c is made so small, 2**-30 c, that the norm's eps of 1e-6 is all it divides by: what comes
+    out is c times a constant, within (2**-30 rms(c))**2 / 2e-6 of it, below the rounding of float32 for
+    an rms up to 300. Zeros of a padded latent do not disturb it. Not for float16, where it underflows.
+    """
+
+    takes = LatentConfig
+    source, target = "mla without latent norm", "mla with one"
+    costs = "Nothing."
+
+    def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
+        """With the norm."""
+        if stock(target) is not None:
+            yield replace(source, latent_norm=True)
+
+    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
+        """Below rounding."""
+        return Promise(exact=True, why="the norm divides by its eps, and the weights multiply by it")
+
+    def refusal(self, source: LatentConfig) -> str:
+        """It has one."""
+        return "latent_norm=True already" if source.latent_norm else ""
+
+    def convert(
+        self, weights: Weights, source: LatentConfig, result: LatentConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Cached numbers keep about the size they had: the norm's weight is a power of two."""
+        rank, root = source.kv_lora_rank, math.sqrt(NORM_EPS)
+        restored = round(math.log2(root)) - SMALL  # the weight 2**restored, after 2**SMALL / root
+        down = weights["kv_a_proj_with_mqa.weight"].clone()
+        down[:rank] *= 2.0**SMALL
+        made = {
+            "kv_a_proj_with_mqa.weight": down,
+            "kv_a_layernorm.weight": torch.full((rank,), 2.0**restored, dtype=down.dtype),
+            "kv_b_proj.weight": weights["kv_b_proj.weight"] * (root / 2.0 ** (SMALL + restored)),
+        }
+        return Converted(weights=weights | made)
