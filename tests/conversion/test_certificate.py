@@ -1,0 +1,285 @@
+"""The certificate: the same fields for all, and every number what it says."""
+
+import json
+from dataclasses import asdict, fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+import rehead
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.conversion import Certificate, describe
+from rehead.conversion.certificate import CERTIFICATE, Text
+from rehead.errors import ConfigError, InvalidInput, NumericError
+
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5, qkv_bias=True)
+MHA = replace(GQA, n_kv_head=6)
+MLA = LatentConfig(
+    n_query_head=6, n_kv_head=2, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5, latent_norm=False
+)
+TIED = GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=9, tie_kv=True)
+ROPE = RopeConfig()
+ONE_OF_EACH = {
+    "repeat-heads": (GQA, MHA),
+    "pool-heads": (MHA, GQA),
+    "head-map": (GQA, replace(GQA, head_map="modular")),
+    "rope-layout": (replace(GQA, rope=ROPE), replace(GQA, rope=replace(ROPE, layout="interleaved"))),
+    "factor": (GQA, replace(MLA, qkv_bias=True)),
+    "pad-rank": (MLA, replace(MLA, kv_lora_rank=11)),
+    "expand": (MLA, replace(GQA, qkv_bias=False)),
+    "reduce": (MLA, TIED),
+}
+
+
+def table_shape(value):
+    """Names and types, whatever the numbers."""
+    if isinstance(value, dict):
+        return {key: table_shape(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [table_shape(value[0])] if value else []
+    return type(value).__name__
+
+
+@pytest.mark.parametrize(("source", "target"), ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+def test_the_same_fields_for_every_conversion(source, target, gpt, words, tmp_path):
+    name = next(name for name, pair in ONE_OF_EACH.items() if pair == (source, target))
+    model = gpt(source)
+    result, certificate = rehead.convert(model, target, calibration=words(90), test=words(70, seed=1))
+    assert [layer.steps for layer in certificate.layers] == [[name]] * 2
+    table = asdict(certificate)
+    layer = table_shape(table["layers"])[0]
+    assert list(layer) == [
+        "steps", "methods", "why", "source", "result", "kv_numbers", "lost_energy", "output_error",
+    ]  # fmt: skip
+    assert set(table["logits"]) == {"max_error", "relative_error", "kl", "argmax_flips", "tokens"}
+    assert table["format"] == "rehead-certificate-1"
+    assert table["calibration"].keys() == table["test"].keys() == {"tokens", "sha256", "read"}
+    assert table["loss"] == pytest.approx(table["loss"])
+    assert certificate.exact is (name not in ("pool-heads", "factor"))
+    assert table["healing"] == []
+    # to disk and back
+    assert json.loads(certificate.to_json()) == table
+    assert certificate.to_json().endswith("}\n")
+    (tmp_path / CERTIFICATE).write_text(certificate.to_json())
+    assert Certificate.read(tmp_path) == certificate
+    # sizes are those of the models
+    assert certificate.parameters == [sum(p.numel() for p in one.parameters()) for one in (model, result)]
+    assert certificate.layers[0].kv_numbers == [source.kv_numbers(), target.kv_numbers()]
+    assert certificate.kv_bytes_per_token == [2 * 8 * one.kv_numbers() for one in (source, target)]
+    assert certificate.dtype == "float64"
+    assert certificate.environment["torch"] == torch.__version__
+
+
+def test_a_lossy_promise_that_lost_nothing_is_exact(gpt):
+    """Copies are pooled: no promise, but nothing was lost."""
+    model = gpt(GQA)
+    copies, _ = rehead.convert(model, MHA)
+    for method in (None, "mean", "first"):
+        _, certificate = rehead.convert(copies, GQA, method=method)
+        assert certificate.exact is True
+        assert certificate.layers[0].lost_energy <= 1e-20
+        assert certificate.layers[0].why == ["3 KV heads become one"]
+    _, certificate = rehead.convert(gpt(MHA), GQA)
+    assert certificate.exact is False
+
+
+def test_a_rank_that_is_enough_for_these_weights_is_exact(gpt, apart):
+    """Below full rank, but the matrix is deficient."""
+    model = gpt(GQA, n_layer=1)
+    attention = model.layers[0].self_attn
+    stack = torch.randn(18, 5) @ torch.randn(5, 23)
+    attention.k_proj.weight.data, attention.v_proj.weight.data = stack[:8].clone(), stack[8:].clone()
+    result, certificate = rehead.convert(model, to="mla", kv_rank=5)
+    assert certificate.exact is True
+    assert apart(model, result) < 1e-12
+    _, certificate = rehead.convert(model, to="mla", kv_rank=4)
+    assert certificate.exact is False
+
+
+def test_one_lossy_layer_is_a_lossy_model(gpt):
+    model = gpt(MHA, GQA)
+    _, certificate = rehead.convert(model, GQA)
+    assert [layer.steps for layer in certificate.layers] == [["pool-heads"], []]
+    assert certificate.exact is False
+    assert [layer.lost_energy == 0 for layer in certificate.layers] == [False, True]
+
+
+def test_lost_energy_by_hand(gpt):
+    """Of the stacked keys' and values' weights, per layer; of two lossy steps, what both leave."""
+    model = gpt(GQA)
+    _, certificate = rehead.convert(model, to="mla", kv_rank=7, method="svd")
+    for layer, found in zip(model.layers, certificate.layers, strict=True):
+        stack = torch.cat([layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight])
+        values = torch.linalg.svdvals(stack.detach()).square()
+        assert found.lost_energy == pytest.approx(float(values[7:].sum() / values.sum()), rel=1e-10)
+    mha = gpt(MHA)
+    _, pooled = rehead.convert(mha, to="gqa", n_kv_head=2)
+    half, _ = rehead.convert(mha, to="gqa", n_kv_head=2)
+    _, factored = rehead.convert(half, to="mla", kv_rank=7)
+    _, both = rehead.convert(mha, to="mla", n_kv_head=2, kv_rank=7)
+    for one, other, all_steps in zip(pooled.layers, factored.layers, both.layers, strict=True):
+        assert all_steps.methods == ["procrustes", "svd"]
+        kept = (1 - one.lost_energy) * (1 - other.lost_energy)
+        assert all_steps.lost_energy == pytest.approx(1 - kept, rel=1e-9)
+
+
+def test_output_error_by_hand(gpt, words):
+    """RMS of the difference on the inputs each layer gets in the source, over the RMS of its output."""
+    model, test = gpt(GQA), words(70)
+    result, certificate = rehead.convert(model, to="mla", kv_rank=7, test=test)
+    from rehead.conversion.convert import blocks_of
+
+    (ids, _), *_ = blocks_of(model, test)
+    x = model.embed_tokens(ids) + model.embed_positions(torch.arange(ids.shape[1]))
+    for layer, other, found in zip(model.layers, result.layers, certificate.layers, strict=True):
+        normed = layer.input_layernorm(x)
+        expected = layer.self_attn(normed)
+        difference = other.self_attn(normed) - expected
+        error = (difference.square().mean() / expected.square().mean()).sqrt().item()
+        assert found.output_error == pytest.approx(error, rel=1e-9)
+        x = layer(x)
+
+
+def test_logits_and_losses_by_hand(gpt, words):
+    """KL of the source to the result, changed likeliest tokens, nats per token, each over every target."""
+    model, test = gpt(GQA), words(70)
+    result, certificate = rehead.convert(model, to="mla", kv_rank=7, test=test)
+    from rehead.conversion.convert import blocks_of
+
+    kl, flips, losses, largest, error = [], [], [], 0.0, 0.0
+    for ids, targets in blocks_of(model, test):
+        with torch.no_grad():
+            logits = [one(ids)[targets != -100] for one in (model, result)]
+        logs = [one.log_softmax(-1) for one in logits]
+        kl.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
+        flips.append(logs[0].argmax(-1) != logs[1].argmax(-1))
+        wanted = targets[targets != -100]
+        losses.append(torch.stack([-log[torch.arange(len(wanted)), wanted] for log in logs]))
+        centred = [one - one.mean(-1, keepdim=True) for one in logits]
+        largest = max(largest, centred[0].abs().max().item())
+        error = max(error, (centred[0] - centred[1]).abs().max().item())
+    found = certificate.logits
+    assert found["tokens"] == 69
+    assert found["kl"] == pytest.approx(torch.cat(kl).mean().item(), rel=1e-9)
+    assert found["argmax_flips"] == pytest.approx(torch.cat(flips).double().mean().item())
+    assert certificate.loss == pytest.approx(torch.cat(losses, 1).mean(1).tolist(), rel=1e-9)
+    assert found["max_error"] == pytest.approx(error, rel=1e-9)
+    assert found["relative_error"] == pytest.approx(error / largest, rel=1e-9)
+
+
+def test_without_a_text_random_tokens(gpt):
+    model = gpt(GQA)
+    _, certificate = rehead.convert(model, to="mla", kv_rank=7)
+    assert certificate.loss is certificate.test is certificate.calibration is None
+    assert certificate.logits["tokens"] == 4 * model.config.block_size
+    assert certificate.logits["kl"] > 0
+    again, other = (rehead.convert(model, to="mla", kv_rank=7, seed=seed)[1] for seed in (0, 5))
+    assert again == certificate
+    assert other.seed == 5
+    assert other.logits != certificate.logits
+
+
+def test_a_text_is_named_by_its_tokens(words):
+    ids = words(100)
+    text = Text.of(ids, 60)
+    assert (text.tokens, text.read) == (100, 60)
+    assert Text.of(ids[:50], 60).read == 50
+    assert Text.of(ids.astype(np.uint16), 60) == text  # as it is stored, or as it is computed
+    assert Text.of(words(100, seed=1), 60).sha256 != text.sha256
+
+
+def test_fitting_and_measuring_on_one_text_is_refused(gpt, words):
+    model, ids = gpt(GQA), words(70)
+    with pytest.raises(
+        ConfigError, match=r"calibration and test text are the same.*Give another text"
+    ) as caught:
+        rehead.convert(model, to="mla", kv_rank=7, calibration=ids, test=ids.astype(np.uint16))
+    assert "held back" in str(caught.value)
+    rehead.convert(model, to="mla", kv_rank=7, calibration=ids, test=words(70, seed=1))
+
+
+def test_texts_that_do_not_fit_are_refused(gpt, words):
+    model = gpt(GQA)
+    for name in ("calibration", "test"):
+        with pytest.raises(InvalidInput, match="1 tokens has nothing to predict"):
+            rehead.convert(model, to="mla", kv_rank=7, **{name: words(1)})
+        with pytest.raises(InvalidInput, match="29"):
+            rehead.convert(model, to="mla", kv_rank=7, **{name: words(50, vocab=31)})
+
+
+REFUSED = {
+    "two layers for three": (lambda model: [GQA] * 3, {}, "3 attentions for 2 layers"),
+    "a wish beside a config": (lambda model: MHA, {"n_kv_head": 3}, "n_kv_head beside a config"),
+    "another model": (
+        lambda model: replace(model.config, n_hidden=99),
+        {},
+        "the two models differ beyond their attention",
+    ),
+    "unknown wish": (lambda model: "mla", {"kv_rnak": 3}, "'kv_rnak'.*kv_rank"),
+    "unknown target": (lambda model: "mlaa", {}, "unknown target 'mlaa'. Did you mean 'mla'"),
+}
+
+
+@pytest.mark.parametrize(("to", "wish", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_convert_refuses(to, wish, says, gpt):
+    model = gpt(GQA)
+    with pytest.raises(ConfigError, match=says):
+        rehead.convert(model, to(model), **wish)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_damaged_model_is_refused(bad, gpt):
+    model = gpt(GQA)
+    model.layers[1].mlp.up_proj.weight.data[3, 4] = bad
+    with pytest.raises(NumericError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinity"):
+        rehead.convert(model, to="mla")
+
+
+def test_a_model_without_heads_is_refused():
+    from rehead.config import RNNConfig
+    from rehead.model import build
+
+    model = build(RNNConfig(vocab_size=29, block_size=16, n_embd=5, n_layer=1, n_hidden=7, n_output=29))
+    with pytest.raises(ConfigError, match="type rnn has no heads to convert"):
+        rehead.convert(model, to="mla")
+
+
+DESCRIBED = {
+    "mqa, 1 KV head of 4": replace(GQA, n_kv_head=1),
+    "gqa, 2 KV heads of 4, modular, window 5": replace(GQA, head_map="modular", window=5),
+    "mha, 6 KV heads of 4, rope": replace(MHA, rope=ROPE),
+    "gqa, 2 KV heads of 4, rope interleaved": replace(GQA, rope=RopeConfig(layout="interleaved")),
+    "mqa, 1 KV head of 9, tied": TIED,
+    "mla, rank 9": MLA,
+    "mla, rank 9, rebuilt keys, rope": replace(MLA, rope=ROPE),
+    "mla, rank 9 + 6 rotated, rope": replace(MLA, qk_rope_head_dim=6),
+}
+
+
+@pytest.mark.parametrize(("words", "config"), DESCRIBED.items(), ids=DESCRIBED)
+def test_in_a_few_words(words, config):
+    assert describe(config) == words
+
+
+DAMAGED = ["", "[]", "{}", '{"format": 1}', "null", "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:20])
+def test_what_is_no_certificate(text, tmp_path):
+    (tmp_path / CERTIFICATE).write_text(text)
+    with pytest.raises(InvalidInput, match="is no certificate of a conversion"):
+        Certificate.read(tmp_path)
+
+
+def test_no_certificate_at_all(tmp_path):
+    with pytest.raises(InvalidInput, match=CERTIFICATE):
+        Certificate.read(tmp_path)
+
+
+def test_fields_are_all_documented_by_their_names():
+    """What a script may rely on; growing it is fine, so this list grows with it."""
+    assert {field.name for field in fields(Certificate)} >= {
+        "format", "exact", "layers", "source", "result", "logits", "loss", "kv_bytes_per_token", "parameters",
+        "dtype", "calibration", "test", "seed", "environment",
+    }  # fmt: skip

@@ -1,0 +1,248 @@
+"""What a text shows of each layer: the right sums, and nothing else kept."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.conversion.base import Evidence
+from rehead.conversion.moments import Moment, attentions, gather
+from rehead.data import IGNORE, evaluation_blocks
+from rehead.errors import ConfigError
+
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5, qkv_bias=True)
+MLA = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5)
+KINDS = {
+    "learned positions": GQA,
+    "rope": replace(GQA, rope=RopeConfig()),
+    "window": replace(GQA, window=5),
+    "tied": GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=7, tie_kv=True),
+}
+kinds = pytest.mark.parametrize("attention", KINDS.values(), ids=KINDS)
+
+
+def blocks_of(ids, length=16, batch=3):
+    return list(evaluation_blocks(ids, length, batch))
+
+
+def evidence_of(model, blocks, *, gradients):
+    return gather(model, iter(blocks), gradients=gradients)
+
+
+def stored(model, blocks):
+    """By adding 0 to every key and value, and keeping it all: the sums of x x^T and of g g^T."""
+    layers, seen, zeros = attentions(model), [], []
+    hooks = []
+    for layer in layers:
+        hooks.append(layer.register_forward_pre_hook(lambda _, args: seen.append(args[0])))
+        for part in (layer.k_proj, layer.v_proj):
+            if part is not None:
+
+                def add(_, args, output):
+                    zeros.append(torch.zeros_like(output).requires_grad_())
+                    return output + zeros[-1]
+
+                hooks.append(part.register_forward_hook(add))
+    inputs, gradients = [[] for _ in layers], [[] for _ in layers]
+    for ids, targets in blocks:
+        seen.clear(), zeros.clear()
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="sum")
+        counts = (targets != IGNORE).flatten()
+        found = torch.autograd.grad(loss, zeros)
+        each = len(zeros) // len(layers)
+        for index in range(len(layers)):
+            x = seen[index].detach().flatten(0, 1)[counts]
+            inputs[index].append(torch.cat([x, torch.ones(len(x), 1)], 1))
+            parts = torch.cat(found[index * each : (index + 1) * each], 2)
+            gradients[index].append(parts.flatten(0, 1)[counts])
+    for hook in hooks:
+        hook.remove()
+
+    def mean(rows):
+        rows = torch.cat(rows)
+        return rows.mT @ rows / len(rows)
+
+    return [mean(rows) for rows in inputs], [mean(rows) for rows in gradients]
+
+
+def check(model, blocks, expected):
+    """Inputs to rounding; gradients to that of the loss, which is in float32."""
+    found = evidence_of(model, blocks, gradients=True)
+    for evidence, inputs, outputs in zip(found, *expected, strict=True):
+        torch.testing.assert_close(evidence.inputs, inputs)
+        scale = outputs.abs().max()
+        torch.testing.assert_close(evidence.outputs / scale, outputs / scale, rtol=1e-4, atol=1e-5)
+
+
+@kinds
+def test_those_of_stored_activations(attention, gpt, words):
+    model = gpt(attention)
+    ids = words(150)
+    expected = stored(model, blocks_of(ids))
+    check(model, blocks_of(ids), expected)
+    for mutant in (blocks_of(ids)[:-1], blocks_of(ids, 15), blocks_of(words(150, seed=1))):
+        with pytest.raises(AssertionError):
+            check(model, mutant, expected)
+
+
+def test_gradients_of_a_forward_by_hand(gpt, words):
+    """One layer written out: embedding, norm, heads in a loop, MLP, head."""
+    model = gpt(replace(GQA, n_query_head=4, o_bias=True), n_layer=1)
+    (ids, targets), *_ = blocks_of(words(49))
+    (layer,), w = model.layers, dict(model.named_parameters())
+    D = model.config.n_embd
+    x = w["embed_tokens.weight"][ids] + w["embed_positions.weight"][: ids.shape[1]]
+    normed = F.layer_norm(x, (D,), layer.input_layernorm.weight, layer.input_layernorm.bias)
+
+    def linear(name, source):
+        return source @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    query, key, value = (linear(f"layers.0.self_attn.{n}_proj", normed) for n in "qkv")
+    heads = []
+    for h in range(4):
+        g = h // 2
+        scores = query[..., 4 * h : 4 * h + 4] @ key[..., 4 * g : 4 * g + 4].mT / 2
+        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ value[..., 5 * g : 5 * g + 5])
+    x = x + linear("layers.0.self_attn.o_proj", torch.cat(heads, -1))
+    second = layer.post_attention_layernorm
+    hidden = F.layer_norm(x, (D,), second.weight, second.bias)
+    x = x + linear(
+        "layers.0.mlp.down_proj", F.gelu(linear("layers.0.mlp.up_proj", hidden), approximate="tanh")
+    )
+    logits = F.layer_norm(x, (D,), w["norm.weight"], w["norm.bias"]) @ w["head.weight"].T
+    torch.testing.assert_close(logits, model(ids))
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    g = torch.cat(torch.autograd.grad(loss, [key, value]), 2).flatten(0, 1)
+    (evidence,) = evidence_of(model, [(ids, targets)], gradients=True)
+    expected = g.mT @ g / len(g)
+    torch.testing.assert_close(evidence.outputs, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    rows = torch.cat([normed.flatten(0, 1), torch.ones(len(g), 1)], 1).detach()
+    torch.testing.assert_close(evidence.inputs, rows.mT @ rows / len(rows))
+
+
+@kinds
+def test_however_it_is_batched(attention, gpt, words):
+    model, ids = gpt(attention), words(130)
+    one, other = (evidence_of(model, blocks_of(ids, batch=size), gradients=True) for size in (1, 5))
+    for here, there in zip(one, other, strict=True):
+        torch.testing.assert_close(here.inputs, there.inputs)
+        torch.testing.assert_close(
+            here.outputs, there.outputs, rtol=1e-3, atol=1e-5 * float(here.outputs.max())
+        )
+
+
+def test_a_list_of_uneven_batches(gpt, words):
+    """The last one has fewer rows; the annotations allow it, however often they are checked."""
+    model, blocks = gpt(GQA, n_layer=1), blocks_of(words(60))
+    assert [len(ids) for ids, _ in blocks] == [3, 1]
+    for _ in range(20):
+        gather(model, blocks, gradients=False)
+
+
+def test_what_is_no_target_does_not_count(gpt, words):
+    """The rest of a last block: whatever stands there."""
+    model = gpt(GQA)
+    (ids, targets), *_ = blocks_of(words(49))
+    targets[1, 9:] = IGNORE
+    garbage = ids.clone()
+    garbage[1, 9:] = 5
+    one, other = (evidence_of(model, [(some, targets)], gradients=True) for some in (ids, garbage))
+    for here, there in zip(one, other, strict=True):
+        torch.testing.assert_close(here.inputs, there.inputs)
+        torch.testing.assert_close(here.outputs, there.outputs)
+    assert one[0].inputs[-1, -1] == 1  # the constant: the mean is over what counts
+    all_count = evidence_of(model, [(ids, targets.clamp(min=0))], gradients=False)
+    assert not torch.allclose(all_count[0].inputs, one[0].inputs)
+
+
+def test_without_gradients_none_are_taken(gpt, words):
+    model = gpt(GQA)
+    model.head.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    seen = []
+    for evidence in evidence_of(model, blocks_of(words(60)), gradients=False):
+        assert evidence.outputs is None
+        assert evidence.inputs.shape == (24, 24)
+    assert not any(seen)
+
+
+def test_a_latent_has_inputs_only(gpt, words):
+    for evidence in evidence_of(gpt(MLA), blocks_of(words(60)), gradients=False):
+        assert evidence.inputs.shape == (24, 24)
+        assert evidence.outputs is None
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_is_left_as_it_was(gradients, training, gpt, words):
+    """Mode, what needs gradients, the gradients there were, hooks; also where the text is broken off."""
+    model = gpt(replace(GQA, attn_pdrop=0.5), resid_pdrop=0.5).train(training)
+    model.layers[1].requires_grad_(False)
+    model.head.weight.grad = torch.full_like(model.head.weight, 7.0)
+    needed = [weight.requires_grad for weight in model.parameters()]
+
+    def broken():
+        yield blocks_of(words(60))[0]
+        raise InterruptedError
+
+    one = evidence_of(model, blocks_of(words(60)), gradients=gradients)
+    with pytest.raises(InterruptedError):
+        evidence_of(model, broken(), gradients=gradients)
+    assert model.training is training
+    assert [weight.requires_grad for weight in model.parameters()] == needed
+    assert (model.head.weight.grad == 7).all()
+    assert all(weight.grad is None for weight in model.layers.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.is_grad_enabled()
+    other = evidence_of(model.eval(), blocks_of(words(60)), gradients=gradients)
+    for here, there in zip(one, other, strict=True):  # without dropout
+        assert torch.equal(here.inputs, there.inputs)
+
+
+def test_in_float32_sums_are_float64(gpt, words):
+    for evidence in evidence_of(gpt(GQA).float(), blocks_of(words(60)), gradients=True):
+        assert evidence.inputs.dtype == evidence.outputs.dtype == torch.float64
+
+
+def test_activations_are_not_kept(gpt, words):
+    """At the third batch, nothing of the first is alive, however long the text."""
+    model, alive = gpt(GQA), []
+    model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args: alive[-1].append(weakref.ref(args[0]))
+    )
+    for part in (model.layers[1].self_attn.k_proj, model.head):
+        part.register_forward_hook(lambda _, args, output: alive[-1].append(weakref.ref(output)))
+
+    def blocks():
+        for block in blocks_of(words(230)):
+            gc.collect()
+            for batch in alive[:-1]:
+                assert len(batch) == 3
+                assert not any(one() is not None for one in batch)
+            alive.append([])
+            yield block
+
+    evidence_of(model, blocks(), gradients=True)
+    assert len(alive) == 5
+
+
+def test_a_moment_holds_one_matrix():
+    moment = Moment()
+    assert moment.mean() is None
+    rows = torch.randn(50, 7)
+    for some in rows.split(8):
+        moment.add(some)
+    torch.testing.assert_close(moment.mean(), rows.mT @ rows / 50)
+    held = {name: value for name, value in vars(moment).items() if isinstance(value, torch.Tensor)}
+    assert {name: tuple(value.shape) for name, value in held.items()} == {"total": (7, 7)}
+
+
+def test_evidence_that_is_not_there():
+    evidence = Evidence(inputs=torch.eye(4))
+    assert torch.equal(evidence.second_moment("inputs"), torch.eye(3))
+    with pytest.raises(ConfigError, match=r"reads a text. Give a calibration text, or use method=svd"):
+        evidence.second_moment("outputs")
