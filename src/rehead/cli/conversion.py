@@ -1,4 +1,4 @@
-"""`rehead plan` and `rehead convert`."""
+"""`rehead plan`, `rehead convert` and `rehead export`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -105,3 +105,28 @@ def convert(
         say(asdict(certificate), "", json)
     else:
         present_certificate(certificate, destination)
+
+
+@app.command
+def export(
+    source: Path,
+    destination: Path,
+    *,
+    format: Annotated[
+        Literal["auto", "gpt2", "llama", "mistral", "qwen2", "qwen3", "deepseek_v3"],
+        Parameter(help="the family to write; auto takes the first that can say all of the model"),
+    ] = "auto",
+    json: Json = False,
+) -> None:
+    """Write a model as a stock Hugging Face folder that other software loads without rehead.
+
+    MQA with rope, and models without rope, go out exactly as DeepSeek-V3's MLA,
+    which vLLM and SGLang serve with their own kernels. What a class cannot say is
+    refused by name.
+    """
+    from rehead.conversion.export import export_folder
+
+    architecture, certificate = export_folder(source, destination, format)
+    error = None if certificate is None else certificate.logits["relative_error"]
+    facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
+    say(facts, f"{architecture} in {destination}", json)

@@ -50,9 +50,9 @@ def convert_folder(
     measure on. Raises UsageError for a lossy result without `allow_loss`, with the loss it would have;
     then, as after any failure, nothing is left at `destination`.
     """
-    _require_apart(source, destination)
+    require_apart(source, destination)
     with publish(destination) as aside:
-        model, tokenizer = read_at(source, lambda place: (load(place), _tokenizer(place)))
+        model, tokenizer = read_at(source, lambda place: (load(place), tokenizer_of(place)))
         with tempfile.TemporaryDirectory() as scratch:
             texts = _texts(source, model, tokenizer, calibration, test, Path(scratch))
             to = _layers(model, wish, texts, method, measured_ranks, max_loss)
@@ -76,7 +76,8 @@ def read_plannable(path: Path) -> ModelConfig:
     return read_at(path, native.read_config) if path.is_dir() else native.read_config(path)
 
 
-def _require_apart(source: Path, destination: Path) -> None:
+def require_apart(source: Path, destination: Path) -> None:
+    """Refuse to write where the source is."""
     here, there = source.resolve(), destination.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise UsageError(
@@ -85,7 +86,8 @@ def _require_apart(source: Path, destination: Path) -> None:
         )
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder, if it has one."""
     return Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
 
 

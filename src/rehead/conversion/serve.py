@@ -10,9 +10,10 @@ import torch
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.config import GPTConfig
-from rehead.conversion.certificate import Certificate
+from rehead.conversion.certificate import Certificate, describe
 from rehead.conversion.convert import convert, require_heads
 from rehead.conversion.latent import full_rank
+from rehead.conversion.path import path
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel, build
 
@@ -36,6 +37,13 @@ def to_deepseek(model: LanguageModel, **texts: Any) -> tuple[LanguageModel, Cert
     if model.head.weight.dtype == torch.float16:
         raise ConfigError("float16 cannot hold the identity norm's small numbers: use bfloat16 or float32.")
     wide = [_target(layer, config.n_embd) for layer in config.attention]
+    for layer, target in zip(config.attention, wide, strict=True):
+        lossy = [step.promise.why for step in path(layer, target, config.n_embd) if not step.promise.exact]
+        if lossy:
+            raise ConfigError(
+                f"{describe(layer)} is no exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head rotates in "
+                "its own way, and that class has one rotary part for all. Convert it to mqa and heal it first."
+            )
     found, certificate = convert(model, wide, **texts)
     return with_eps(found, NORM_EPS), certificate
 
