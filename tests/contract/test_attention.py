@@ -609,7 +609,11 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: grouped(head_dim=9, rope=True), "head_dim=9", "Use 8 or 10, or rope=False"),
     (lambda: grouped(head_dim=1, rope=True), "head_dim=1", "Use 2, or rope=False"),
     (lambda: grouped(score="aditive"), "'aditive'", "Did you mean 'additive'? Known: scaled_dot"),
-    (lambda: grouped(tie_kv=True, v_head_dim=7), "v_head_dim=7", "Use v_head_dim=10 and rope=False, or tie_kv=False"),
+    (
+        lambda: grouped(tie_kv=True, v_head_dim=7),
+        "v_head_dim=7",
+        "Use v_head_dim=10 and rope=False, or tie_kv=False",
+    ),
     (lambda: latent(kv_lora_rank=0), "kv_lora_rank=0", "a whole number of at least 1"),
     (lambda: latent(q_lora_rank=0), "q_lora_rank=0", "a whole number of at least 1"),
     (lambda: latent(qk_rope_head_dim=-2), "qk_rope_head_dim=-2", "a whole number of at least 1"),

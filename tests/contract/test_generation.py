@@ -9,7 +9,7 @@ from rehead.attention import LayerCache, variants
 from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
 from rehead.errors import NumericError, UsageError
-from rehead.generate import generate, stream
+from rehead.generation import generate, stream
 from rehead.model import GPT, build
 
 B, V, D, BLOCK = 3, 23, 14, 12
