@@ -174,7 +174,7 @@ def wide_window(monkeypatch):
 
 
 def seen_padding(monkeypatch):
-    monkeypatch.setattr("rehead.generate.EMPTY", 0)
+    monkeypatch.setattr("rehead.generation.EMPTY", 0)
 
 
 @pytest.mark.parametrize(
