@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "rehead"
 FILES = sorted(SRC.rglob("*.py"))
 ROOMS = """
-    errors registry attention config model checkpoint tokenizer data sampling generate measure conversion training
+    errors registry attention config model checkpoint tokenizer data sampling generation measure conversion training
     report study cli
 """  # low to high: a room imports from itself and from those before it
 ROOMS = ROOMS.split()
@@ -127,10 +127,11 @@ import tempfile
 with tempfile.TemporaryDirectory() as folder:
     rehead.save(model, folder + "/m")
     model = rehead.load(folder + "/m")
-print(rehead.generate(model, torch.zeros(1, 2, dtype=torch.long), 3, 0).shape)
+for again in range(2):  # a name that is a module's too would be the module from then on
+    print(rehead.generate(model, torch.zeros(1, 2, dtype=torch.long), 3, 0).shape)
 """
     done = run(code)
-    assert done.stdout.strip() == "torch.Size([1, 5])", done.stderr
+    assert done.stdout.split("\n")[:2] == ["torch.Size([1, 5])"] * 2, done.stderr
 
 
 def test_help_imports_no_torch():

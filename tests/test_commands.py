@@ -149,7 +149,7 @@ def test_a_mistake_leaves_nothing_in_the_way():
 
 
 def test_a_bug_of_ours_is_logged(model, capfd, monkeypatch):
-    monkeypatch.setattr("rehead.generate.stream", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("rehead.generation.stream", lambda *a, **k: 1 / 0)
     assert main(["generate", model, "--prompt", "O"]) == 8
     line = capfd.readouterr().err.strip()
     log = Path(line.rsplit(" ", 1)[1].rstrip("."))
@@ -161,7 +161,7 @@ def test_ctrl_c_outside_training(model, monkeypatch):
     def stopped(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rehead.generate.stream", stopped)
+    monkeypatch.setattr("rehead.generation.stream", stopped)
     assert main(["generate", model, "--prompt", "O"]) == 130
 
 

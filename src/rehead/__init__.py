@@ -11,11 +11,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rehead.checkpoint import load, save
     from rehead.conversion import convert
-    from rehead.generate import generate
+    from rehead.generation import generate
 
 _HOMES = {
     "convert": "rehead.conversion",
-    "generate": "rehead.generate",
+    "generate": "rehead.generation",
     "load": "rehead.checkpoint",
     "save": "rehead.checkpoint",
 }

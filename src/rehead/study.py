@@ -15,7 +15,7 @@ from rehead import checkpoint
 from rehead.config import RunOptions, flags
 from rehead.data.files import write_whole
 from rehead.errors import ConfigError, InvalidInput
-from rehead.generate import stream
+from rehead.generation import stream
 from rehead.measure import cache_bytes, decode_speed, kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
 from rehead.measure.memory import held_cache_bytes

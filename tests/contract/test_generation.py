@@ -9,7 +9,7 @@ from rehead.attention import LayerCache, variants
 from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
 from rehead.errors import NumericError, UsageError
-from rehead.generate import generate, stream
+from rehead.generation import generate, stream
 from rehead.model import GPT, build
 
 B, V, D, BLOCK = 3, 23, 14, 12
@@ -174,7 +174,7 @@ def wide_window(monkeypatch):
 
 
 def seen_padding(monkeypatch):
-    monkeypatch.setattr("rehead.generate.EMPTY", 0)
+    monkeypatch.setattr("rehead.generation.EMPTY", 0)
 
 
 @pytest.mark.parametrize(

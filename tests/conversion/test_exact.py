@@ -11,7 +11,7 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, scores
 from rehead.attention.rope import LinearScaling
 from rehead.conversion import conversions
-from rehead.generate import generate
+from rehead.generation import generate
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
 MHA, MQA = replace(GQA, n_kv_head=6), replace(GQA, n_kv_head=1)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rehead.attention import GroupedConfig, LatentConfig, kernels, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
-from rehead.generate import generate
+from rehead.generation import generate
 from rehead.measure import cache_bytes, forward_flops, kv_bytes_per_token, parameters
 from rehead.model import build
 

@@ -9,7 +9,7 @@ import torch
 import rehead
 from rehead.config import RNNConfig
 from rehead.errors import ConfigError, UsageError
-from rehead.generate import generate
+from rehead.generation import generate
 from rehead.measure import cache_bytes, parameters
 from rehead.model import RNN, both_seen, build
 from rehead.model.rnn import ElmanLayer, slide

@@ -31,7 +31,7 @@ def generate(
     import torch
 
     from rehead.checkpoint import load, read_at
-    from rehead.generate import stream
+    from rehead.generation import stream
     from rehead.tokenizer import Tokenizer
     from rehead.training.start import choose_device
 

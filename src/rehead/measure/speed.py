@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from rehead.generate import generate
+from rehead.generation import generate
 from rehead.model import LanguageModel
 
 

@@ -11,7 +11,7 @@ from rehead.checkpoint import native
 from rehead.config import RunOptions, flags
 from rehead.data import BatchSampler, Split, Tokens, evaluation_blocks, split
 from rehead.errors import ConfigError, Interrupted, NumericError
-from rehead.generate import stream
+from rehead.generation import stream
 from rehead.measure import evaluate, parameters
 from rehead.tokenizer import Tokenizer
 from rehead.training import state

@@ -1,0 +1,75 @@
+"""CONVERSION.md says what the certificate says."""
+
+from dataclasses import replace
+
+import pytest
+
+import rehead
+from rehead.attention import GroupedConfig
+from rehead.conversion.page import markdown, page
+
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
+
+
+@pytest.fixture
+def certificate(gpt, words):
+    model = gpt(GQA, replace(GQA, n_kv_head=3))
+    return rehead.convert(
+        model, to="mla", kv_rank=7, calibration=words(200), test=words(90, seed=1), seed=11
+    )[1]
+
+
+def test_all_the_figures_are_there(certificate):
+    text, logits = page(certificate), certificate.logits
+    first = certificate.layers[0]
+    for figure in (
+        f"From **{first.source}** to **{first.result}**, and others (below). **Approximate.**",
+        f"| loss, nats per token | {certificate.loss[0]:.4f} | {certificate.loss[1]:.4f} |",
+        f"| KV cache, bytes per token | {8 * (18 + 27)} | {8 * 14} |",
+        f"| parameters | {certificate.parameters[0]:,} | {certificate.parameters[1]:,} |",
+        f"Compared on 89 tokens of a text that was not fitted to (sha256 of its ids {certificate.test.sha256[:12]}",
+        f"| largest error of a logit | {logits['max_error']:.3g} |",
+        f"| KL divergence from the source, nats per token | {logits['kl']:.3g} |",
+        f"| likeliest token is another | {100 * logits['argmax_flips']:.3g} % |",
+        f"| 0 | 18 to 7 | factor (weighted) | {first.lost_energy:.2e} | {first.output_error:.2e} |",
+        "| 1 | 27 to 7 | factor (weighted) |",
+        "rank 7 of the 18 that hold everything; rank 7 of the 23 that hold everything.",
+        f"Fitted to 200 of the 200 tokens of a text (sha256 of its ids {certificate.calibration.sha256[:12]}",
+        "seed 11; weights in float64; ",
+        f"torch {certificate.environment['torch']}",
+    ):
+        assert figure in text, figure
+
+
+def test_exact_and_without_a_text(gpt):
+    _, certificate = rehead.convert(gpt(GQA), to="mla")
+    text = page(certificate)
+    assert "From **gqa, 2 KV heads of 4** to **mla, rank 18**. **Exact**: the same function" in text
+    assert "Compared on random tokens, since no text was given." in text
+    assert "Fitted to no text" in text
+    assert "nats per token |" not in text.split("## How far")[0]
+    assert "## Healing" not in text
+    assert "Why: rank 18 holds all keys and values." in text
+
+
+def test_nothing_done(gpt):
+    _, certificate = rehead.convert(gpt(GQA), GQA)
+    assert "Nothing had to change." in page(certificate)
+    assert "| 0 | 18 to 18 | none | 0.00e+00 | 0.00e+00 |" in page(certificate)
+
+
+def test_healing_is_a_table_of_its_own(certificate):
+    healed = {"steps": 300, "batch_tokens": 4096, "kl": [0.25, 0.125], "loss": [None, 1.5]}
+    text = page(replace(certificate, healing=[healed]))
+    assert "| 300 | 4,096 | 0.2500 to 0.1250 | ? to 1.5000 |" in text
+    assert text.index("## What was done") < text.index("## Healing") < text.index("## Where")
+
+
+def test_every_table_is_rectangular(certificate):
+    for block in page(certificate).split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1, block
+
+
+def test_a_table():
+    assert markdown(("", "a"), [("b", "1")]).splitlines() == ["|  | a |", "| --- | ---: |", "| b | 1 |"]

@@ -1,0 +1,240 @@
+"""Stock folders of transformers, read and written: the same logits, the same tokens, the same bytes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import rehead
+from rehead.checkpoint import families, stock
+from rehead.conversion.serve import to_deepseek
+from rehead.errors import ConfigError
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+BASE = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": 53, "n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 64, "eos_token_id": None}
+LATENT = {
+    "kv_lora_rank": 14,
+    "q_lora_rank": 11,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 8,
+}
+CASES = {
+    **{
+        f"llama, {kv} KV heads, {'tied' if tie else 'untied'}": (
+            "Llama",
+            BASE | {"num_key_value_heads": kv, "head_dim": 10, "tie_word_embeddings": tie},
+        )
+        for kv in (1, 2, 6)
+        for tie in (False, True)
+    },
+    "llama, biases": ("Llama", BASE | {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}),
+    "llama, scaled rope": ("Llama", BASE | {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+    "llama, linear rope": (
+        "Llama",
+        BASE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+    ),
+    "mistral, window": ("Mistral", BASE | {"num_key_value_heads": 2, "sliding_window": 5, "head_dim": 10}),
+    "mistral, none": ("Mistral", BASE | {"num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2", BASE | {"num_key_value_heads": 2}),
+    "qwen2, windows": (
+        "Qwen2",
+        BASE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", BASE | {"num_key_value_heads": 2, "head_dim": 10}),
+    "qwen3, biases, tied": (
+        "Qwen3",
+        BASE | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, untied, narrow": ("GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 40}),
+    "deepseek": ("DeepseekV3", BASE | LATENT),
+    "deepseek, plain queries, half-split": (
+        "DeepseekV3",
+        BASE | LATENT | {"q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": True},
+    ),
+}
+
+
+def classes(name):
+    head = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    return getattr(transformers, head), getattr(transformers, f"{name}Config")
+
+
+@torch.no_grad()
+def made(name, fields, folder):
+    """Their model with no weight at its first value, saved in `folder`."""
+    torch.set_default_dtype(torch.float32)
+    kind, config = classes(name)
+    model = kind(config(**fields)).eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def relative(ours, theirs):
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.fixture(params=CASES, ids=list(CASES))
+def case(request, tmp_path):
+    name, fields = CASES[request.param]
+    return name, made(name, fields, tmp_path / "theirs"), rehead.load(tmp_path / "theirs"), tmp_path
+
+
+@torch.no_grad()
+def test_logits_and_greedy_tokens_are_theirs(case):
+    _, theirs, ours, _ = case
+    ids = torch.randint(1, 53, (2, 30))
+    assert relative(ours(ids), theirs(ids).logits) <= 2e-5
+    options = {"max_new_tokens": 32, "do_sample": False, "use_cache": True}
+    expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert rehead.generate(ours, ids, max_new_tokens=32, temperature=0).tolist() == expected.tolist()
+
+
+@torch.no_grad()
+def test_written_back_nothing_is_missing_and_every_byte_is_the_same(case):
+    name, theirs, ours, folder = case
+    kind = name.lower().replace("deepseekv3", "deepseek_v3")
+    family = families[kind]
+    table = family.write(ours.config)
+    assert stock.read_config(table, "config.json") == ours.config
+    stock.export(ours, folder / "back", family, {})
+    back, info = classes(name)[0].from_pretrained(folder / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    state = back.state_dict()
+    assert state.keys() == theirs.state_dict().keys()
+    for key, weight in theirs.state_dict().items():
+        assert torch.equal(state[key], weight), key
+    ids = torch.randint(1, 53, (2, 30))
+    assert torch.equal(back(ids).logits, theirs(ids).logits)
+
+
+def test_wrong_layouts_are_seen(tmp_path):
+    """The checks above can fail: another rope layout, a window one too long."""
+    from dataclasses import replace
+
+    theirs = made("Mistral", CASES["mistral, window"][1], tmp_path / "theirs")
+    ours = rehead.load(tmp_path / "theirs")
+    ids = torch.randint(1, 53, (2, 30))
+    layer = ours.config.attention[0]
+    for mutant in (replace(layer, window=6), replace(layer, rope=replace(layer.rope, layout="interleaved"))):
+        wrong = rehead.model.build(replace(ours.config, attention=(mutant,) * 3)).eval()
+        wrong.load_state_dict(ours.state_dict())
+        with torch.no_grad():
+            assert relative(wrong(ids), theirs(ids).logits) > 1e-3
+
+
+EXACT = {
+    "mqa, heads of 64": {"num_attention_heads": 3, "head_dim": 64, "rms_norm_eps": 1e-5},
+    "mqa, heads of 32, tied": {"head_dim": 32, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    "mqa, heads of 16": {"head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", EXACT.values(), ids=list(EXACT))
+def test_mqa_goes_out_exactly_as_deepseek(fields, tmp_path):
+    """The canonical shape, an identity norm, eps 1e-6: the same logits through another architecture."""
+    theirs = made("Llama", BASE | fields | {"num_key_value_heads": 1}, tmp_path / "llama")
+    converted, certificate = to_deepseek(rehead.load(tmp_path / "llama"))
+    assert certificate.exact
+    family = stock.fitting(converted.config)
+    assert family.architecture == "DeepseekV3ForCausalLM"
+    stock.export(converted, tmp_path / "mla", family, {})
+    mla, info = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "mla", output_loading_info=True)
+    assert not any(info.values())
+    config = mla.config
+    sizes = (config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
+    assert sizes == (256, 64, 128, 128)
+    ids = torch.randint(1, 53, (2, 40))
+    assert relative(mla(ids).logits, theirs(ids).logits) <= 5e-6
+    options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert mla.generate(ids, **options).tolist() == theirs.generate(ids, **options).tolist()
+    gold = theirs.double()(ids).logits
+    errors = [relative(model.bfloat16()(ids).logits.double(), gold) for model in (mla, theirs)]
+    assert errors[0] <= 1.5 * errors[1]  # one more rounding of a third of the weights, in a tiny model
+
+
+@torch.no_grad()
+def test_a_model_without_rope_goes_out_exactly(tmp_path):
+    """Its keys and values become one latent of full rank beside a rotary part of zeros."""
+    from rehead.config import ModelOptions
+
+    torch.set_default_dtype(torch.float32)
+    options = ModelOptions(shape="llama", rope=False, n_layer=2, n_query_head=6, n_kv_head=2, n_embd=48)
+    config = options.resolve(53, 64)
+    from dataclasses import replace
+
+    config = replace(config, learned_positions=False, embd_pdrop=0.0, resid_pdrop=0.0)
+    model = rehead.model.build(config).eval()
+    converted, certificate = to_deepseek(model)
+    assert certificate.exact
+    stock.export(converted, tmp_path / "mla", stock.fitting(converted.config), {})
+    mla = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "mla")
+    ids = torch.randint(1, 53, (2, 40))
+    assert relative(mla(ids).logits, model(ids)) <= 5e-6
+
+
+def test_what_deepseek_cannot_say_is_refused(tmp_path):
+    made("Llama", BASE | {"num_key_value_heads": 2}, tmp_path / "gqa")
+    made("Llama", BASE | {"num_key_value_heads": 1, "attention_bias": True}, tmp_path / "biased")
+    made("Qwen3", BASE | {"num_key_value_heads": 1}, tmp_path / "normed")
+    for folder, why in (("gqa", "2 KV heads become one"), ("biased", "qkv_bias"), ("normed", "qk_norm_eps")):
+        with pytest.raises(ConfigError) as caught:
+            to_deepseek(rehead.load(tmp_path / folder))
+        assert why in str(caught.value)
+
+
+def test_every_family_is_tested():
+    assert {name.lower().replace("deepseekv3", "deepseek_v3") for name, _ in CASES.values()} == set(families)
+
+
+def test_folders_of_the_first_releases_are_read(tmp_path):
+    """GPT-2's own file has no prefix and the mask as a buffer; old Llamas carry their angles."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    theirs = made("GPT2", GPT2, tmp_path / "gpt2")
+    file = tmp_path / "gpt2" / "model.safetensors"
+    old = {name.removeprefix("transformer."): weight for name, weight in load_file(file).items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(old, file, metadata={"format": "pt"})
+    ids = torch.randint(1, 53, (2, 30))
+    with torch.no_grad():
+        assert relative(rehead.load(tmp_path / "gpt2")(ids), theirs(ids).logits) <= 2e-5
+
+    theirs = made("Llama", BASE | {"rope_parameters": LLAMA3}, tmp_path / "llama")
+    path = Path(tmp_path / "llama" / "config.json")
+    table = json.loads(path.read_text())
+    rope = table.pop("rope_parameters")
+    table["rope_theta"] = rope.pop("rope_theta")
+    table["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    path.write_text(json.dumps(table))
+    with torch.no_grad():
+        assert relative(rehead.load(tmp_path / "llama")(ids), theirs(ids).logits) <= 2e-5
