@@ -19,6 +19,7 @@ BASE = {
     "intermediate_size": 40,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
+    "num_key_value_heads": 6,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
