@@ -89,7 +89,7 @@ def _table(folder: Path) -> dict[str, Any]:
     path = folder if folder.suffix == ".json" else folder / "config.json"
     table = strict_json(path, LARGEST_CONFIG)
     if not isinstance(table, dict):
-        raise InvalidInput(f"{path}: expected a table.")
+        raise InvalidInput(f"{path} does not say format={FORMAT!r}: expected a table.")
     return table
 
 

@@ -31,7 +31,11 @@ def family_of(table: Table, where: str) -> Family:
 
 def read_config(table: Table, where: str) -> GPTConfig:
     """The config that a stock config.json describes."""
-    return family_of(table, where).read(Fields(table, where))
+    family = family_of(table, where)
+    try:
+        return family.read(Fields(table, where))
+    except ConfigError as error:
+        raise InvalidInput(f"{where}: {error}") from error
 
 
 def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Tensor]:
