@@ -2,7 +2,8 @@
 
 from rehead.config.codec import decode, encode
 from rehead.config.model import GPTConfig, ModelConfig, RNNConfig, model_types
-from rehead.config.options import DataOptions, ModelOptions, RunOptions, SystemOptions, TrainerOptions
+from rehead.config.model_options import ModelOptions
+from rehead.config.options import DataOptions, RunOptions, SystemOptions, TrainerOptions
 
 __all__ = [
     "DataOptions",

@@ -1,0 +1,236 @@
+"""The flags of the `model` group, and the config they describe."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig, scores
+from rehead.attention.grouped import HeadMap, divisors
+from rehead.attention.rope import Layout, RopeScaling
+from rehead.config.codec import decode
+from rehead.config.model import MAX_LAYERS, GPTConfig, ModelConfig, RNNConfig
+from rehead.errors import ConfigError, InvalidInput
+from rehead.registry import nearest
+
+Shape = Literal["gpt", "llama"]
+LATENT_ONLY = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "latent_norm")
+GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv", "qk_norm_eps")
+RNN_ONLY = ("activation",)
+ROPE_ONLY = ("rope_theta", "rope_layout", "rope_scaling")
+HEADS = ("attention", "n_kv_head", "head_dim", "v_head_dim", "window", "rope")
+PER_LAYER = HEADS + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY + ("n_query_head", "bias", "attn_pdrop")
+"""Flags of the attention: those that an entry of `layers` may change."""
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Flags of a model; what is None follows from the others.
+
+    `shape` gpt is the homework's (LayerNorm, GELU, biases, learned positions unless rope), llama is
+    Llama's (RMSNorm, SwiGLU, no biases, rope). `layers` is a pattern of changes to the attention,
+    repeated over the layers: [{window: 64}, {window: 64}, {}] makes every third layer see all.
+
+    `pretrained_folder` starts from weights of the model that the flags describe, `folder` from a model
+    as it is, whatever it is; then no other flag of this group means anything.
+    """
+
+    type: Literal["gpt", "rnn"] = "gpt"
+    shape: Shape = "gpt"
+    attention: Literal["mha", "gqa", "mqa", "mla"] | None = None
+    n_layer: int | None = None
+    n_query_head: int = 6
+    n_kv_head: int | None = None
+    n_embd: int = 192
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    head_map: HeadMap | None = None
+    window: int | None = None
+    score: str | None = None
+    score_width: int | None = None
+    tie_kv: bool | None = None
+    qk_norm_eps: float | None = None
+    rope: bool | None = None
+    rope_theta: float | None = None
+    rope_layout: Layout | None = None
+    rope_scaling: dict[str, Any] | None = None
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    latent_norm: bool | None = None
+    layers: list[dict[str, Any]] | None = None
+    norm: Literal["layernorm", "rmsnorm"] | None = None
+    mlp: Literal["gelu", "swiglu"] | None = None
+    n_hidden: int | None = None
+    bias: bool | None = None
+    tie_embeddings: bool = False
+    activation: Literal["tanh", "slide"] | None = None
+    embd_pdrop: float = 0.1
+    resid_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    pretrained_folder: str | None = None
+    folder: str | None = None
+
+    def resolve(self, vocab_size: int, block_size: int) -> ModelConfig:
+        """The model these flags describe. Raises ConfigError where they contradict each other."""
+        if self.folder is not None:
+            raise ConfigError(f"model.folder={self.folder} is a model already: flags describe none.")
+        if self.type == "rnn":
+            return self._rnn(vocab_size, block_size)
+        self._refuse(RNN_ONLY, "model.type=gpt")
+        llama = self.shape == "llama"
+        n_layer = 6 if self.n_layer is None else self.n_layer
+        if not 1 <= n_layer <= MAX_LAYERS:
+            raise ConfigError(f"model.n_layer={n_layer}. Use 1 to {MAX_LAYERS}.")
+        if self.n_embd < 1:
+            raise ConfigError(f"model.n_embd={self.n_embd}. Use 1 or more.")
+        swiglu = self.mlp == "swiglu" or (self.mlp is None and llama)
+        pattern = self.layers or [{}]
+        kinds = [self._layer(changes) for changes in pattern[:n_layer]]
+        return GPTConfig(
+            vocab_size=vocab_size,
+            block_size=block_size,
+            n_embd=self.n_embd,
+            attention=tuple(kinds[index % len(kinds)] for index in range(n_layer)),
+            learned_positions=not self._rotates,
+            norm=self.norm or ("rmsnorm" if llama else "layernorm"),
+            norm_eps=1e-5,
+            mlp="swiglu" if swiglu else "gelu",
+            n_hidden=_or(self.n_hidden, 8 * self.n_embd // 3 if swiglu else 4 * self.n_embd),
+            mlp_bias=self._bias,
+            tie_embeddings=self.tie_embeddings,
+            embd_pdrop=self.embd_pdrop,
+            resid_pdrop=self.resid_pdrop,
+        )
+
+    @property
+    def _rotates(self) -> bool:
+        return self.shape == "llama" if self.rope is None else self.rope
+
+    @property
+    def _bias(self) -> bool:
+        return self.shape == "gpt" if self.bias is None else self.bias
+
+    def _layer(self, changes: dict[str, Any]) -> AttentionConfig:
+        """The attention of one layer: the common flags with this layer's changes."""
+        kinds = {field.name: field.type for field in fields(self) if field.name in PER_LAYER}
+        for name, value in changes.items():
+            if name not in kinds:
+                raise ConfigError(f"model.layers: unknown key {name!r}.{nearest(name, list(kinds))}")
+            if name != "rope_scaling":  # which _rope reads
+                _decoded(kinds[name], value, f"model.layers: {name}")
+        changed = replace(self, **changes)
+        return changed._latent() if changed.attention == "mla" else changed._grouped()
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "n_query_head": self.n_query_head,
+            "rope": self._rope(),
+            "window": self.window,
+            "attn_pdrop": self.attn_pdrop,
+            "qkv_bias": self._bias,
+            "o_bias": self._bias,
+        }
+
+    def _grouped(self) -> GroupedConfig:
+        self._refuse(LATENT_ONLY, f"model.attention={self.attention or 'mha, gqa or mqa'}")
+        n_kv_head = self.n_kv_head
+        if n_kv_head is None:
+            if self.attention == "gqa":
+                raise ConfigError("model.attention=gqa needs model.n_kv_head: how many KV heads?")
+            n_kv_head = 1 if self.attention == "mqa" else self.n_query_head
+        if self.score_width is not None and self.score != "additive":
+            raise ConfigError(
+                f"model.score_width={self.score_width} with score={self.score or 'scaled_dot'}: only additive "
+                "scores have units. Use model.score=additive, or leave score_width out."
+            )
+        sizes = {} if self.score_width is None else {"width": self.score_width}
+        config = GroupedConfig(
+            **self._common(),
+            n_kv_head=n_kv_head,
+            head_dim=self._head_dim(),
+            v_head_dim=_or(self.v_head_dim, self._head_dim()),
+            head_map=self.head_map or "contiguous",
+            score=scores[self.score or "scaled_dot"](**sizes),
+            tie_kv=bool(self.tie_kv),
+            qk_norm_eps=self.qk_norm_eps,
+        )
+        if self.attention not in (None, config.name):
+            raise ConfigError(
+                f"model.attention={self.attention} contradicts model.n_kv_head={n_kv_head} with "
+                f"n_query_head={self.n_query_head}, which is {config.name}. Leave one of them out."
+            )
+        return config
+
+    def _latent(self) -> LatentConfig:
+        self._refuse(GROUPED_ONLY, "model.attention=mla")
+        head_dim = self._head_dim()
+        rope_width = self.qk_rope_head_dim
+        if rope_width is None:
+            rope_width = head_dim // 4 * 2 if self._rotates else 0
+        return LatentConfig(
+            **self._common() | {"rope": self._rope() or False},
+            n_kv_head=_or(self.n_kv_head, self.n_query_head),
+            kv_lora_rank=_or(self.kv_lora_rank, 4 * head_dim),
+            q_lora_rank=self.q_lora_rank,
+            qk_nope_head_dim=_or(self.qk_nope_head_dim, head_dim),
+            qk_rope_head_dim=rope_width,
+            v_head_dim=_or(self.v_head_dim, head_dim),
+            latent_norm=True if self.latent_norm is None else self.latent_norm,
+        )
+
+    def _head_dim(self) -> int:
+        if self.head_dim is not None:
+            return self.head_dim
+        if self.n_query_head < 1 or self.n_embd % self.n_query_head:
+            raise ConfigError(
+                f"model.n_query_head={self.n_query_head} does not divide model.n_embd={self.n_embd}: heads share "
+                f"the width equally. Use one of {divisors(self.n_embd)}, or set model.head_dim."
+            )
+        return self.n_embd // self.n_query_head
+
+    def _rope(self) -> RopeConfig | None:
+        if not self._rotates:
+            self._refuse(ROPE_ONLY, "model.rope=False")
+            return None
+        scaling = _decoded(RopeScaling | None, self.rope_scaling, "model.rope_scaling")
+        theta = 10_000.0 if self.rope_theta is None else self.rope_theta
+        return RopeConfig(theta=theta, layout=self.rope_layout or "half-split", scaling=scaling)
+
+    def _rnn(self, vocab_size: int, block_size: int) -> RNNConfig:
+        others = ("shape", "layers", "norm", "mlp", "bias", "tie_embeddings")
+        self._refuse(HEADS + others + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY, "model.type=rnn")
+        return RNNConfig(
+            vocab_size=vocab_size,
+            block_size=block_size,
+            n_embd=self.n_embd,
+            n_layer=1 if self.n_layer is None else self.n_layer,
+            n_hidden=_or(self.n_hidden, self.n_embd),
+            n_output=vocab_size,
+            activation=self.activation or "tanh",
+            embd_pdrop=self.embd_pdrop,
+        )
+
+    def require_folder_only(self) -> None:
+        """Refuse flags beside `folder`."""
+        names = tuple(field.name for field in fields(self) if field.name != "folder")
+        self._refuse(names, f"model.folder={self.folder}, which says what the model is")
+
+    def _refuse(self, names: tuple[str, ...], because: str) -> None:
+        """Refuse flags that the model would not read."""
+        for name in names:
+            if getattr(self, name) != getattr(ModelOptions, name):
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)} means nothing with {because}. Leave it out."
+                )
+
+
+def _or(size: int | None, otherwise: int) -> int:
+    return otherwise if size is None else size
+
+
+def _decoded(kind: Any, value: Any, where: str) -> Any:
+    """A table or value from inside a flag, checked as a config file's would be."""
+    try:
+        return decode(kind, value, where)
+    except InvalidInput as error:
+        raise ConfigError(str(error)) from error
