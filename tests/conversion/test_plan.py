@@ -135,9 +135,9 @@ def shape(n_layer, n_embd, n_query_head, n_kv_head, head_dim):
     )
 
 
-POINTLESS = {  # DeepSeek's 576 numbers against
-    "SmolLM-135M": (shape(30, 576, 9, 3, 64), 384, "150 %"),
-    "Qwen2.5-0.5B": (shape(24, 896, 14, 2, 64), 256, "225 %"),
+POINTLESS = {  # DeepSeek's 576 numbers against; fewer layers, which changes no share
+    "SmolLM-135M": (shape(3, 576, 9, 3, 64), 384, "150 %"),
+    "Qwen2.5-0.5B": (shape(3, 896, 14, 2, 64), 256, "225 %"),
 }
 
 
@@ -154,7 +154,7 @@ def test_deepseeks_shape_is_pointless_for_small_caches(config, numbers, share):
 
 def test_deepseeks_shape_is_never_recommended():
     """Nor where it is smaller: no conversion leads there."""
-    made = plan(shape(32, 4096, 32, 32, 128), context=2048)
+    made = plan(shape(3, 4096, 32, 32, 128), context=2048)
     (row,) = [row for row in made.rows if "DeepSeek" in row.command]
     assert row.verdict == "impossible"
     assert row.why
@@ -223,7 +223,7 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize("n_token", [2, 4, 13])
+@pytest.mark.parametrize("n_token", [2, 13])
 @pytest.mark.parametrize("attention", DECODED.values(), ids=DECODED)
 def test_decode_flops_are_those_torch_counts(attention, n_token, gpt, monkeypatch):
     """With a cache, by the reference kernel, which skips nothing."""
