@@ -27,7 +27,7 @@ from rehead.conversion.folder import convert_folder
 from rehead.conversion.moments import attentions
 from rehead.conversion.page import markdown
 from rehead.data import source_of, split, tokenize
-from rehead.measure import kv_bytes_per_token
+from rehead.measure import evaluate, kv_bytes_per_token
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.report.plot import COLOURS
@@ -35,6 +35,7 @@ from rehead.tokenizer import Tokenizer
 from rehead.training import train
 from rehead.training.heal import heal_options
 
+HEALED = (100, 300)
 SVDS = ("svd", "whitened", "weighted")
 
 
@@ -97,15 +98,19 @@ def separate(model, texts, rank):
     return found.losses[1], found.kl
 
 
-def healed(options):
-    """Validation losses by step of a healing run, finished now unless it is."""
-    log = Path(options.system.work_dir) / "metrics.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    if not lines or lines[-1].get("event") != "end":
+def healed(options, blocks):
+    """Losses by step of a healing run, finished now unless it is, on the tokens the others are measured on."""
+    run = Path(options.system.work_dir)
+    log = run / "metrics.jsonl"
+    if not log.exists() or '"event": "end"' not in log.read_text():
         for _ in train(options):
             pass
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    found = {}
+    for step in HEALED:
+        folder = run / "checkpoints" / f"step-{step:06d}"
+        if folder.exists():
+            found[step] = evaluate(rehead.load(folder), blocks)[0]
+    return found
 
 
 def main():
@@ -147,15 +152,16 @@ def main():
         print(row, flush=True)
     before = certificate.loss[0]
     if arguments.heal:
-        changes = [f"trainer.max_iters={arguments.heal}", "trainer.eval_every=100", "trainer.resume=True"]
+        blocks = blocks_of(model, texts.val, TEST_TOKENS)
+        changes = [f"trainer.max_iters={arguments.heal}", "trainer.eval_every=300", "trainer.eval_batches=1"]
+        changes += ["trainer.save_every=100", "trainer.keep=9", "trainer.resume=True"]
         chosen = arguments.heal_only or [
             row["name"] for row in rows if row["name"].endswith((*SVDS, "procrustes"))
         ]
         for row in rows:
             if row["name"] in chosen:
-                row["healed"] = healed(
-                    heal_options(results / row["name"], source, [*changes, *arguments.flags])
-                )
+                options = heal_options(results / row["name"], source, [*changes, *arguments.flags])
+                row["healed"] = healed(options, blocks)
                 print(row, flush=True)
         control = heal_options(
             source, source, [*changes, *arguments.flags, f"system.work_dir={results}/control"]
@@ -164,7 +170,7 @@ def main():
         rows.append(
             {"name": "control", "kv_bytes": certificate.kv_bytes_per_token[0], "loss": before, "kl": 0.0}
         )
-        rows[-1]["healed"] = healed(control)
+        rows[-1]["healed"] = healed(control, blocks)
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
@@ -182,10 +188,7 @@ def main():
 def table(document):
     """All points, the source first."""
     base, size = document["source_loss"], document["source_kv_bytes"]
-    steps = sorted(
-        {step for row in document["points"] for step in row.get("healed", {}) if int(step)}, key=int
-    )
-    steps = [step for step in steps if int(step) in (100, 300)]
+    steps = sorted({step for row in document["points"] for step in row.get("healed", {})})
     header = (
         "point",
         "KV B/token",
@@ -230,8 +233,7 @@ def picture(document, path):
                 continue
             found.sort(key=lambda row: row["kv_bytes"])
             losses = [
-                row["loss"] if title != "healed" else row["healed"][max(row["healed"], key=int)]
-                for row in found
+                row["loss"] if title != "healed" else row["healed"][max(row["healed"])] for row in found
             ]
             axes.plot(
                 [row["kv_bytes"] for row in found], losses, "o-", color=colour, label=method, linewidth=1.6

@@ -46,7 +46,7 @@ def rotation(layout, angles):
 
 
 @ways
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(seeds)
 def test_turns_are_orthogonal_and_are_what_was_done(find, seed):
     heads, moment = heads_of(seed), moment_of(seed + 1)
@@ -57,7 +57,7 @@ def test_turns_are_orthogonal_and_are_what_was_done(find, seed):
 
 
 @planar
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(seeds, st.integers(0, 1000))
 def test_planar_turns_commute_with_rotation(layout, seed, position):
     _, turns, _ = PLANAR[layout](heads_of(seed), moment_of(seed))
@@ -78,7 +78,7 @@ def test_planar_turns_commute_with_rotation(layout, seed, position):
 
 
 @pytest.mark.parametrize("layout", [None, *PLANAR])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(seed=seeds)
 def test_planted_turns_are_found(layout, seed):
     """Copies of one head, each turned in its own way, are one head again."""
@@ -101,7 +101,7 @@ def test_planar_turns_do_not_find_what_is_no_angle(layout):
 
 
 @ways
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(seeds)
 def test_the_norm_is_restored(find, seed):
     """The head that stands for a group has the energy its members have on average, pair by pair if rotated."""

@@ -85,8 +85,7 @@ HEADS = (replace(DEEPSEEK, n_kv_head=2), replace(DEEPSEEK, n_kv_head=6), ["repea
 
 VARIATIONS = {
     "plain": {},
-    "biased, window": {"window": 5, "qkv_bias": True, "o_bias": True},
-    "biased": {"qkv_bias": True},
+    "biased, window": {"window": 5, "qkv_bias": True},
 }
 ROPES = {
     "rope": {"rope": RopeConfig()},
@@ -135,13 +134,13 @@ def test_logits_are_the_same(source, target, steps, gpt, apart):
     check(model, result, certificate, steps, apart, 1e-12)
 
 
-FEWER = [case for case in ALL if not case.id.endswith((", plain", ", biased"))]
+FEWER = [case for case in ALL if not case.id.endswith((", plain", ", rope"))]
 
 
 @pytest.mark.parametrize(("source", "target", "steps"), FEWER)
 def test_in_float32_text_is_the_same(source, target, steps, gpt, apart):
     """Token for token, with a cache, past the end of the context."""
-    model = gpt(source, block_size=7).float()
+    model = gpt(source, n_layer=1, block_size=7).float()
     result, certificate = rehead.convert(model, target)
     check(model, result, certificate, steps, partial(apart, n_token=6), 1e-5)
     assert {weight.dtype for weight in result.parameters()} == {torch.float32}

@@ -1,0 +1,468 @@
+"""`rehead plan` and `rehead convert` as a user meets them: folders whole or absent, one line of error."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import rehead
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.checkpoint import verify
+from rehead.cli import main
+from rehead.conversion import Certificate
+from rehead.generation import generate
+from rehead.tokenizer import Tokenizer
+
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A run of a few steps, trained once and copied to each test that wants it."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "text.txt").write_text(TEXT * 12)
+    here, before = os.getcwd(), torch.get_default_dtype()
+    os.chdir(place)
+    torch.set_default_dtype(torch.float32)
+    try:
+        done = main([
+            "train", "data.path=text.txt", "data.block_size=16", "system.work_dir=run", "model.n_layer=2",
+            "model.n_embd=12", "model.n_query_head=6", "model.n_kv_head=3", "trainer.batch_size=3",
+            "trainer.eval_batches=1", "trainer.max_iters=3", "trainer.device=cpu",
+        ])  # fmt: skip
+    finally:
+        os.chdir(here)
+        torch.set_default_dtype(before)
+    assert done == 0
+    return place
+
+
+@pytest.fixture
+def run(trained, tmp_path, capfd):
+    """run/ and text.txt, here."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    capfd.readouterr()
+    return "run"
+
+
+@pytest.fixture
+def model(gpt, tmp_path):
+    """A model folder without tokenizer."""
+    rehead.save(gpt(GQA).float(), tmp_path / "model")
+    return "model"
+
+
+def contents(folder):
+    return {str(path): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def one_line(capfd, status, *says):
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1, printed.err
+    assert printed.err.startswith("rehead: ")
+    assert len(printed.err) <= 400
+    assert all(part in printed.err for part in says), printed.err
+    assert "Traceback" not in printed.err
+    return status
+
+
+def refused(capfd, arguments, status, *says):
+    """The exit status and one line; nothing under the final name, nothing beside it, the source as it was."""
+    before, names = contents("."), sorted(os.listdir("."))
+    assert main(["convert", *arguments]) == status, capfd.readouterr().err
+    one_line(capfd, status, *says)
+    assert sorted(os.listdir(".")) == names
+    assert contents(".") == before
+
+
+# What is written
+
+
+@pytest.mark.parametrize("to", ["mha", "mla", "reduced"])
+def test_a_run_is_converted_exactly(to, run, capfd):
+    before = contents("run")
+    assert main(["convert", run, "out/new", "--to", to]) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert "exact" in printed.out
+    assert "on a held-out text" in printed.out
+    assert "out/new/CONVERSION.md" in printed.out
+    assert contents("run") == before
+    verify(Path("out/new"))
+    assert sorted(os.listdir("out/new")) == [
+        "CONVERSION.md", "MANIFEST.json", "config.json", "conversion.json", "generation_config.json",
+        "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    assert os.listdir("out") == ["new"]
+    source, result = rehead.load("run"), rehead.load("out/new")
+    ids = torch.randint(source.config.vocab_size, (3, 5))
+    assert torch.equal(generate(result, ids, 7, 0), generate(source, ids, 7, 0))
+    (step,) = Path("run/checkpoints").iterdir()
+    assert Path("out/new/tokenizer.json").read_bytes() == (step / "tokenizer.json").read_bytes()
+
+
+def test_the_certificate_beside_the_weights(run, capfd):
+    """Fitted to the training part of the run's own text, measured on its validation part."""
+    arguments = ["convert", run, "new", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss", "--json"]
+    assert main(arguments) == 0
+    printed = json.loads(capfd.readouterr().out)
+    certificate = Certificate.read(Path("new"))
+    assert printed == json.loads(Path("new/conversion.json").read_text()) == asdict(certificate)
+    assert certificate.exact is False
+    assert certificate.calibration.tokens + certificate.test.tokens == len(TEXT) * 12
+    assert certificate.calibration.tokens > certificate.test.tokens
+    assert f"{certificate.loss[1]:.4f}" in Path("new/CONVERSION.md").read_text()
+    assert rehead.load("new").config.attention[0].kv_lora_rank == 6
+    assert certificate.layers[0].methods == ["weighted"]
+
+
+def test_a_model_folder_without_tokenizer(model, capfd):
+    assert main(["convert", model, "new", "--to", "mla"]) == 0
+    assert "on random tokens" in capfd.readouterr().out
+    assert "tokenizer.json" not in os.listdir("new")
+    assert Certificate.read(Path("new")).loss is None
+
+
+def test_what_was_converted_is_converted_again(model, capfd):
+    """And back to the same config."""
+    for source, target, to in (("model", "a", "mla"), ("a", "b", "gqa")):
+        assert main(["convert", source, target, "--to", to]) == 0
+    assert rehead.load("b").config == rehead.load("model").config
+    capfd.readouterr()
+
+
+def test_texts_by_name(run, capfd):
+    """A calibration text keeps its last tenth to measure on; with --test all of it is fitted to."""
+    Path("other.txt").write_text(TEXT[::-1].replace("\n", "") * 3)
+    lossy = ["--to", "mqa", "--allow-loss", "--json"]
+    assert main(["convert", run, "a", *lossy, "--calibration", "other.txt"]) == 0
+    one = json.loads(capfd.readouterr().out)
+    total = 3 * len(TEXT)
+    assert one["calibration"]["tokens"] + one["test"]["tokens"] == total
+    assert one["test"]["tokens"] <= 0.2 * total
+    assert main(["convert", run, "b", *lossy, "--calibration", "other.txt", "--test", "text.txt"]) == 0
+    two = json.loads(capfd.readouterr().out)
+    assert two["calibration"]["tokens"] == total
+    assert two["test"]["tokens"] == 12 * len(TEXT)
+    assert main(["convert", run, "c", *lossy, "--test", "other.txt"]) == 0
+    three = json.loads(capfd.readouterr().out)
+    assert three["calibration"] is None
+    assert three["test"]["tokens"] == total
+
+
+@pytest.mark.filterwarnings("always:the run's own text")
+def test_a_run_whose_text_is_gone(run, capfd):
+    """One warning; then as for a model without a text."""
+    Path("text.txt").unlink()
+    assert main(["convert", run, "new", "--to", "mla", "--json"]) == 0
+    printed = capfd.readouterr()
+    assert len(printed.err.splitlines()) == 1
+    assert "the run's own text cannot be read" in printed.err
+    assert json.loads(printed.out)["test"] is None
+
+
+def test_ranks_by_measuring(run, capfd):
+    source = rehead.load("run")
+    budget = 0.5 * sum(layer.kv_numbers() for layer in source.config.attention)
+    ranks = ["--to", "mla", "--allow-loss", "--json"]
+    assert main(["convert", run, "a", *ranks, "--kv-fraction", "0.5", "--measured-ranks"]) == 0
+    capfd.readouterr()
+    assert sum(layer.kv_lora_rank for layer in rehead.load("a").config.attention) <= budget
+    assert main(["convert", run, "b", *ranks, "--max-loss", "0.01"]) == 0
+    loss = json.loads(capfd.readouterr().out)["loss"]
+    assert loss[1] - loss[0] < 0.1  # kept on the training part, near it on the other
+
+
+@pytest.mark.parametrize("command", ["convert", "plan"])
+def test_json_is_one_document(command, model, capfd):
+    words = ["convert", model, "new", "--to", "mha"] if command == "convert" else ["plan", model]
+    assert main([*words, "--json"]) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert len(printed.out.splitlines()) == 1
+    assert isinstance(json.loads(printed.out), dict)
+
+
+# Lossy without leave
+
+
+def test_a_loss_needs_leave_and_is_told(run, model, capfd):
+    says = ("this conversion is lossy", "Nothing was written", "Accept it with --allow-loss")
+    half = ["--to", "mla", "--kv-fraction", "0.5"]
+    refused(capfd, [run, "new", *half], 2, *says, "the loss would go from", "nats per token", "KL")
+    refused(capfd, [model, "new", *half], 2, *says, "random tokens", "--calibration TEXT")
+    refused(capfd, [run, "new", *half, "--json"], 2, *says)
+
+
+def test_folders_on_the_way_are_not_left_either(model, capfd):
+    refused(capfd, [model, "deep/er/new", "--to", "mqa"], 2, "this conversion is lossy")
+
+
+def test_no_text_is_advised_to_a_model_that_cannot_read_one(model, capfd):
+    """Without a tokenizer, --calibration is refused, so it is not what to give."""
+    assert main(["convert", model, "new", "--to", "mqa"]) == 2
+    assert "--calibration" not in capfd.readouterr().err
+
+
+# Mistakes
+
+MISTAKES = {
+    "rank 0": (["--to", "mla", "--kv-rank", "0"], 2, ["kv_rank=0", "Use 1 to 18"]),
+    "rank too large": (["--to", "mla", "--kv-rank", "19"], 2, ["kv_rank=19", "Use 1 to 18"]),
+    "rank and fraction": (
+        ["--to", "mla", "--kv-rank", "3", "--kv-fraction", "0.5"],
+        2,
+        ["kv_rank=3", "Give one"],
+    ),
+    "non-dividing heads": (
+        ["--to", "gqa", "--n-kv-head", "4"],
+        2,
+        ["n_kv_head=4", "n_query_head=6", "[1, 2, 3, 6]"],
+    ),
+    "no heads": (["--to", "gqa", "--n-kv-head", "0"], 2, ["n_kv_head=0", "[2, 3]"]),
+    "negative heads": (["--to", "gqa", "--n-kv-head", "-2"], 2, ["n_kv_head=-2", "[2, 3]"]),
+    "unknown target": (["--to", "mlaa"], 2, ["mlaa", "mla", "--help"]),
+    "unknown option": (["--to", "mla", "--kv-rnak", "3"], 2, ["--kv-rnak", "--kv-rank"]),
+    "unknown method": (["--to", "mla", "--method", "magic"], 2, ["magic", "svd"]),
+    "another's method": (["--to", "mla", "--kv-rank", "3", "--method", "mean"], 2, ["mean", "pool-heads"]),
+    "a text is needed": (
+        ["--to", "mla", "--kv-rank", "3", "--method", "whitened"],
+        2,
+        ["reads a text", "method=svd"],
+    ),
+    "no tokenizer": (
+        ["--to", "mla", "--calibration", "text.txt"],
+        3,
+        ["no tokenizer.json", "Leave the texts out"],
+    ),
+    "ranks without text": (
+        ["--to", "mla", "--kv-fraction", "0.5", "--measured-ranks"],
+        2,
+        ["ranks are measured on a text", "--calibration"],
+    ),
+    "loss without text": (["--to", "mla", "--max-loss", "0.1"], 2, ["--calibration TEXT"]),
+    "layout without rope": (["--rope-layout", "interleaved"], 2, ["rope_layout", "Leave it out"]),
+    "a rank of nothing": (["--kv-rank", "3"], 2, ["kv_rank=3", "--to mla or reduced"]),
+    "no number": (["--to", "mla", "--kv-rank", "many"], 2, ["many", "kv-rank"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "says"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(arguments, status, says, model, capfd):
+    Path("text.txt").write_text(TEXT)
+    refused(capfd, [model, "new", *arguments], status, *says)
+
+
+RUN_MISTAKES = {
+    "missing calibration": (["--calibration", "nowhere.txt"], 3, ["nowhere.txt"]),
+    "missing test": (["--test", "nowhere.txt"], 3, ["nowhere.txt"]),
+    "calibration is the test": (
+        ["--calibration", "text.txt", "--test", "text.txt"],
+        2,
+        ["calibration and test text are the same", "Give another"],
+    ),
+    "blank text": (["--calibration", "blank.txt"], 3, ["blank.txt", "0 tokens"]),
+    "not UTF-8": (["--calibration", "latin.txt"], 3, ["latin.txt", "UTF-8"]),
+    "unknown characters": (["--calibration", "other.txt"], 3, ["vocabulary", "'Ω'"]),
+    "a short text": (["--calibration", "short.txt"], 3, ["1 "]),
+    "fraction and loss": (
+        ["--kv-fraction", "0.5", "--max-loss", "0.1", "--allow-loss"],
+        2,
+        ["either --kv-fraction or --max-loss"],
+    ),
+    "a negative loss": (["--max-loss", "-1"], 2, ["max_loss=-1", "0 or more"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "says"), RUN_MISTAKES.values(), ids=RUN_MISTAKES)
+def test_mistakes_with_texts(arguments, status, says, run, capfd):
+    Path("blank.txt").write_text("   ")
+    Path("latin.txt").write_bytes(b"caf\xe9 au lait")
+    Path("other.txt").write_text("It was Ω. " * 20)
+    Path("short.txt").write_text("I")
+    refused(capfd, [run, "new", "--to", "mla", *arguments], status, *says)
+
+
+def test_rope_to_reduced(gpt, capfd):
+    rehead.save(gpt(replace(GQA, rope=RopeConfig())).float(), "model")
+    refused(capfd, ["model", "new", "--to", "reduced"], 2, "rope=True", "rotation", "W_UK and W_Q")
+
+
+def test_a_latent_norm_stands_in_the_way(gpt, capfd):
+    mla = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5)
+    rehead.save(gpt(mla).float(), "model")
+    refused(capfd, ["model", "new", "--to", "mha"], 2, "latent_norm=True")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(bad, gpt, capfd):
+    damaged = gpt(GQA).float()
+    damaged.layers[1].self_attn.k_proj.weight.data[2, 3] = bad
+    rehead.save(damaged, "model")
+    for arguments in (["--to", "mla"], ["--to", "mqa", "--allow-loss"]):
+        refused(capfd, ["model", "new", *arguments], 7, "layers.1.self_attn.k_proj.weight", "NaN or infinity")
+
+
+PLACES = {
+    "itself": ("model", 2, "source is never touched"),
+    "itself, otherwise spelled": ("./x/../model/", 2, "source is never touched"),
+    "inside it": ("model/new", 2, "source is never touched"),
+    "around it": (".", 2, "source is never touched"),
+    "a folder": ("standing", 3, "exists: choose another name"),
+    "a file": ("file", 3, "exists: choose another name"),
+    "a link to it": ("link", 2, "source is never touched"),
+    "below a file": ("file/new", 5, "file"),
+}
+
+
+@pytest.mark.parametrize(("place", "status", "says"), PLACES.values(), ids=PLACES)
+def test_places_that_will_not_do(place, status, says, model, capfd):
+    Path("standing").mkdir()
+    Path("standing/mine").write_text("mine")
+    Path("file").write_text("mine")
+    Path("x").mkdir()
+    Path("link").symlink_to("model")
+    refused(capfd, [model, place, "--to", "mha"], status, says)
+
+
+def test_sources_that_are_none(capfd):
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    refused(capfd, ["nowhere", "new", "--to", "mha"], 3, "nowhere", "model folder or a run folder")
+    refused(capfd, ["empty", "new", "--to", "mha"], 3, "empty", "config.json")
+    refused(capfd, ["file", "new", "--to", "mha"], 3, "file", "model folder or a run folder")
+
+
+def test_a_damaged_source(model, capfd):
+    weights = Path("model/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused(capfd, [model, "new", "--to", "mha"], 4, "model.safetensors is damaged")
+
+
+def test_a_tokenizer_that_is_damaged(run, capfd):
+    (step,) = Path("run/checkpoints").iterdir()
+    (step / "tokenizer.json").write_text("{}")
+    refused(capfd, [str(step), "new", "--to", "mha"], 4, "tokenizer.json is damaged")
+
+
+WRITES = [(os, "fsync"), (Path, "rename"), (Path, "write_text"), (Path, "chmod")]
+
+
+@pytest.mark.parametrize(("owner", "name"), WRITES, ids=[name for _, name in WRITES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_leaves_nothing(owner, name, number, model, capfd, monkeypatch):
+    """Whichever operation it shows in first."""
+    before, names = contents("."), sorted(os.listdir("."))
+
+    def fails(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        assert main(["convert", model, "new", "--to", "mha"]) == 5
+    one_line(capfd, 5, "cannot write new", os.strerror(number))
+    assert sorted(os.listdir(".")) == names
+    assert contents(".") == before
+
+
+def test_no_space_for_the_weights(model, capfd, monkeypatch):
+    from safetensors import SafetensorError
+
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("rehead.checkpoint.native.save_file", full)
+    refused(capfd, [model, "new", "--to", "mha"], 5, "cannot write new", "No space left", "Free some space")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_stopped_in_the_middle(error, model, capfd, monkeypatch):
+    """Ctrl-C, or out of memory: nothing is left either."""
+    names = sorted(os.listdir("."))
+
+    def stops(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(sys.modules["rehead.conversion.convert"], "certify", stops)
+    assert main(["convert", model, "new", "--to", "mha"]) == (130 if error is KeyboardInterrupt else 5)
+    assert sorted(os.listdir(".")) == names
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+# Plan
+
+
+def test_a_plan_on_the_terminal_and_as_json(run, capfd):
+    assert main(["plan", run, "--context", "9", "--batch", "2", "--dtype", "bf16"]) == 0
+    text = capfd.readouterr().out
+    assert main(["plan", run, "--context", "9", "--batch", "2", "--dtype", "bf16", "--json"]) == 0
+    table = json.loads(capfd.readouterr().out)
+    assert (table["context"], table["batch_size"], table["dtype"]) == (9, 2, "bfloat16")
+    present = table["rows"][0]
+    numbers = sum(layer.kv_numbers() for layer in rehead.load("run").config.attention)
+    assert present["kv_bytes_per_token"] == 2 * numbers
+    assert present["cache_bytes"] == 2 * numbers * 9 * 2
+    squeezed = "".join(text.split())
+    for row in table["rows"]:
+        assert "".join(row["variant"].split()) in squeezed or len(row["variant"]) > 20
+        assert row["verdict"] in text
+    assert "context 9, batch 2, bfloat16" in text
+    assert "".join(table["advice"].split())[:40] in squeezed
+
+
+def test_a_plan_of_what_is_not_built(model, capfd):
+    """A config.json alone, or a YAML of options; the same as of the folder."""
+    Path("alone.json").write_text(Path("model/config.json").read_text())
+    tables = []
+    for what in ("model", "alone.json", "model/config.json"):
+        assert main(["plan", what, "--json"]) == 0
+        tables.append(json.loads(capfd.readouterr().out))
+    assert tables[0] == tables[1] == tables[2]
+    assert tables[0]["context"] == 16
+    Path("options.yaml").write_text("model: {n_layer: 3, n_query_head: 8, n_embd: 64, rope: true}\n")
+    assert main(["plan", "options.yaml", "--context", "5", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["rows"][0]["kv_bytes_per_token"] == 4 * 3 * 2 * 64
+
+
+PLAN_MISTAKES = {
+    "nowhere": (["nowhere"], 3, ["nowhere"]),
+    "no JSON": (["bad.json"], 3, ["bad.json", "not JSON"]),
+    "no context": (["model", "--context", "0"], 2, ["context=0", "Use 1 or more"]),
+    "no batch": (["model", "--batch", "0"], 2, ["batch=0", "Use 1 or more"]),
+    "no dtype": (["model", "--dtype", "fp8"], 2, ["fp8", "bf16"]),
+    "no YAML": (["bad.yaml"], 3, ["bad.yaml"]),
+    "unknown option in YAML": (["other.yaml"], 2, ["n_kv_haed", "n_kv_head"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "says"), PLAN_MISTAKES.values(), ids=PLAN_MISTAKES)
+def test_mistakes_in_plan(arguments, status, says, model, capfd):
+    Path("bad.json").write_text("{")
+    Path("bad.yaml").write_text("model: [")
+    Path("other.yaml").write_text("model: {n_kv_haed: 3}\n")
+    assert main(["plan", *arguments]) == status, capfd.readouterr().err
+    one_line(capfd, status, *says)
+
+
+def test_ids_are_those_of_the_text(run, capfd):
+    """The certificate's sha256 is of the token ids, as anyone can compute it again."""
+    assert main(["convert", run, "new", "--to", "mha", "--test", "text.txt", "--json"]) == 0
+    table = json.loads(capfd.readouterr().out)
+    ids = Tokenizer.load(Path("new")).encode(TEXT * 12).astype(np.int64)
+    assert table["test"]["sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()

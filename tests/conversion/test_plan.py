@@ -1,0 +1,245 @@
+"""A plan's numbers are those of the models it speaks of, and its advice is sound."""
+
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import rehead
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
+from rehead.config import GPTConfig, RNNConfig
+from rehead.conversion.plan import plan
+from rehead.errors import ConfigError
+from rehead.measure.size import decode_bytes, decode_flops
+from rehead.model import build
+
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
+MHA, MQA = replace(GQA, n_kv_head=6), replace(GQA, n_kv_head=1)
+MLA = LatentConfig(
+    n_query_head=6, n_kv_head=2, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5, latent_norm=False
+)
+TIED = GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=9, tie_kv=True)
+ROPE = RopeConfig()
+MODELS = {
+    "mha": MHA,
+    "gqa": GQA,
+    "gqa, rope, bias": replace(GQA, rope=ROPE, qkv_bias=True),
+    "mqa, window": replace(MQA, window=5),
+    "mla": MLA,
+    "reduced": TIED,
+    "deepseek": replace(MLA, latent_norm=True, qk_rope_head_dim=6, rope=ROPE),
+}
+models = pytest.mark.parametrize("attention", MODELS.values(), ids=MODELS)
+
+
+def wish_of(command):
+    words = shlex.split(command)
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    kinds = {"--to": str, "--n-kv-head": int, "--kv-fraction": float}
+    return {name[2:].replace("-", "_"): kinds[name](value) for name, value in pairs.items()}
+
+
+def cache_held(model, n_token, batch):
+    cache = model.new_cache(batch, n_token)
+    with torch.no_grad():
+        model(torch.zeros(batch, n_token, dtype=torch.long), cache=cache)
+    return sum(layer.n_bytes for layer in cache)
+
+
+@models
+def test_rows_are_the_converted_models(attention, gpt):
+    """Every row that says it can be done is done: sizes, verdict and words are those of the result."""
+    model = gpt(attention)
+    made = plan(model.config, context=11, batch_size=3, dtype=torch.float64)
+    present, *others = made.rows
+    assert (present.verdict, present.command) == ("present", "")
+    assert (made.context, made.batch_size, made.dtype) == (11, 3, "float64")
+    assert len({row.variant for row in made.rows}) == len(made.rows)
+    tried = 0
+    for row in made.rows:
+        result, exact = model, True
+        if row.verdict in ("exact", "approximate") or row.why.startswith("exact, but"):
+            result, certificate = rehead.convert(model, **wish_of(row.command))
+            exact = certificate.exact
+            assert row.variant == certificate.layers[0].result
+            tried += 1
+        elif row is not present:
+            continue
+        assert row.parameters == sum(weight.numel() for weight in result.parameters())
+        assert row.cache_bytes == cache_held(result, 11, 3)
+        assert row.kv_bytes_per_token == 8 * sum(c.kv_numbers() for c in result.config.attention)
+        assert row.decode_flops == 3 * decode_flops(result.config, 11)
+        assert row.decode_bytes == decode_bytes(result.config, 11, 3, torch.float64)
+        if row.verdict == "exact":
+            assert exact is True
+        if row.verdict == "approximate":
+            assert exact is False
+        if row.verdict in ("exact", "approximate"):
+            assert row.kv_bytes_per_token < present.kv_bytes_per_token
+    assert tried > 0 or attention == MODELS["deepseek"]
+    assert others
+
+
+@models
+def test_what_is_called_impossible_is(attention, gpt):
+    model = gpt(attention)
+    for row in plan(model.config, context=11).rows:
+        if row.verdict == "impossible" and row.command.startswith("--to"):
+            with pytest.raises(ConfigError) as caught:
+                rehead.convert(model, **wish_of(row.command))
+            assert row.why in str(caught.value)
+
+
+@models
+def test_what_is_called_pointless_would_not_shrink_the_cache(attention, gpt):
+    rows = plan(gpt(attention).config, context=11).rows
+    for row in rows[1:]:
+        grows = row.kv_bytes_per_token >= rows[0].kv_bytes_per_token
+        assert (row.verdict == "pointless") == grows or row.verdict == "impossible"
+        if row.verdict == "pointless":
+            share = round(100 * row.kv_bytes_per_token / rows[0].kv_bytes_per_token)
+            assert f"{share} % of the present cache" in row.why
+
+
+@models
+def test_advice_is_a_row_that_pays(attention, gpt):
+    made = plan(gpt(attention).config, context=11)
+    named = [row for row in made.rows if row.command and f"{row.command} " in made.advice]
+    named = sorted(named, key=lambda row: len(row.command))[-1:]  # --to mla is the start of another
+    assert all(row.verdict in ("exact", "approximate") for row in named)
+    pays = [row for row in made.rows if row.verdict in ("exact", "approximate")]
+    assert bool(named) == bool(pays)
+    if any(row.verdict == "exact" for row in pays):
+        best = min(row.cache_bytes for row in pays if row.verdict == "exact")
+        assert min(row.cache_bytes for row in named) == best
+    if not pays:
+        assert "keep it as it is" in made.advice
+
+
+def shape(n_layer, n_embd, n_query_head, n_kv_head, head_dim):
+    attention = GroupedConfig(n_query_head=n_query_head, n_kv_head=n_kv_head, head_dim=head_dim, rope=ROPE)
+    return GPTConfig(
+        vocab_size=49_152,
+        block_size=2048,
+        n_embd=n_embd,
+        attention=(attention,) * n_layer,
+        learned_positions=False,
+        norm="rmsnorm",
+        norm_eps=1e-5,
+        mlp="swiglu",
+        n_hidden=4 * n_embd,
+        mlp_bias=False,
+        tie_embeddings=True,
+    )
+
+
+POINTLESS = {  # DeepSeek's 576 numbers against; fewer layers, which changes no share
+    "SmolLM-135M": (shape(3, 576, 9, 3, 64), 384, "150 %"),
+    "Qwen2.5-0.5B": (shape(3, 896, 14, 2, 64), 256, "225 %"),
+}
+
+
+@pytest.mark.parametrize(("config", "numbers", "share"), POINTLESS.values(), ids=POINTLESS)
+def test_deepseeks_shape_is_pointless_for_small_caches(config, numbers, share):
+    made = plan(config, context=2048, dtype=torch.bfloat16)
+    (row,) = [row for row in made.rows if "DeepSeek" in row.command]
+    assert made.rows[0].kv_bytes_per_token == 2 * config.n_layer * numbers
+    assert row.kv_bytes_per_token == 2 * config.n_layer * 576
+    assert row.verdict == "pointless"
+    assert row.why == f"{share} of the present cache"
+    assert "DeepSeek" not in made.advice
+
+
+def test_deepseeks_shape_is_never_recommended():
+    """Nor where it is smaller: no conversion leads there."""
+    made = plan(shape(3, 4096, 32, 32, 128), context=2048)
+    (row,) = [row for row in made.rows if "DeepSeek" in row.command]
+    assert row.verdict == "impossible"
+    assert row.why
+    assert "DeepSeek" not in made.advice
+
+
+def test_rebuilding_is_pointed_out_where_keys_rotate(gpt):
+    assert "Rebuilt keys save memory, not time" in plan(gpt(replace(GQA, rope=ROPE)).config, 11).advice
+    assert "Rebuilt keys" not in plan(gpt(GQA).config, 11).advice
+
+
+def test_layers_may_differ(gpt):
+    """Rows are for the whole model; the words are of its first layer."""
+    model = gpt(MHA, GQA)
+    made = plan(model.config, 11)
+    assert made.rows[0].kv_bytes_per_token == 4 * (54 + 18)
+    exact = [row for row in made.rows if row.command == "--to mla"]
+    assert [row.kv_bytes_per_token for row in exact] == [4 * (23 + 18)]
+    assert exact[0].verdict == "exact"
+
+
+def test_an_rnn_and_sizes_that_are_none(gpt):
+    rnn = RNNConfig(vocab_size=29, block_size=16, n_embd=5, n_layer=1, n_hidden=7, n_output=29)
+    with pytest.raises(ConfigError, match="type rnn has no heads to plan for"):
+        plan(rnn, 11)
+    config = gpt(GQA).config
+    with pytest.raises(ConfigError, match=r"context=0. Use 1 or more"):
+        plan(config, 0)
+    with pytest.raises(ConfigError, match=r"batch=-1. Use 1 or more"):
+        plan(config, 11, -1)
+
+
+# FLOPs of one decoded token
+
+
+def by_reference(query, key, value, mask, *, pdrop=0.0, **options):
+    return kernels.reference(query, key, value, mask.dense(), **options)
+
+
+def counted(config, n_token, batch):
+    """What torch counts for token number `n_token`, the others being in the cache."""
+    model = build(config).eval()
+    cache, ids = model.new_cache(batch), torch.zeros(batch, n_token, dtype=torch.long)
+    with torch.no_grad():
+        model(ids[:, :-1], cache=cache)
+        with FlopCounterMode(display=False) as counter:
+            model(ids[:, -1:], cache=cache)
+    return counter.get_total_flops() / batch
+
+
+DECODED = {
+    "mha": MHA,
+    "gqa": GQA,
+    "mqa": MQA,
+    "gqa, rope": replace(GQA, rope=ROPE),
+    "window": replace(GQA, window=5),
+    "mla absorbed": replace(MLA, kv_lora_rank=8),
+    "mla absorbed, all heads": replace(MLA, kv_lora_rank=8, n_kv_head=6),
+    "mla absorbed, window": replace(MLA, window=5),
+    "mla absorbed, rotated part": replace(MLA, kv_lora_rank=11, qk_rope_head_dim=6),
+    "mla, query latent": replace(MLA, qk_rope_head_dim=6, q_lora_rank=7),
+    "mla expanded": replace(MLA, n_query_head=12, n_kv_head=1, kv_lora_rank=300),
+    "rebuilt keys": replace(MLA, rope=ROPE),
+    "rebuilt keys, window": replace(MLA, rope=ROPE, window=5),
+    "reduced": TIED,
+}
+
+
+@pytest.mark.parametrize("n_token", [2, 13])
+@pytest.mark.parametrize("attention", DECODED.values(), ids=DECODED)
+def test_decode_flops_are_those_torch_counts(attention, n_token, gpt, monkeypatch):
+    """With a cache, by the reference kernel, which skips nothing."""
+    monkeypatch.setattr(kernels, "attend", by_reference)
+    config = gpt(attention).config
+
+    def check(predicted):
+        assert counted(config, n_token, 3) == predicted
+
+    check(decode_flops(config, n_token))
+    window = attention.window
+    for mutant in (
+        decode_flops(config, n_token + 1) if window is None or n_token < window else None,
+        decode_flops(replace(config, attention=config.attention[:1]), n_token),
+        decode_flops(replace(config, mlp="swiglu"), n_token),
+    ):
+        if mutant is not None:
+            with pytest.raises(AssertionError):
+                check(mutant)
