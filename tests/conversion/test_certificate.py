@@ -11,7 +11,7 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Certificate, describe
 from rehead.conversion.certificate import CERTIFICATE, Text
-from rehead.errors import ConfigError, InvalidInput, NumericError
+from rehead.errors import ConfigError, InvalidInput
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5, qkv_bias=True)
 MHA = replace(GQA, n_kv_head=6)
@@ -197,52 +197,6 @@ def test_fitting_and_measuring_on_one_text_is_refused(gpt, words):
         rehead.convert(model, to="mla", kv_rank=7, calibration=ids, test=ids.astype(np.uint16))
     assert "held back" in str(caught.value)
     rehead.convert(model, to="mla", kv_rank=7, calibration=ids, test=words(70, seed=1))
-
-
-def test_texts_that_do_not_fit_are_refused(gpt, words):
-    model = gpt(GQA)
-    for name in ("calibration", "test"):
-        with pytest.raises(InvalidInput, match="1 tokens has nothing to predict"):
-            rehead.convert(model, to="mla", kv_rank=7, **{name: words(1)})
-        with pytest.raises(InvalidInput, match="29"):
-            rehead.convert(model, to="mla", kv_rank=7, **{name: words(50, vocab=31)})
-
-
-REFUSED = {
-    "two layers for three": (lambda model: [GQA] * 3, {}, "3 attentions for 2 layers"),
-    "a wish beside a config": (lambda model: MHA, {"n_kv_head": 3}, "n_kv_head beside a config"),
-    "another model": (
-        lambda model: replace(model.config, n_hidden=99),
-        {},
-        "the two models differ beyond their attention",
-    ),
-    "unknown wish": (lambda model: "mla", {"kv_rnak": 3}, "'kv_rnak'.*kv_rank"),
-    "unknown target": (lambda model: "mlaa", {}, "unknown target 'mlaa'. Did you mean 'mla'"),
-}
-
-
-@pytest.mark.parametrize(("to", "wish", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_convert_refuses(to, wish, says, gpt):
-    model = gpt(GQA)
-    with pytest.raises(ConfigError, match=says):
-        rehead.convert(model, to(model), **wish)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_damaged_model_is_refused(bad, gpt):
-    model = gpt(GQA)
-    model.layers[1].mlp.up_proj.weight.data[3, 4] = bad
-    with pytest.raises(NumericError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinity"):
-        rehead.convert(model, to="mla")
-
-
-def test_a_model_without_heads_is_refused():
-    from rehead.config import RNNConfig
-    from rehead.model import build
-
-    model = build(RNNConfig(vocab_size=29, block_size=16, n_embd=5, n_layer=1, n_hidden=7, n_output=29))
-    with pytest.raises(ConfigError, match="type rnn has no heads to convert"):
-        rehead.convert(model, to="mla")
 
 
 DESCRIBED = {

@@ -237,21 +237,3 @@ def test_tied_heads_are_not_pooled(gpt):
     tied = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, tie_kv=True)
     with pytest.raises(ConfigError, match="pool-heads: tie_kv=True makes keys and values one"):
         rehead.convert(gpt(tied), replace(tied, n_kv_head=1))
-
-
-def test_an_unknown_method_and_one_of_another_conversion(gpt):
-    model = gpt(MHA)
-    with pytest.raises(
-        ConfigError, match=r"method='average' is unknown. Use one of .*procrustes, mean, first"
-    ):
-        rehead.convert(model, to="mqa", method="average")
-    with pytest.raises(
-        ConfigError, match=r"method='svd' is of factor, not of pool-heads. Use one of procrustes"
-    ):
-        rehead.convert(model, to="mqa", method="svd")
-    with pytest.raises(ConfigError, match=r"method='mean' is of pool-heads, not of head-map. Leave it out"):
-        rehead.convert(model, head_map_of(model), method="mean")
-
-
-def head_map_of(model):
-    return replace(model.config.attention[0], head_map="modular")

@@ -1,0 +1,121 @@
+"""The contract of a conversion, over the registry."""
+
+import inspect
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+import rehead
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, variants
+from rehead.cli import conversion as commands
+from rehead.conversion import conversions, methods, targets
+from rehead.conversion.base import Evidence
+from rehead.errors import ConfigError
+
+D = 23
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
+EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
+EXAMPLES |= {f"{name}, interleaved": replace(config, rope=RopeConfig(layout="interleaved"))
+             for name, config in EXAMPLES.items() if config.rope}  # fmt: skip
+TARGETS = [
+    GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=7, tie_kv=True),
+    LatentConfig(n_query_head=6, kv_lora_rank=13, qk_nope_head_dim=10, v_head_dim=7, latent_norm=False),
+]
+
+
+def cases():
+    """Every step of every conversion from every example of every variant."""
+    for name in conversions:
+        conversion = conversions[name]()
+        for label, source in EXAMPLES.items():
+            if isinstance(source, conversion.takes) and not conversion.refusal(source):
+                found = {result for target in TARGETS for result in conversion.steps(source, target, D)}
+                for result in sorted(found, key=repr):
+                    yield pytest.param(conversion, source, result, id=f"{name}: {label} to {result.name}")
+
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize(("conversion", "source", "result"), CASES)
+def test_what_every_step_keeps(conversion, source, result):
+    """Its weights fit the module of its result; with an exact promise, so does the output."""
+    torch.manual_seed(1)
+    module = source.build(D).requires_grad_(False)
+    for weight in module.parameters():
+        weight.copy_(0.5 * torch.randn_like(weight))
+    weights = dict(module.named_parameters())
+    before = {name: weight.clone() for name, weight in weights.items()}
+    promise = conversion.promise(source, result, D)
+    known = {} if promise.exact else conversion.methods
+    assert promise.exact or known
+    for method in known or [""]:
+        if known and known[method]:
+            continue  # reads a text
+        done = conversion.convert(weights, source, result, Evidence(), method)
+        other = result.build(D).requires_grad_(False)
+        other.load_state_dict(done.weights)
+        assert 0 <= done.lost <= 2
+        x = torch.randn(3, 8, D)
+        if promise.exact:
+            assert done.lost == 0
+            torch.testing.assert_close(other(x), module(x))
+        else:
+            assert done.lost > 0
+            assert not torch.allclose(other(x), module(x))
+    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
+    assert result != source
+    for field in ("n_query_head", "window", "causal", "attn_pdrop", "d_context"):
+        assert getattr(result, field) == getattr(source, field)
+
+
+def test_every_conversion_has_a_case():
+    assert {type(case.values[0]) for case in CASES} == {conversions[name] for name in conversions}
+
+
+@pytest.mark.parametrize("name", list(conversions))
+def test_every_conversion_says_what_it_does(name):
+    conversion = conversions[name]
+    assert conversion.__doc__
+    assert conversion.source
+    assert conversion.target
+    assert conversion.costs.endswith(".")
+    assert set().union(*conversion.methods.values(), set()) <= {"inputs", "outputs"}
+    if conversion.methods:
+        assert not list(conversion.methods.values())[-1]  # one does without a text
+
+
+def test_the_command_line_knows_all_of_them():
+    """Its choices are the registries'."""
+    found = inspect.get_annotations(commands.convert)
+
+    def choices(name):
+        return {
+            choice
+            for part in (found[name], *get_args(found[name]))
+            for literal in (part, *get_args(part))
+            for choice in get_args(literal)
+            if isinstance(choice, str)
+        }
+
+    assert choices("to") == set(targets)
+    assert choices("method") == set(methods())
+
+
+def test_methods_that_are_of_no_use(gpt):
+    model = gpt(replace(GQA, n_kv_head=6))
+    with pytest.raises(
+        ConfigError, match=r"method='average' is unknown. Use one of .*procrustes, mean, first"
+    ):
+        rehead.convert(model, to="mqa", method="average")
+    with pytest.raises(
+        ConfigError, match=r"method='svd' is of factor, not of pool-heads. Use one of procrustes"
+    ):
+        rehead.convert(model, to="mqa", method="svd")
+    modular = replace(model.config.attention[0], head_map="modular")
+    with pytest.raises(ConfigError, match=r"method='mean' is of pool-heads, not of head-map. Leave it out"):
+        rehead.convert(model, modular, method="mean")
+    with pytest.raises(ConfigError, match=r"method='mean' is of pool-heads, not of .*Leave it out"):
+        rehead.convert(model, model.config.attention[0], method="mean")
