@@ -58,6 +58,12 @@ WAYS = {  # source, target, steps, how many are approximations
     "gqa to a small reduced": (GQA, tied(7), ["factor", "reduce"], 1),
     "mla to a wider reduced": (replace(MLA, kv_lora_rank=10), tied(13), ["pad-rank", "reduce"], 0),
     "gqa to an mla of more heads": (GQA, replace(MLA, n_kv_head=6), ["factor", "repeat-heads"], 0),
+    "one step more, but exact": (
+        MQA,
+        replace(MLA, n_kv_head=6),
+        ["repeat-heads", "factor", "repeat-heads"],
+        0,
+    ),
     "rope and layout": (
         replace(GQA, rope=ROPE),
         replace(MLA, rope=replace(ROPE, layout="interleaved")),
