@@ -17,11 +17,22 @@ from rehead.errors import ConfigError
 D = 23
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
 EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
+MQA = replace(GQA, n_kv_head=1, rope=RopeConfig(), o_bias=True)
+FLAT = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5, latent_norm=False)
+EXAMPLES |= {"mqa, rope": MQA, "mla, flat": FLAT, "mla, flat, rope": replace(FLAT, qk_rope_head_dim=4)}
 EXAMPLES |= {f"{name}, interleaved": replace(config, rope=RopeConfig(layout="interleaved"))
              for name, config in EXAMPLES.items() if config.rope}  # fmt: skip
 TARGETS = [
     GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=7, tie_kv=True),
     LatentConfig(n_query_head=6, kv_lora_rank=13, qk_nope_head_dim=10, v_head_dim=7, latent_norm=False),
+    LatentConfig(
+        n_query_head=6,
+        kv_lora_rank=13,
+        qk_nope_head_dim=12,
+        v_head_dim=9,
+        qk_rope_head_dim=20,
+        rope=RopeConfig(),
+    ),
 ]
 
 

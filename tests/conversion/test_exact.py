@@ -81,6 +81,24 @@ WIDER = (
     replace(DEEPSEEK, latent_norm=False, kv_lora_rank=12),
     ["pad-rank"],
 )
+STOCK = LatentConfig(
+    n_query_head=6,
+    kv_lora_rank=21,
+    qk_nope_head_dim=7,
+    qk_rope_head_dim=8,
+    v_head_dim=9,
+    rope=INTERLEAVED,
+)
+TO_STOCK = {
+    "mqa with rope": (replace(MQA, rope=INTERLEAVED), STOCK, ["decouple", "pad-to-stock", "identity-norm"]),
+    "half-split": (
+        replace(MQA, rope=RopeConfig(theta=100.0)),
+        STOCK,
+        ["rope-layout", "decouple", "pad-to-stock", "identity-norm"],
+    ),
+    "no rope": (GQA, STOCK, ["factor", "repeat-heads", "pad-to-stock", "identity-norm"]),
+    "no more heads": (MHA, replace(STOCK, kv_lora_rank=23), ["factor", "pad-to-stock", "identity-norm"]),
+}
 HEADS = (replace(DEEPSEEK, n_kv_head=2), replace(DEEPSEEK, n_kv_head=6), ["repeat-heads"])
 
 VARIATIONS = {
@@ -112,6 +130,10 @@ def varied():
         for case, (source, target, steps) in {"wider deepseek": WIDER, "heads of deepseek": HEADS}.items():
             pair = replace(source, **change), replace(target, **change)
             yield pytest.param(*pair, steps, id=f"{case}, {name}")
+    for window in (None, 5):
+        for case, (source, target, steps) in TO_STOCK.items():
+            pair = replace(source, window=window, o_bias=True), replace(target, window=window, o_bias=True)
+            yield pytest.param(*pair, steps, id=f"{case} to stock, window {window}")
 
 
 ALL = list(varied())

@@ -206,7 +206,7 @@ def test_a_loss_needs_leave_and_is_told(run, model, capfd):
     says = ("this conversion is lossy", "Nothing was written", "Accept it with --allow-loss")
     half = ["--to", "mla", "--kv-fraction", "0.5"]
     refused(capfd, [run, "new", *half], 2, *says, "the loss would go from", "nats per token", "KL")
-    refused(capfd, [model, "new", *half], 2, *says, "random tokens", "--calibration TEXT")
+    refused(capfd, [model, "new", *half], 2, *says, "on random tokens")
     refused(capfd, [run, "new", *half, "--json"], 2, *says)
 
 

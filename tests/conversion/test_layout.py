@@ -123,7 +123,7 @@ def test_exactly_the_rotated_rows_move(config):
 def test_a_learned_score_is_not_renumbered():
     """Its weights are per number of a head."""
     config = GroupedConfig(n_query_head=6, head_dim=4, rope=True, score="additive")
-    assert "weights of a Additive score" in RopeLayout().refusal(config)
+    assert "a learned score (Additive)" in RopeLayout().refusal(config)
     with pytest.raises(ConfigError, match="not renumbered with the heads"):
         rehead.conversion.path(config, replace(config, rope=RopeConfig(layout="interleaved")), D)
     assert RopeLayout().refusal(replace(config, score="scaled_dot")) == ""

@@ -60,6 +60,8 @@ def test_rows_are_the_converted_models(attention, gpt):
     tried = 0
     for row in made.rows:
         result, exact = model, True
+        if row.command.startswith("export"):
+            continue
         if row.verdict in ("exact", "approximate") or row.why.startswith("exact, but"):
             result, certificate = rehead.convert(model, **wish_of(row.command))
             exact = certificate.exact
@@ -144,21 +146,21 @@ POINTLESS = {  # DeepSeek's 576 numbers against; fewer layers, which changes no 
 @pytest.mark.parametrize(("config", "numbers", "share"), POINTLESS.values(), ids=POINTLESS)
 def test_deepseeks_shape_is_pointless_for_small_caches(config, numbers, share):
     made = plan(config, context=2048, dtype=torch.bfloat16)
-    (row,) = [row for row in made.rows if "DeepSeek" in row.command]
+    (row,) = [row for row in made.rows if "deepseek" in row.command]
     assert made.rows[0].kv_bytes_per_token == 2 * config.n_layer * numbers
     assert row.kv_bytes_per_token == 2 * config.n_layer * 576
     assert row.verdict == "pointless"
     assert row.why == f"{share} of the present cache"
-    assert "DeepSeek" not in made.advice
+    assert "deepseek" not in made.advice
 
 
 def test_deepseeks_shape_is_never_recommended():
     """Nor where it is smaller: no conversion leads there."""
     made = plan(shape(3, 4096, 32, 32, 128), context=2048)
-    (row,) = [row for row in made.rows if "DeepSeek" in row.command]
+    (row,) = [row for row in made.rows if "deepseek" in row.command]
     assert row.verdict == "impossible"
     assert row.why
-    assert "DeepSeek" not in made.advice
+    assert "deepseek" not in made.advice
 
 
 def test_rebuilding_is_pointed_out_where_keys_rotate(gpt):

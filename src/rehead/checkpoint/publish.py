@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     something stands at `folder` (with `overwrite`, unless it is a published folder), ResourceError
     where the disk is full or read-only.
     """
+    new: list[Path] = []
     try:
         _refuse_existing(folder, overwrite)
+        new = [place for place in folder.parents if not place.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f"{ASIDE}{folder.name}-", dir=folder.parent))
     except InvalidInput:
@@ -54,11 +56,19 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
             aside.rename(folder)
         _sync(folder.parent)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside, new)
         raise error if isinstance(error, ResourceError) else _resource(folder, error) from error
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside, new)
         raise
+
+
+def _remove(aside: Path, parents: list[Path]) -> None:
+    """What was made for nothing, as far as nobody else uses it."""
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        for place in parents:
+            place.rmdir()
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -82,6 +82,10 @@ class Conversion(ABC, Generic[S, R]):
     def convert(self, weights: Weights, source: S, result: R, evidence: Evidence, method: str) -> Converted:
         """The weights of `result`. `method` is one of `methods`, or empty where there are none."""
 
+    def serves(self, target: AttentionConfig) -> bool:
+        """Whether it can lie on a way to `target` at all."""
+        return True
+
     def refusal(self, source: S) -> str:
         """Why it cannot start from `source`, empty if it can."""
         return ""

@@ -15,7 +15,7 @@ from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.moments import attentions
-from rehead.data import Batch, Ids
+from rehead.data import Ids
 from rehead.errors import ConfigError, InvalidInput
 from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
@@ -102,7 +102,7 @@ class Certificate:
                 name: None if table[name] is None else Text(**table[name]) for name in ("calibration", "test")
             }
             return cls(**table | texts | {"layers": [Layer(**layer) for layer in table["layers"]]})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidInput(f"{path} is no certificate of a conversion ({error}).") from error
 
     def to_json(self) -> str:
@@ -158,7 +158,7 @@ def certify(
     source: LanguageModel,
     result: LanguageModel,
     outcomes: Sequence[Outcome],
-    blocks: Sequence[Batch],
+    blocks: Sequence[tuple[Tensor, Tensor]],
     *,
     calibration: Text | None,
     test: Text | None,
@@ -203,7 +203,9 @@ def certify(
 
 
 @torch.no_grad()
-def _output_errors(source: LanguageModel, result: LanguageModel, blocks: Sequence[Batch]) -> list[float]:
+def _output_errors(
+    source: LanguageModel, result: LanguageModel, blocks: Sequence[tuple[Tensor, Tensor]]
+) -> list[float]:
     """Relative RMS error of every layer's attention, both on the inputs it gets in the source."""
     pairs = list(zip(attentions(source), attentions(result), strict=True))
     sums = torch.zeros(len(pairs), 2, dtype=torch.float64)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rehead.attention import Attention, AttentionConfig
 from rehead.config import GPTConfig
@@ -51,6 +52,8 @@ def convert(
     """
     calibration, test = (None if ids is None else np.asarray(ids) for ids in (calibration, test))
     limits = ((calibration, CALIBRATION_TOKENS), (test, TEST_TOKENS))
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed}. Use 0 up to {2**63 - 1}.")
     texts = [None if ids is None else Text.of(ids, limit) for ids, limit in limits]
     require_different(*texts)
     converter = Converter(model, method, calibration)
@@ -64,10 +67,14 @@ def convert(
 def require_heads(model: LanguageModel) -> GPTConfig:
     """The config of a model with attention and finite weights."""
     if not isinstance(model.config, GPTConfig):
-        raise ConfigError(f"a model of type {model.config.model_type} has no heads to convert.")
+        raise ConfigError(
+            f"a model of type {model.config.model_type} has no heads to convert: only a gpt does."
+        )
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            raise NumericError(f"{name} holds NaN or infinity: this model is damaged, and is not converted.")
+            raise NumericError(
+                f"{name} holds NaN or infinity: this model is damaged. Go back to one that is not."
+            )
     return model.config
 
 
@@ -82,6 +89,15 @@ def random_blocks(config: GPTConfig, seed: int) -> list[Batch]:
     """Tokens without meaning, for a model without a text."""
     ids = np.random.default_rng(seed).integers(config.vocab_size, size=RANDOM_BLOCKS * config.block_size + 1)
     return list(evaluation_blocks(ids, config.block_size, RANDOM_BLOCKS))
+
+
+def _rounded(weight: Tensor, like: Tensor, name: str) -> Tensor:
+    """In the model's dtype, which must be able to hold it."""
+    rounded = weight.to(like)
+    if not rounded.isfinite().all():
+        kind = str(like.dtype).removeprefix("torch.")
+        raise NumericError(f"{name} leaves the range of {kind}: convert the model in bfloat16 or float32.")
+    return rounded
 
 
 def _targets(
@@ -178,7 +194,9 @@ def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, We
         if not name.startswith(tuple(f"{prefix}." for prefix in names.values()))
     }
     for prefix, (_, weights) in zip(names.values(), layers, strict=True):
-        state |= {f"{prefix}.{name}": weight.to(like) for name, weight in weights.items()}
+        state |= {
+            f"{prefix}.{name}": _rounded(weight, like, f"{prefix}.{name}") for name, weight in weights.items()
+        }
     made.load_state_dict(state, assign=True)
     made.tie()
     return made.eval()

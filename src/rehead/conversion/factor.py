@@ -5,6 +5,7 @@ Arrays may be NumPy's or torch's; what comes back is of the same kind.
 
 import functools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -49,7 +50,9 @@ def either(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return (
+        torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+    )  # any strides, any owner
 
 
 @either
@@ -68,7 +71,7 @@ def factor(
     is no floating point. Raises ConfigError for a rank that is none.
     """
     largest = min(weight.shape)
-    if not isinstance(rank, int) or not 1 <= rank <= largest:
+    if not isinstance(rank, Integral) or not 1 <= rank <= largest:
         raise ConfigError(
             f"rank={rank} of a matrix {tuple(weight.shape)}: use 1 to {largest}, where it is exact."
         )

@@ -60,7 +60,7 @@ def convert_folder(
                 model, to, method=method, calibration=texts.calibration, test=texts.test, seed=seed
             )
         if not (certificate.exact or allow_loss):
-            raise UsageError(_refusal(certificate))
+            raise UsageError(_refusal(certificate, can_read=tokenizer is not None))
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.to_json()
@@ -155,14 +155,14 @@ def _layers(
     return allocation.within(wish.kv_fraction)
 
 
-def _refusal(certificate: Certificate) -> str:
+def _refusal(certificate: Certificate, *, can_read: bool) -> str:
     logits = certificate.logits
     flips = f"{100 * logits['argmax_flips']:.1f} % of the likeliest tokens change, KL {logits['kl']:.4f} nats"
     loss = ""
     if certificate.loss is not None:
         before, after = certificate.loss
         loss = f"the loss would go from {before:.4f} to {after:.4f} nats per token, "
-    how = (
-        "" if certificate.loss is not None else " on random tokens; give --calibration TEXT for a better one"
-    )
+    how = ""
+    if certificate.loss is None:
+        how = " on random tokens" + ("; give --calibration TEXT for a better one" if can_read else "")
     return f"this conversion is lossy: {loss}{flips}{how}. Nothing was written. Accept it with --allow-loss."

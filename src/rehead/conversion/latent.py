@@ -16,7 +16,8 @@ from rehead.conversion.factor import factor
 def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
     """The rank at which one latent holds all keys and values: min(K (E + V), D) (A11)."""
     key = config.head_dim if isinstance(config, GroupedConfig) else config.qk_nope_head_dim
-    return min(config.n_kv_head * (key + config.v_head_dim), config.d_context or d_model)
+    value = 0 if isinstance(config, GroupedConfig) and config.tie_kv else config.v_head_dim
+    return min(config.n_kv_head * (key + value), config.d_context or d_model)
 
 
 def rank_on_the_way(target: AttentionConfig) -> int:

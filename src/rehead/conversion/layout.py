@@ -78,7 +78,7 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
     def refusal(self, source: AttentionConfig) -> str:
         """A learned score has weights per number of a head."""
         if isinstance(source, GroupedConfig) and source.rope and source.score.n_parameters(1, 2):
-            return f"the weights of a {type(source.score).__name__} score are not renumbered with the heads"
+            return f"a learned score ({type(source.score).__name__}) is not renumbered with the heads"
         return ""
 
     def convert(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rehead.attention import Attention, GroupedAttention
 from rehead.conversion.base import Evidence
-from rehead.data import IGNORE, Batch
+from rehead.data import IGNORE
 from rehead.model import LanguageModel
 
 
@@ -37,7 +37,9 @@ def attentions(model: LanguageModel) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
-def gather(model: LanguageModel, blocks: Iterable[Batch], *, gradients: bool) -> list[Evidence]:
+def gather(
+    model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]], *, gradients: bool
+) -> list[Evidence]:
     """The evidence of every layer over a text; that of `outputs` only with `gradients`.
 
     The gradient is that of the summed loss, so a key answers for every later token that reads it.
@@ -56,8 +58,9 @@ def gather(model: LanguageModel, blocks: Iterable[Batch], *, gradients: bool) ->
                 moment.add(torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))
             if not gradients:
                 continue
+            exact = torch.promote_types(logits.dtype, torch.float32)
             loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.to(model.device).flatten(), reduction="sum"
+                logits.flatten(0, 1).to(exact), targets.to(model.device).flatten(), reduction="sum"
             )
             found = iter(torch.autograd.grad(loss, [part for stack in stacks for part in stack]))
             for moment, stack in zip(outputs, stacks, strict=True):

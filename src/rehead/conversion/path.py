@@ -1,14 +1,17 @@
 """Conversions in a row: the way from one attention to another that loses least."""
 
 import heapq
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
-from rehead.attention import AttentionConfig
+from rehead.attention import AttentionConfig, GroupedConfig
 from rehead.conversion.base import Conversion, Step, conversions
+from rehead.conversion.latent import full_rank, rank_on_the_way
 from rehead.errors import ConfigError
 
+NARROWEST = -(10**18)
+"""Of the numbers per token, negated: that no approximation has been made yet."""
 KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 """What no conversion changes."""
 
@@ -21,7 +24,7 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
     """
     order = count()
     frontier: list[tuple[int, int, int, int, AttentionConfig, list[Step]]] = [
-        (0, 0, 0, next(order), source, [])
+        (0, 0, NARROWEST, next(order), source, [])
     ]
     done: set[AttentionConfig] = set()
     while frontier:
@@ -31,7 +34,9 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
         if config in done:
             continue
         done.add(config)
-        for name, conversion in _usable(config):
+        for name, conversion in _starting(config, target):
+            if conversion.refusal(config):
+                continue
             for result in conversion.steps(config, target, d_model):
                 promise = conversion.promise(config, result, d_model)
                 step = Step(name=name, source=config, result=result, promise=promise)
@@ -39,38 +44,52 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 least = narrowest if promise.exact else max(narrowest, -result.kv_numbers())
                 way = (lossy, len(steps) + 1, least, next(order), result, [*steps, step])
                 heapq.heappush(frontier, way)
-    stands = _obstacle(source, target, done)
+    stands = _obstacle(source, target, done, d_model)
     raise ConfigError(f"no conversion leads from {source.name} to {target.name}: {stands}")
 
 
-def _usable(source: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
-    """The conversions that can start from `source`."""
+def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
+    """The conversions from configs like `source` that can lie on a way to `target`."""
     found = [(name, conversions[name]()) for name in conversions]
-    return [(name, one) for name, one in found if isinstance(source, one.takes) and not one.refusal(source)]
+    return [(name, one) for name, one in found if isinstance(source, one.takes) and one.serves(target)]
 
 
-def _refused(source: AttentionConfig) -> list[str]:
-    found = [(name, conversions[name]()) for name in conversions]
-    pairs = [(name, one.refusal(source)) for name, one in found if isinstance(source, one.takes)]
-    return [f"{name}: {text}" for name, text in pairs if text]
-
-
-def _obstacle(source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig]) -> str:
+def _obstacle(
+    source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
+) -> str:
     """Why there is no way, as far as the conversions can say."""
-    if refused := {text for config in reached for text in _refused(config)}:
-        return f"{'; '.join(sorted(refused))}."
     there = {field.name: getattr(target, field.name) for field in fields(target)}
     for name in KEPT:
-        if name in there and hasattr(source, name) and getattr(source, name) != there[name]:
-            return (
-                f"{name}={_short(getattr(source, name))} cannot become {_short(there[name])}. Keep it, or "
-                "train a new model."
-            )
-    for name, wanted in there.items():
-        if hasattr(source, name) and getattr(source, name) != wanted:
-            return f"{name}={_short(getattr(source, name))} cannot become {_short(wanted)}."
-    return f"it would need {_short(target)}."
+        if name in there and getattr(source, name, there[name]) != there[name]:
+            return f"{_change(source, name, there)} Keep it, or train a new model."
+    tied = getattr(source, "tie_kv", False) or there.get("tie_kv", False)
+    on_the_way = [config for config in reached if tied or not getattr(config, "tie_kv", False)]
+    refused = {
+        f"{name}: {text}"
+        for config in on_the_way
+        for name, conversion in _starting(config, target)
+        if (text := conversion.refusal(config))
+    }
+    if refused:
+        return f"{'; '.join(sorted(refused))}."
+    if isinstance(source, GroupedConfig) and rank_on_the_way(target) > full_rank(source, d_model):
+        full = full_rank(source, d_model)
+        return f"{full} numbers hold all its keys and values, {rank_on_the_way(target)} would hold zeros."
+
+    def likeness(config: AttentionConfig) -> int:
+        return sum(getattr(config, name, None) == value for name, value in there.items())
+
+    nearest = max(on_the_way, key=lambda config: (type(config) is type(target), likeness(config)))
+    return next(
+        (
+            _change(nearest, name, there)
+            for name, value in there.items()
+            if getattr(nearest, name, None) != value
+        ),
+        "it is the same.",
+    )
 
 
-def _short(value: object) -> str:
-    return type(value).__name__ if is_dataclass(value) else repr(value)
+def _change(config: AttentionConfig, name: str, there: dict[str, object]) -> str:
+    """That a field cannot become another."""
+    return f"{name}={getattr(config, name, None)!r:.120} cannot become {there[name]!r:.120}."

@@ -109,7 +109,7 @@ def _candidates(config: GPTConfig) -> dict[str, Callable[[AttentionConfig], Atte
     for fraction in FRACTIONS:
         found[f"--to mla --kv-fraction {float(fraction)}"] = wish(to="mla", kv_fraction=float(fraction))
     found["--to reduced"] = wish(to="reduced")
-    found["mla in DeepSeek's shape"] = _stock
+    found["export --format deepseek_v3"] = _stock
     return found
 
 

@@ -51,10 +51,11 @@ class Allocation:
 
         Found by halving the budget; all layers are converted together to measure it.
         """
-        if max_loss < 0:
+        if not max_loss >= 0:
             raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
         most = [grid[-1] for grid in self.grids]
-        steps = [sum(grid[0].kv_numbers() for grid in self.grids) * step / 2 for step in range(2, 2 * STEPS)]
+        whole = sum(latent.kv_numbers() for latent in most)
+        steps = [whole * step / (2 * STEPS) for step in range(1, 2 * STEPS)]
         low, high = 0, len(steps)
         while low < high:
             middle = (low + high) // 2

@@ -13,7 +13,7 @@ from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
 
-SMALL = -30
+SMALL = -40
 """The latent is divided by two to this power before the identity norm; see `IdentityNorm`."""
 
 
@@ -48,6 +48,10 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
                 qk_rope_head_dim=source.head_dim,
                 latent_norm=False,
             )
+
+    def serves(self, target: AttentionConfig) -> bool:
+        """DeepSeek's shape only."""
+        return stock(target) is not None
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
         """The same products in other places."""
@@ -103,10 +107,13 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         fits = all(size >= getattr(source, name) for name, size in grown.items())
         folds = not source.qk_rope_head_dim or not wanted.qk_rope_head_dim % source.qk_rope_head_dim
         if fits and folds:
-            rope = source.rope or replace(wanted.rope, layout="half-split")  # type: ignore[type-var]
-            wider = replace(source, **grown, rope=rope)
+            wider = replace(source, **grown, rope=source.rope or wanted.rope)
             if wider != source:
                 yield wider
+
+    def serves(self, target: AttentionConfig) -> bool:
+        """DeepSeek's shape only."""
+        return stock(target) is not None
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
         """Zeros add nothing."""
@@ -167,9 +174,9 @@ def spread(
 class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
     """Give a latent the norm that DeepSeek's classes insist on, with weights that undo it.
 
-    The latent c is made so small, 2**-30 c, that the norm's eps of 1e-6 is all it divides by: what comes
-    out is c times a constant, within (2**-30 rms(c))**2 / 2e-6 of it, below the rounding of float32 for
-    an rms up to 300. Zeros of a padded latent do not disturb it. Not for float16, where it underflows.
+    The latent c is made so small, 2**-40 c, that the norm's eps of 1e-6 is all it divides by: what comes
+    out is c times a constant, within (2**-40 rms(c))**2 / 2e-6 of it, below the rounding of float32 for
+    an rms up to 300,000. Zeros of a padded latent do not disturb it. float16 cannot hold such numbers.
     """
 
     takes = LatentConfig
@@ -180,6 +187,10 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
         """With the norm."""
         if stock(target) is not None:
             yield replace(source, latent_norm=True)
+
+    def serves(self, target: AttentionConfig) -> bool:
+        """DeepSeek's shape only."""
+        return stock(target) is not None
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
         """Below rounding."""

@@ -46,8 +46,9 @@ class Wish:
         for name, readers in (("n_kv_head", ("gqa", "mla")), ("kv_rank", LATENT), ("kv_fraction", LATENT)):
             value = getattr(self, name)
             if value is not None and self.to not in readers:
+                instead = "without --to" if self.to is None else f"with --to {self.to}"
                 raise ConfigError(
-                    f"{name}={value} means nothing with --to {self.to}. Use it with --to {' or '.join(readers)}."
+                    f"{name}={value} means nothing {instead}. Use it with --to {' or '.join(readers)}."
                 )
 
     def rank(self, source: GroupedConfig | LatentConfig, n_kv_head: int, d_model: int) -> int:

@@ -57,7 +57,9 @@ def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens
 
 
 def require_vocabulary(ids: Ids, vocab_size: int) -> None:
-    """InvalidInput unless every id is below a model's `vocab_size`."""
+    """InvalidInput unless every id is below a model's `vocab_size`, and none below 0."""
+    if ids.ndim != 1 or (len(ids) and int(ids.min()) < 0):
+        raise InvalidInput(f"token ids of shape {ids.shape}: expected (N,), none below 0.")
     if len(ids) and (largest := int(ids.max())) >= vocab_size:
         rule = f"the text has token id {largest}, the model has vocab_size={vocab_size}"
         raise InvalidInput(f"{rule}: use the model's own tokenizer.json.")

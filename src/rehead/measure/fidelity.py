@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rehead.data import IGNORE
+from rehead.errors import NumericError
 from rehead.model import LanguageModel
 
 ROWS = 512
@@ -37,7 +38,10 @@ class Comparison:
 def compare(
     first: LanguageModel, second: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]
 ) -> Comparison:
-    """Both in eval mode over blocks of (inputs, targets); targets of -100 do not count."""
+    """Both in eval mode over blocks of (inputs, targets); targets of -100 do not count.
+
+    Raises NumericError where a logit of either is not finite.
+    """
     models = (first, second)
     modes = [model.training for model in models]
     largest = error = 0.0
@@ -50,6 +54,11 @@ def compare(
             for here, there, wanted in zip(
                 *(one.split(ROWS) for one in logits), targets.flatten()[counts].split(ROWS), strict=True
             ):
+                if not (here.isfinite().all() and there.isfinite().all()):
+                    which = "first" if not here.isfinite().all() else "second"
+                    raise NumericError(
+                        f"the {which} model's logits are not finite on this text: it is damaged."
+                    )
                 one, other = (part.double() - part.double().mean(-1, keepdim=True) for part in (here, there))
                 largest = max(largest, float(one.abs().max()))
                 error = max(error, float((one - other).abs().max()))
