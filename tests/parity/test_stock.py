@@ -164,7 +164,7 @@ def test_mqa_goes_out_exactly_as_deepseek(fields, tmp_path):
     theirs = made("Llama", BASE | fields | {"num_key_value_heads": 1}, tmp_path / "llama")
     converted, certificate = to_deepseek(rehead.load(tmp_path / "llama"))
     assert certificate.exact
-    family = stock.fitting(converted.config)
+    family = stock.fitting(converted.config, list(families))
     assert family.architecture == "DeepseekV3ForCausalLM"
     stock.export(converted, tmp_path / "mla", family, {})
     mla, info = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "mla", output_loading_info=True)
@@ -195,7 +195,7 @@ def test_a_model_without_rope_goes_out_exactly(tmp_path):
     model = rehead.model.build(config).eval()
     converted, certificate = to_deepseek(model)
     assert certificate.exact
-    stock.export(converted, tmp_path / "mla", stock.fitting(converted.config), {})
+    stock.export(converted, tmp_path / "mla", stock.fitting(converted.config, list(families)), {})
     mla = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "mla")
     ids = torch.randint(1, 53, (2, 40))
     assert relative(mla(ids).logits, model(ids)) <= 5e-6

@@ -1,7 +1,7 @@
 """Model folders of Hugging Face's own classes, read and written without their code."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -92,19 +92,19 @@ def export(
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def fitting(config: ModelConfig) -> Family:
-    """The first family that can say all of a model. ConfigError says why none can."""
+def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
+    """The first of these families that can say all of a model. ConfigError says why none can."""
     if not isinstance(config, GPTConfig):
         raise ConfigError(f"no stock class is a model of type {config.model_type}.")
-    reasons = []
-    for name in families:
+    reason = ""
+    for name in names:
         try:
             families[name].write(config)
         except ConfigError as error:
-            reasons.append(str(error).partition(". ")[0])
+            reason = str(error)
             continue
         return families[name]
-    raise ConfigError(f"no stock class can say all of this model: {'; '.join(reasons)}.")
+    raise ConfigError(reason if len(names) == 1 else f"None of {', '.join(names)} can say all of this model.")
 
 
 def _json(table: Table) -> str:

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 from rehead.checkpoint import families, load, read_at, stock
-from rehead.config import ModelConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.folder import require_apart, tokenizer_of
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.serve import to_deepseek
 from rehead.errors import ConfigError
-from rehead.model import LanguageModel
 
 DEEPSEEK = "deepseek_v3"
 CARD = """\
@@ -38,11 +36,17 @@ def export_folder(source: Path, destination: Path, kind: str = "auto") -> tuple[
     """
     require_apart(source, destination)
     model, tokenizer = read_at(source, lambda place: (load(place), tokenizer_of(place)))
-    name = _choose(model.config) if kind == "auto" else kind
     certificate = None
-    if name == DEEPSEEK and not _says(name, model):
-        model, certificate = to_deepseek(model)
-    family = families[name]
+    try:
+        family = stock.fitting(model.config, [kind] if kind != "auto" else list(families))
+    except ConfigError as error:
+        if kind not in ("auto", DEEPSEEK):
+            raise
+        try:
+            model, certificate = to_deepseek(model)
+        except ConfigError as other:
+            raise ConfigError(str(other) if kind == DEEPSEEK else f"{error} {other}") from error
+        family = families[DEEPSEEK]
     proof = (
         "" if certificate is None else "\n" + page(certificate).replace("# Conversion", "## Conversion", 1)
     )
@@ -54,18 +58,3 @@ def export_folder(source: Path, destination: Path, kind: str = "auto") -> tuple[
         files["tokenizer.json"] = tokenizer.to_json()
     stock.export(model, destination, family, files)
     return family.architecture, certificate
-
-
-def _choose(config: ModelConfig) -> str:
-    try:
-        return families.name_of(stock.fitting(config))
-    except ConfigError:
-        return DEEPSEEK
-
-
-def _says(name: str, model: LanguageModel) -> bool:
-    try:
-        families[name].write(model.config)  # type: ignore[arg-type]
-    except ConfigError:
-        return False
-    return True
