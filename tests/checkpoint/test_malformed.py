@@ -134,8 +134,11 @@ def test_the_good_file_is_read(tmp_path):
 
 def test_a_million_empty_tensors(folder):
     """C05"""
-    header = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(120_000)}
-    (folder / "model.safetensors").write_bytes(file_of(header))
+    one = (
+        b'{"t0":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+        + b',"t":{"dtype":"F32","shape":[0]}' * 10**6
+    )
+    (folder / "model.safetensors").write_bytes(file_of(one + b"}"))
     refused(folder)
 
 

@@ -25,6 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LARGEST_HEADER = 16 * 2**20
 MOST_TENSORS = 100_000
+PICKLES = (".bin", ".pt", ".pth")
 LARGEST_INDEX = 16 * 2**20
 BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull`, or download the file itself",
@@ -51,19 +52,10 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
-        index = folder / INDEX
-        if index.is_file():
-            self._read_index(index)
-        elif (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
-            self.entries = dict(read_header(folder / SINGLE))
-        else:
-            others = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
-            hint = (
-                f" {others[0]} is a pickle, which can run code: convert it to safetensors first."
-                if others
-                else ""
-            )
-            raise InvalidInput(f"{folder}: expected {SINGLE} or {INDEX}.{hint}")
+        try:
+            self._open()
+        except OSError as error:  # such as a checkpoint that its run has just dropped
+            raise InvalidInput(f"{folder}: {error.strerror}: expected the model's weights there.") from error
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
@@ -73,6 +65,21 @@ class Shards:
                 return opened.get_tensor(name).clone()  # the file may change later
         except (OSError, RuntimeError, SafetensorError) as error:
             raise IntegrityError(f"{file} has changed or cannot be read: {error}.") from error
+
+    def _open(self) -> None:
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if index.is_file():
+            self._read_index(index)
+        elif single.exists() or single.is_symlink():
+            self.entries = dict(read_header(single))
+        else:
+            pickles = sorted(file.name for file in self.folder.iterdir() if file.suffix in PICKLES)
+            hint = (
+                f" {pickles[0]} is a pickle, which can run code: convert it to safetensors first."
+                if pickles
+                else ""
+            )
+            raise InvalidInput(f"{self.folder}: expected {SINGLE} or {INDEX}.{hint}")
 
     def _read_index(self, index: Path) -> None:
         table = strict_json(index, LARGEST_INDEX)
