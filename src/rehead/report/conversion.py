@@ -25,7 +25,7 @@ def present_certificate(certificate: Certificate, folder: Path) -> None:
     print(f"KV cache      {before:,} -> {after:,} bytes per token ({100 * after / before:.0f} %)")
     if certificate.loss is not None:
         old, new = certificate.loss
-        print(f"loss          {old:.4f} -> {new:.4f} nats per token ({new - old:+.4f})")
+        print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
     where = "a held-out text" if certificate.test else "random tokens"
     print(
         f"predictions   KL {logits['kl']:.2e} nats, {100 * logits['argmax_flips']:.2f} % of the likeliest tokens "
