@@ -22,9 +22,9 @@ from rehead.checkpoint import read_at
 from rehead.config import flags
 from rehead.conversion import Wish, factor
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.convert import TEST_TOKENS, Converter, blocks_of, with_layers
+from rehead.conversion.convert import TEST_TOKENS, blocks_of, with_layers
 from rehead.conversion.folder import convert_folder
-from rehead.conversion.moments import attentions
+from rehead.conversion.moments import attentions, gather
 from rehead.conversion.page import markdown
 from rehead.data import source_of, split, tokenize
 from rehead.measure import evaluate, kv_bytes_per_token
@@ -59,22 +59,15 @@ def converted(source, folder, method, wish):
 
 def separate(model, texts, rank):
     """Keys and values in latents of their own, half the rank each: (loss, KL to the source)."""
-    converter = Converter(model, "whitened", texts.train)
+    seen = gather(model, blocks_of(model, texts.train), gradients=False)
     target = Wish(to="mla", kv_rank=rank)
     latents = [target.target(layer, model.config.n_embd) for layer in model.config.attention]
-    converter.follow(latents)
     layers = []
-    for module, latent, seen in zip(
-        attentions(model), latents, next(iter(converter._evidence.values())), strict=True
-    ):
+    for module, latent, evidence in zip(attentions(model), latents, seen, strict=True):
         weights = {name: weight.detach().double() for name, weight in module.named_parameters()}
         key, value = (
-            factor(
-                weights[f"{name}.weight"],
-                min(rank // 2, min(weights[f"{name}.weight"].shape)),
-                seen.inputs[:-1, :-1],
-            )
-            for name in ("k_proj", "v_proj")
+            factor(weights[f"{name}.weight"], share, evidence.inputs[:-1, :-1])
+            for name, share in (("k_proj", rank // 2), ("v_proj", rank - rank // 2))
         )
         heads = latent.n_kv_head
         up = torch.cat(

@@ -628,6 +628,11 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: RopeConfig(layout="halves"), "layout='halves'", "Use 'half-split' or 'interleaved'"),
     (lambda: RopeConfig(scaling=scalings["linear"](factor=0.5)), "factor=0.5", "Use 1 or more"),
     (lambda: RopeConfig(scaling=scalings["yarn"](factor=float("nan"))), "factor=nan", "Use 1 or more"),
+    (
+        lambda: RopeConfig(scaling=scalings["yarn"](factor=2.0, beta_fast=0.0)),
+        "beta_fast=0.0",
+        "positive number",
+    ),
     (lambda: scalings["yarm"], "'yarm'", "Did you mean 'yarn'? Known: linear, llama3, yarn"),
     (lambda: variants["mlaa"], "'mlaa'", "Did you mean 'mla'? Known: mha, gqa, mqa, mla"),
     (lambda: Additive(width=0), "score_width=0", "Use 64"),

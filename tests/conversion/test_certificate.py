@@ -54,7 +54,9 @@ def test_the_same_fields_for_every_conversion(source, target, gpt, words, tmp_pa
     ]  # fmt: skip
     assert set(table["logits"]) == {"max_error", "relative_error", "kl", "argmax_flips", "tokens"}
     assert table["format"] == "rehead-certificate-1"
-    assert table["calibration"].keys() == table["test"].keys() == {"tokens", "sha256", "read"}
+    assert table["test"].keys() == {"tokens", "sha256", "read"}
+    fitted = any(layer.methods for layer in certificate.layers)  # an exact one reads no text
+    assert (table["calibration"].keys() == table["test"].keys()) if fitted else table["calibration"] is None
     assert table["loss"] == pytest.approx(table["loss"])
     assert certificate.exact is (name not in ("pool-heads", "factor"))
     assert table["healing"] == []

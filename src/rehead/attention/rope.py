@@ -117,6 +117,9 @@ class RopeConfig:
             raise ConfigError(f"rope layout={self.layout!r}. Use 'half-split' or 'interleaved'.")
         if self.scaling is not None and not self.scaling.factor >= 1:
             raise ConfigError(f"rope scaling factor={self.scaling.factor}: it stretches. Use 1 or more.")
+        for name, value in vars(self.scaling).items() if self.scaling is not None else ():
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"rope scaling {name}={value}. Use a positive number.")
 
     def frequencies(self, width: int) -> Float[Tensor, " F"]:
         """Angle per position of each of the `width`/2 pairs: theta ** (-2i / width), float64."""

@@ -13,6 +13,7 @@ from rehead.registry import Registry
 
 Table = dict[str, Any]
 UNREAD_KEYS = """
+    is_llama_config _num_labels transformers.js_config mlp_only_layers
     architectures model_type torch_dtype dtype transformers_version _name_or_path use_cache bos_token_id
     eos_token_id pad_token_id initializer_range pretraining_tp output_hidden_states output_attentions
     return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type
@@ -80,6 +81,10 @@ class Fields:
             raise InvalidInput(f"{self.where}: {name}={value!r:.80}: expected {kind.__name__}.")
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether the key is there, null or not: missing, transformers takes its own default."""
+        return name in self._left
+
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse another value than these; missing is as good as the first."""
         value = self._left.pop(name, None)
@@ -103,11 +108,13 @@ class Fields:
                 raise InvalidInput(
                     f"{self.where}: rope_type default with {', '.join(table)}, which mean nothing there."
                 )
-        elif kind not in scalings:
+        elif not isinstance(kind, str) or kind not in scalings:
             raise InvalidInput(
                 f"{self.where}: rope_type={kind!r:.40}: rehead knows default, {', '.join(scalings)}."
             )
         else:
+            if kind == "yarn" and self.has("max_position_embeddings"):
+                table.setdefault("original_max_position_embeddings", self._left["max_position_embeddings"])
             scaling = decode(RopeScaling, {"rope_type": kind, **table}, f"{self.where}: rope")
         if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
             raise InvalidInput(f"{self.where}: rope_theta={theta!r:.40}: expected a positive number.")

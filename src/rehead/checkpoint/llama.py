@@ -9,11 +9,16 @@ from rehead.checkpoint.family import Family, Fields, Table, Weight, families, re
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 
+WINDOW = 4096
+"""Of Mistral and Qwen where config.json does not name it."""
 PARTS = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 class LlamaLike(Family):
-    """RMSNorm, SwiGLU, half-split rope; what differs between the four are biases, norms and windows."""
+    """RMSNorm, SwiGLU, half-split rope; what differs between the four are biases, norms and windows.
+
+    Dropout outside the attention has no field in these classes and is not kept.
+    """
 
     def read(self, fields: Fields) -> GPTConfig:
         """The config that a config.json describes."""
@@ -28,11 +33,12 @@ class LlamaLike(Family):
             "attn_pdrop": fields.take("attention_dropout", float, 0.0),
         }
         eps = fields.take("rms_norm_eps", float, 1e-6)
+        attention = tuple(self.layers(fields, common, eps, n_layer))
         config = GPTConfig(
             vocab_size=fields.take("vocab_size", int),
             block_size=fields.take("max_position_embeddings", int, 2048),
             n_embd=width,
-            attention=tuple(self.layers(fields, common, eps, n_layer)),
+            attention=attention,
             learned_positions=False,
             norm="rmsnorm",
             norm_eps=eps,
@@ -129,6 +135,7 @@ class Llama(LlamaLike):
     def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
         """All alike."""
         bias = fields.take("attention_bias", bool, False)
+        fields.expect("rope_interleaved", False)
         return [GroupedConfig(**common, rope=fields.rope(), qkv_bias=bias, o_bias=bias)] * n_layer
 
     def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
@@ -151,7 +158,7 @@ class Mistral(LlamaLike):
 
     def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
         """All alike."""
-        window = fields.take("sliding_window", int, None)
+        window = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
         return [GroupedConfig(**common, rope=fields.rope(), window=window)] * n_layer
 
     def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
@@ -175,7 +182,7 @@ class Qwen2(LlamaLike):
     def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
         """With a window or not, layer by layer."""
         kind = GroupedConfig(**common, rope=fields.rope(), **self.extras(fields, eps))
-        window = fields.take("sliding_window", int, None)
+        window = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
         if not fields.take("use_sliding_window", bool, False):
             window = None
         types = fields.take("layer_types", list, None)
@@ -189,7 +196,7 @@ class Qwen2(LlamaLike):
         return [replace(kind, window=window if name == "sliding_attention" else None) for name in types]
 
     def extras(self, fields: Fields, eps: float) -> Table:
-        """What the four share not."""
+        """Biases on three of the four projections."""
         return {"qkv_bias": True}
 
     def said(self, config: GPTConfig, first: GroupedConfig) -> Table:

@@ -3,6 +3,7 @@
 A tokenizer.json lies beside them when the model was trained here.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,14 +41,23 @@ def save(
         write(model, folder, files or {})
 
 
-def write(model: LanguageModel, folder: Path, files: Mapping[str, str]) -> None:
-    """The files of a model folder, into a folder being published."""
+def write(
+    model: LanguageModel, folder: Path, files: Mapping[str, str], special: Mapping[str, Any] | None = None
+) -> None:
+    """The files of a model folder, into a folder being published.
+
+    `special` are ids that generation_config.json keeps for whoever reads the folder next.
+    """
     tied = {name for name, _ in model.named_parameters()}  # a shared tensor has one name here
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k in tied}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     config = {"format": FORMAT, **encode(model.config), "dtype": str(model.head.weight.dtype)[6:]}
     limit = model.config.context_limit
-    generation = {"do_sample": True, "temperature": 1.0} | ({"max_length": limit} if limit else {})
+    generation = (
+        {"do_sample": True, "temperature": 1.0}
+        | ({"max_length": limit} if limit else {})
+        | dict(special or {})
+    )
     texts = {"config.json": _json(config), "generation_config.json": _json(generation), **files}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -57,8 +67,9 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
     """The model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.families`.
-    Weights keep the dtype they were saved in. Raises InvalidInput for a folder that is no model and
-    for weights that do not fit the config, IntegrityError for a damaged file.
+    Weights keep the dtype they were saved in, the widest of them where there are several. Raises
+    InvalidInput for a folder that is no model and for weights that do not fit the config, IntegrityError
+    for a damaged file.
     """
 
     def read(folder: Path) -> LanguageModel:
@@ -124,9 +135,10 @@ def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path) -> N
             )
         if not weight.is_floating_point():
             raise InvalidInput(f"{folder / WEIGHTS}: {name} holds {weight.dtype}, expected floating point.")
+    widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(weight))
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(weight.to(widest)))
     model.tie()
 
 

@@ -22,6 +22,8 @@ from rehead.errors import IntegrityError, InvalidInput
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+OTHERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+"""Of buffers, which are not read; the rest is quantised."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LARGEST_HEADER = 16 * 2**20
 MOST_TENSORS = 100_000
@@ -59,7 +61,12 @@ class Shards:
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
-        file = self.entries[name].file
+        file, dtype = self.entries[name].file, self.entries[name].dtype
+        if not dtype.is_floating_point:
+            kind = next(key for key, value in OTHERS.items() if value == dtype)
+            raise InvalidInput(
+                f"{file}: {name} holds {kind!r}: rehead reads {', '.join(DTYPES)}, nothing quantised."
+            )
         try:
             with safe_open(file, framework="pt") as opened:
                 return opened.get_tensor(name).clone()  # the file may change later
@@ -179,7 +186,7 @@ def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise InvalidInput(f"{where}: expected dtype, shape and data_offsets.")
     shape, offsets = value["shape"], value["data_offsets"]
-    if value["dtype"] not in DTYPES:
+    if value["dtype"] not in DTYPES | OTHERS:
         raise InvalidInput(
             f"{where} holds {value['dtype']!r:.40}: rehead reads {', '.join(DTYPES)}, nothing quantised."
         )
@@ -188,7 +195,7 @@ def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
             raise InvalidInput(
                 f"{where}: shape {shape!r:.80} and offsets {offsets!r:.80}: expected whole numbers."
             )
-    dtype = DTYPES[value["dtype"]]
+    dtype = (DTYPES | OTHERS)[value["dtype"]]
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise InvalidInput(f"{where}: shape {shape!r:.80} does not fill the bytes {offsets!r:.80}.")
     return Entry(file=path, dtype=dtype, shape=tuple(shape)), (offsets[0], offsets[1])

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from rehead.checkpoint.family import Family, Fields, Table, families
 from rehead.checkpoint.publish import publish
-from rehead.checkpoint.shards import SINGLE, Shards
+from rehead.checkpoint.shards import SINGLE, Shards, strict_json
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError, InvalidInput
 from rehead.model import LanguageModel
 from rehead.registry import nearest
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+LARGEST = 4 * 2**20
 
 
 def family_of(table: Table, where: str) -> Family:
@@ -67,29 +70,43 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
 
 
 def export(
-    model: LanguageModel, path: Path, family: Family, files: dict[str, str], *, overwrite: bool = False
+    model: LanguageModel, path: Path, family: Family, files: dict[str, str], special: Table | None = None
 ) -> None:
     """Write a folder that `transformers` loads as `family`, with further `files` such as tokenizer.json.
 
-    The folder appears whole or not at all. Raises ConfigError for what the class cannot say.
+    `special` are the ids of `special_ids`; without one, config.json says that there is none, where the
+    class would take its own. The folder appears whole or not at all. Raises ConfigError for what the class cannot say.
     """
     assert isinstance(model.config, GPTConfig)
     dtype = str(model.head.weight.dtype).removeprefix("torch.")
-    table = family.write(model.config) | {"dtype": dtype}
-    with publish(path, overwrite=overwrite) as folder:
+    ids = dict.fromkeys(SPECIAL) | (special or {})
+    table = family.write(model.config) | {"dtype": dtype} | ids
+    with publish(path) as folder:
         state = model.state_dict()
         tensors = {}
         for weight in family.weights(model.config):
             tensor = torch.cat([state[name].detach().cpu() for name in weight.ours])
             tensors[weight.theirs] = (tensor.mT if weight.transposed else tensor).contiguous()
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-        generation = {"max_length": model.config.block_size, "do_sample": True, "temperature": 1.0}
+        generation = {"max_length": model.config.block_size, "do_sample": True, "temperature": 1.0, **ids}
         texts = {"config.json": _json(table), "generation_config.json": _json(generation), **files}
         if "tokenizer.json" in files:
             own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
             texts["tokenizer_config.json"] = _json(own)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
+
+
+def special_ids(folder: Path) -> Table:
+    """The ids of the tokens that begin, end and fill a text, where a folder names them."""
+    found: Table = {}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            table = strict_json(folder / name, LARGEST)
+            found |= {
+                key: table[key] for key in SPECIAL if isinstance(table, dict) and table.get(key) is not None
+            }
+    return found
 
 
 def fitting(config: ModelConfig, names: Sequence[str]) -> Family:

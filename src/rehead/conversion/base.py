@@ -52,10 +52,15 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """New weights, and the energy of their error in the keys and values as a share of these' own."""
+    """New weights, and the error in what makes the keys and values, as a share of their energy.
+
+    `lost` weighs it as the method does, by what a text showed; `residual` counts all weights alike, so
+    that what no text shows is not taken for nothing.
+    """
 
     weights: Weights
     lost: float = 0.0
+    residual: float = 0.0
 
 
 class Conversion(ABC, Generic[S, R]):

@@ -71,7 +71,8 @@ class Layer:
 class Certificate:
     """Saved as conversion.json beside the model, and for people as CONVERSION.md.
 
-    `exact` is True where every step is exact by its promise, or lost no energy beyond rounding. `logits`
+    `exact` is True where every step is exact by its promise, or changed no weight of the keys and
+    values beyond rounding. `logits`
     are compared as in `rehead.measure.fidelity`, on the `test` text or, without one, on random tokens;
     `loss` is in nats per token of the test text. Pairs are before and after.
     """
@@ -142,16 +143,16 @@ class Outcome:
     @property
     def lost(self) -> float:
         """The share of energy that is left out at the end of all steps."""
-        kept = 1.0
+        total = 0.0
         for one in self.converted:
-            kept *= 1 - min(one.lost, 1)
-        return 1 - kept
+            total += min(one.lost, 1) * (1 - total)
+        return total
 
     @property
     def exact(self) -> bool:
         """By promise, or because there was nothing to lose."""
         pairs = zip(self.steps, self.converted, strict=True)
-        return all(step.promise.exact or one.lost <= NOTHING for step, one in pairs)
+        return all(step.promise.exact or one.residual <= NOTHING for step, one in pairs)
 
 
 def certify(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rehead.attention import Attention, AttentionConfig
-from rehead.config import GPTConfig
+from rehead.config import GPTConfig, ModelConfig
 from rehead.conversion.base import Evidence, Weights, require_method
 from rehead.conversion.certificate import Certificate, Outcome, Text, certify, require_different
 from rehead.conversion.moments import attentions, gather
@@ -24,7 +24,9 @@ from rehead.registry import nearest
 CALIBRATION_TOKENS = 32_768
 TEST_TOKENS = 65_536
 """At most; blocks are spread evenly over the text."""
-BATCH_TOKENS = 4096
+LONGEST_BLOCK = 2048
+"""However far the model reads."""
+BATCH_TOKENS, BATCH_LOGITS = 4096, 2**27
 RANDOM_BLOCKS = 4
 
 Layers = list[tuple[AttentionConfig, Weights]]
@@ -60,7 +62,8 @@ def convert(
     shared, outcomes = converter.follow(_targets(converter.config, to, wish))
     measured = random_blocks(converter.config, seed) if test is None else blocks_of(model, test, TEST_TOKENS)
     result = copy.deepcopy(shared)
-    certificate = certify(model, result, outcomes, measured, calibration=texts[0], test=texts[1], seed=seed)
+    fitted = texts[0] if any(method for outcome in outcomes for method in outcome.methods) else None
+    certificate = certify(model, result, outcomes, measured, calibration=fitted, test=texts[1], seed=seed)
     return result, certificate
 
 
@@ -79,16 +82,23 @@ def require_heads(model: LanguageModel) -> GPTConfig:
 
 
 def blocks_of(model: LanguageModel, ids: Ids, limit: int = CALIBRATION_TOKENS) -> list[Batch]:
-    """Blocks of the model's own length, at most `limit` tokens spread over a text."""
+    """Blocks as long as the model reads, at most `limit` tokens spread over a text."""
     require_vocabulary(ids, model.config.vocab_size)
-    length = model.config.block_size
-    return list(evaluation_blocks(ids, length, max(1, BATCH_TOKENS // length), max(1, limit // length)))
+    length = block_length(model.config)
+    most = min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocab_size)
+    return list(evaluation_blocks(ids, length, max(1, most // length), max(1, limit // length)))
+
+
+def block_length(config: ModelConfig) -> int:
+    """Tokens read at once."""
+    return min(config.block_size, LONGEST_BLOCK)
 
 
 def random_blocks(config: GPTConfig, seed: int) -> list[Batch]:
     """Tokens without meaning, for a model without a text."""
-    ids = np.random.default_rng(seed).integers(config.vocab_size, size=RANDOM_BLOCKS * config.block_size + 1)
-    return list(evaluation_blocks(ids, config.block_size, RANDOM_BLOCKS))
+    length = block_length(config)
+    ids = np.random.default_rng(seed).integers(config.vocab_size, size=RANDOM_BLOCKS * length + 1)
+    return list(evaluation_blocks(ids, length, 1 if length == LONGEST_BLOCK else RANDOM_BLOCKS))
 
 
 def _rounded(weight: Tensor, like: Tensor, name: str) -> Tensor:

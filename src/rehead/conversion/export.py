@@ -35,7 +35,9 @@ def export_folder(source: Path, destination: Path, kind: str = "auto") -> tuple[
     which MQA and models without rope convert exactly. Raises ConfigError naming what the class cannot say.
     """
     require_apart(source, destination)
-    model, tokenizer = read_at(source, lambda place: (load(place), tokenizer_of(place)))
+    model, tokenizer, special = read_at(
+        source, lambda place: (load(place), tokenizer_of(place), stock.special_ids(place))
+    )
     certificate = None
     try:
         family = stock.fitting(model.config, [kind] if kind != "auto" else list(families))
@@ -56,5 +58,5 @@ def export_folder(source: Path, destination: Path, kind: str = "auto") -> tuple[
         files |= {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_json()
-    stock.export(model, destination, family, files)
+    stock.export(model, destination, family, files, special)
     return family.architecture, certificate

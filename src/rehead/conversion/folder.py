@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint import load, native, publish, read_at
+from rehead.checkpoint import load, native, publish, read_at, stock
 from rehead.config import ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate
-from rehead.conversion.convert import Converter, convert
+from rehead.conversion.convert import Converter, block_length, convert
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation
 from rehead.conversion.target import Wish
@@ -52,7 +52,9 @@ def convert_folder(
     """
     require_apart(source, destination)
     with publish(destination) as aside:
-        model, tokenizer = read_at(source, lambda place: (load(place), tokenizer_of(place)))
+        model, tokenizer, special = read_at(
+            source, lambda place: (load(place), tokenizer_of(place), stock.special_ids(place))
+        )
         with tempfile.TemporaryDirectory() as scratch:
             texts = _texts(source, model, tokenizer, calibration, test, Path(scratch))
             to = _layers(model, wish, texts, method, measured_ranks, max_loss)
@@ -64,7 +66,7 @@ def convert_folder(
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.to_json()
-        native.write(result, aside, files)
+        native.write(result, aside, files, special)
     return certificate
 
 
@@ -117,7 +119,7 @@ def _texts(
     fitted = ids(Source(path=calibration), "calibration")
     if held is not None:
         return Texts(calibration=fitted, test=held)
-    parts = split(fitted, model.config.block_size, HELD_OUT)
+    parts = split(fitted, block_length(model.config), HELD_OUT)
     return Texts(calibration=parts.train, test=parts.val)
 
 
@@ -128,7 +130,7 @@ def _own_texts(source: Path, model: LanguageModel, ids: Callable[[Source, str], 
         return Texts()
     try:
         data = flags.read([], (config,)).data
-        parts = split(ids(source_of(data), "text"), model.config.block_size, data.val_fraction)
+        parts = split(ids(source_of(data), "text"), block_length(model.config), data.val_fraction)
     except ReheadError as error:
         warnings.warn(
             f"the run's own text cannot be read, so nothing is measured on it: {error}", stacklevel=2

@@ -97,7 +97,7 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
         if moment is None:
             moment = torch.eye(weights["k_proj.weight"].shape[1] + 1, dtype=torch.float64)
         readers = {"k_proj": ("q_proj", 0), "v_proj": ("o_proj", 1)}
-        lost = energy = 0.0
+        lost = energy = apart = size = 0.0
         for name, (reader, side) in readers.items():
             members = source.n_kv_head // result.n_kv_head
             heads = _with_bias(weights, name).unflatten(0, (result.n_kv_head, members, -1))
@@ -109,11 +109,17 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
                 one = one + (heads - heads[:, :1]).mean(dim=1)  # the copies of one head have itself as mean
             lost += float(align.energy(heads - one[:, None], moment).sum())
             energy += float(align.energy(heads, moment).sum())
+            apart += float((heads - one[:, None]).square().sum())
+            size += float(heads.square().sum())
             rows = one.flatten(0, 1)
             pooled[f"{name}.weight"] = rows[:, :-1]
             if source.qkv_bias:
                 pooled[f"{name}.bias"] = rows[:, -1]
-        return Converted(weights=_with_scores(pooled, result), lost=lost / energy if energy else 0.0)
+        return Converted(
+            weights=_with_scores(pooled, result),
+            lost=max(lost, 0.0) / energy if energy else 0.0,
+            residual=apart / size if size else 0.0,
+        )
 
 
 def _aligned(

@@ -12,6 +12,9 @@ from rehead.attention.score import ScaledDot
 from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
 from rehead.conversion.factor import factor
 
+TINY = 1e-300
+"""In place of the energy of weights that are all 0."""
+
 
 def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
     """The rank at which one latent holds all keys and values: min(K (E + V), D) (A11)."""
@@ -79,8 +82,9 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
     ) -> Converted:
         """Factor the stack; biases of keys and values are added after the expansion."""
         needs = self.methods.get(method, ())
+        stack = torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]])
         factors = factor(
-            torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]]),
+            stack,
             result.kv_lora_rank,
             evidence.second_moment("inputs") if "inputs" in needs else None,
             evidence.second_moment("outputs") if "outputs" in needs else None,
@@ -91,7 +95,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         if source.qkv_bias:
             bias = torch.cat([weights["k_proj.bias"], weights["v_proj.bias"]])
             made["kv_b_proj.bias"] = _by_head(bias, source)
-        return Converted(weights=made, lost=factors.lost)
+        error = (stack - factors.up @ factors.down).square().sum() / stack.square().sum().clamp(min=TINY)
+        return Converted(weights=made, lost=factors.lost, residual=float(error))
 
 
 def _by_head(rows: Float[Tensor, "N *R"], source: GroupedConfig) -> Float[Tensor, "N *R"]:

@@ -20,7 +20,7 @@ def page(certificate: Certificate) -> str:
         "## How far the predictions moved",
         _measured(certificate),
         markdown(("", ""), _logits(certificate)),
-        "## What was done to each layer",
+        "## What was done to each layer" + (", before it was healed" if certificate.healing else ""),
         "Lost energy is the share of the keys' and values' energy that was dropped, as the method weighs it; output "
         "error the attention's RMS error on the same inputs, relative to its output.",
         markdown(
@@ -88,7 +88,7 @@ def _layer(index: int, layer: Layer) -> tuple[str, ...]:
 
 def _healing(certificate: Certificate) -> list[tuple[str, ...]]:
     def change(pair: Sequence[float | None]) -> str:
-        return " to ".join("?" if one is None else f"{one:.4f}" for one in pair)
+        return " to ".join("?" if one is None else f"{one:.5g}" for one in pair)
 
     return [
         (str(one["steps"]), f"{one['batch_tokens']:,}", change(one["kl"]), change(one["loss"]))

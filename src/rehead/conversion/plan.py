@@ -10,9 +10,9 @@ import torch
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import divisors
 from rehead.config import GPTConfig, ModelConfig
-from rehead.conversion.base import common
 from rehead.conversion.certificate import describe
 from rehead.conversion.path import path
+from rehead.conversion.serve import require_sayable, stock_target
 from rehead.conversion.target import Wish
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
@@ -20,10 +20,9 @@ from rehead.measure.size import decode_bytes, decode_flops
 
 Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
 FRACTIONS = (Fraction(1, 2), Fraction(3, 8), Fraction(1, 4), Fraction(3, 16))
-STOCK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-"""DeepSeek's own sizes, those that every engine's MLA kernels are built for."""
 
 
+EXPORT = "export --format deepseek_v3"
 REBUILDING = (
     "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
     "them into all keys and values."
@@ -80,11 +79,14 @@ def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dt
     rows = [row("", config, "present", "")]
     seen = {config.attention}
     for command, wanted in _candidates(config).items():
-        layers = tuple(wanted(layer) for layer in config.attention)
+        try:
+            layers = tuple(wanted(layer) for layer in config.attention)
+        except ConfigError:  # not to be meant of every layer, such as a head too many
+            continue
         if layers not in seen:
             seen.add(layers)
             changed = replace(config, attention=layers)
-            rows.append(row(command, changed, *_judge(config, changed)))
+            rows.append(row(command, changed, *_judge(config, changed, command)))
     return Plan(
         context=context,
         batch_size=batch_size,
@@ -109,19 +111,16 @@ def _candidates(config: GPTConfig) -> dict[str, Callable[[AttentionConfig], Atte
     for fraction in FRACTIONS:
         found[f"--to mla --kv-fraction {float(fraction)}"] = wish(to="mla", kv_fraction=float(fraction))
     found["--to reduced"] = wish(to="reduced")
-    found["export --format deepseek_v3"] = _stock
+    found[EXPORT] = lambda layer: stock_target(layer, config.n_embd)
     return found
 
 
-def _stock(layer: AttentionConfig) -> LatentConfig:
-    assert isinstance(layer, GroupedConfig | LatentConfig)
-    return LatentConfig(**common(layer) | STOCK, n_kv_head=layer.n_query_head)
-
-
-def _judge(source: GPTConfig, result: GPTConfig) -> tuple[Verdict, str]:
+def _judge(source: GPTConfig, result: GPTConfig, command: str) -> tuple[Verdict, str]:
     """What becoming `result` would be. A conversion that does not shrink the cache is pointless."""
     before, after = (kv_bytes_per_token(config) for config in (source, result))
     try:
+        if command == EXPORT:
+            require_sayable(source)
         paths = [
             path(old, new, source.n_embd) for old, new in zip(source.attention, result.attention, strict=True)
         ]

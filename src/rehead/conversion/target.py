@@ -105,6 +105,12 @@ def _gqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
     n_kv_head = heads.n_kv_head if wish.n_kv_head is None else wish.n_kv_head
     if not 1 < n_kv_head < heads.n_query_head:
         between = divisors(heads.n_query_head)[1:-1]
+        if not between:
+            raise ConfigError(
+                f"between one and {heads.n_query_head} KV heads there is none. Use --to mqa or --to mha."
+            )
+        if wish.n_kv_head is None:
+            raise ConfigError(f"--to gqa needs --n-kv-head: how many KV heads? Use one of {between}.")
         raise ConfigError(
             f"n_kv_head={n_kv_head} is no gqa of {heads.n_query_head} query heads. Use one of {between}."
         )

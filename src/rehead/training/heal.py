@@ -44,7 +44,11 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
     elif not named:
         raise ConfigError(f"{teacher} is no run folder, so it names no text to heal on. Give data.path=TEXT.")
     table.setdefault("data", {})["block_size"] = config.block_size
-    return flags.read(changes, tables=(table,))
+    options = flags.read(changes, tables=(table,))
+    begun = Path(options.system.work_dir) / "config.yaml"
+    if options.trainer.resume and begun.is_file():
+        options = flags.read([f"trainer.teacher={teacher}", *changes], (begun,), (table,))
+    return options
 
 
 def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place: str) -> None:
@@ -72,8 +76,9 @@ def healed_files(
     except InvalidInput:
         return {}
     test = Text.of(held_out, TEST_TOKENS)
-    logits = asdict(compare(teacher, model, blocks_of(teacher, held_out, TEST_TOKENS)))
+    logits = asdict(compare(teacher, model, blocks_of(model, held_out, TEST_TOKENS)))
     losses = list(logits.pop("losses"))
+    alike = before.test is not None and before.test.sha256 == test.sha256
     entry = {
         "steps": step,
         "teacher": options.trainer.teacher,
@@ -82,8 +87,8 @@ def healed_files(
         "batch_tokens": options.trainer.batch_size
         * options.trainer.grad_accumulation
         * options.data.block_size,
-        "kl": [before.logits["kl"], logits["kl"]],
-        "loss": [None if before.loss is None else before.loss[1], losses[1]],
+        "kl": [before.logits["kl"] if alike else None, logits["kl"]],
+        "loss": [before.loss[1] if alike and before.loss else None, losses[1]],
     }
     after = replace(
         before, logits=logits, loss=losses, test=test, exact=False, healing=[*before.healing, entry]

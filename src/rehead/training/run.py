@@ -195,7 +195,7 @@ class Run:
             ("model", vars(before.model)),
             ("data", ("block_size", "val_fraction", "tokenizer", "vocab_size")),
             ("system", ("seed",)),
-            ("trainer", ("batch_size", "grad_accumulation")),
+            ("trainer", ("batch_size", "grad_accumulation", "teacher", "distillation")),
         ):
             for name in names:
                 was, now = getattr(getattr(before, group), name), getattr(getattr(self.options, group), name)

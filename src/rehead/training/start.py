@@ -53,7 +53,7 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
     torch.manual_seed(seed)
     if options.folder is not None:
         options.require_folder_only()
-        found = load(options.folder)
+        found = load(options.folder).float()  # bfloat16 would round most steps away
         _require_memory(found.config)
         if block_size > found.config.block_size:
             raise ConfigError(
