@@ -61,7 +61,7 @@ def test_nothing_done(gpt):
 def test_healing_is_a_table_of_its_own(certificate):
     healed = {"steps": 300, "batch_tokens": 4096, "kl": [0.25, 0.125], "loss": [None, 1.5]}
     text = page(replace(certificate, healing=[healed]))
-    assert "| 300 | 4,096 | 0.2500 to 0.1250 | ? to 1.5000 |" in text
+    assert "| 300 | 4,096 | 0.25 to 0.125 | ? to 1.5 |" in text
     assert text.index("## What was done") < text.index("## Healing") < text.index("## Where")
 
 

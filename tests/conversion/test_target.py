@@ -91,5 +91,7 @@ def test_meaningless(wish, says):
 
 
 def test_mha_is_no_gqa_as_it_is():
-    with pytest.raises(ConfigError, match=r"n_kv_head=6 is no gqa of 6 query heads. Use one of \[2, 3\]"):
+    with pytest.raises(
+        ConfigError, match=r"--to gqa needs --n-kv-head: how many KV heads\? Use one of \[2, 3\]"
+    ):
         Wish(to="gqa").target(replace(GQA, n_kv_head=6), D)

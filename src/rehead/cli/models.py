@@ -85,7 +85,11 @@ def eval(
         require_vocabulary(tokens.ids, model.config.vocab_size)
         blocks = evaluation_blocks(tokens.ids, model.config.block_size, batch_size)
         result = scores(*evaluate(model, blocks), tokens.n_bytes)
-    say(result, "\n".join(f"{name:14} {value:,.6g}" for name, value in result.items()), json)
+    lines = (
+        f"{name:14} {value:,}" if isinstance(value, int) else f"{name:14} {value:,.6g}"
+        for name, value in result.items()
+    )
+    say(result, "\n".join(lines), json)
 
 
 @app.command

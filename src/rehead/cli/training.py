@@ -54,9 +54,16 @@ def heal(
 
     rehead heal out/mla --teacher out/run trainer.max_iters=300
     """
+    from rehead.checkpoint import resolve
+    from rehead.conversion.certificate import CERTIFICATE, Certificate
+    from rehead.report.conversion import present_certificate
     from rehead.training.heal import heal_options
 
-    _train(heal_options(folder, teacher, list(flags)), json)
+    options = heal_options(folder, teacher, list(flags))
+    _train(options, json)
+    healed = resolve(Path(options.system.work_dir))
+    if not json and (healed / CERTIFICATE).exists():
+        present_certificate(Certificate.read(healed), healed)
 
 
 @app.command

@@ -47,7 +47,7 @@ def require_different(calibration: Text | None, test: Text | None) -> None:
     if calibration is not None and test is not None and calibration.sha256 == test.sha256:
         raise ConfigError(
             "calibration and test text are the same: the loss would look better than it is. Give another text to "
-            "test on, or none, and the end of the calibration text is held back for it."
+            "test on."
         )
 
 

@@ -24,6 +24,9 @@ A `{architecture}`, written by rehead. It needs no code of its own:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+ids = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(ids[0]))
 ```
 {certificate}"""
 

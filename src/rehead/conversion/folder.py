@@ -109,17 +109,25 @@ def _texts(
         return Texts()
 
     def ids(text: Source, name: str) -> Ids:
-        return tokenize(text, tokenizer, scratch / name).ids
+        try:
+            return tokenize(text, tokenizer, scratch / name).ids
+        except InvalidInput as error:
+            raise InvalidInput(f"the {name} text: {error}") from error
 
     if calibration is None and test is None:
         return _own_texts(source, model, ids)
     held = None if test is None else ids(Source(path=test), "test")
     if calibration is None:
-        return Texts(test=held)
+        return Texts(calibration=_own_texts(source, model, ids).calibration, test=held)
     fitted = ids(Source(path=calibration), "calibration")
     if held is not None:
         return Texts(calibration=fitted, test=held)
-    parts = split(fitted, block_length(model.config), HELD_OUT)
+    try:
+        parts = split(fitted, block_length(model.config), HELD_OUT)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"{calibration} is too short to hold a tenth of it back to measure on: give a longer one, or --test TEXT."
+        ) from error
     return Texts(calibration=parts.train, test=parts.val)
 
 
@@ -159,7 +167,7 @@ def _layers(
 
 def _refusal(certificate: Certificate, *, can_read: bool) -> str:
     logits = certificate.logits
-    flips = f"{100 * logits['argmax_flips']:.1f} % of the likeliest tokens change, KL {logits['kl']:.4f} nats"
+    flips = f"{100 * logits['argmax_flips']:.1f} % of the likeliest tokens change, KL {logits['kl']:.2e} nats"
     loss = ""
     if certificate.loss is not None:
         before, after = certificate.loss

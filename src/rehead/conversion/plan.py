@@ -127,12 +127,14 @@ def _judge(source: GPTConfig, result: GPTConfig, command: str) -> tuple[Verdict,
     except ConfigError as error:
         if after > before:
             return "pointless", f"{_share(after, before)} of the present cache"
-        return "impossible", str(error).partition(": ")[2].rstrip(".")
+        return "impossible", str(error).partition(": ")[2].partition("; ")[0].rstrip(".")
     steps = [step for steps in paths for step in steps]
     exact = all(step.promise.exact for step in steps)
     if after >= before:
         kept = "exact, but " if exact else ""
         return "pointless", f"{kept}{_share(after, before)} of the present cache"
+    if command == EXPORT and not exact:
+        return "impossible", "its KV heads rotate in ways of their own"
     why = "; ".join(dict.fromkeys(step.promise.why for step in steps if step.promise.exact == exact))
     return ("exact" if exact else "approximate"), why
 

@@ -11,7 +11,7 @@ from rehead.errors import ConfigError
 from rehead.measure.fidelity import Comparison, compare
 
 STEPS = 12
-"""Ranks tried per layer: so many even steps up to the one at which it is exact."""
+"""Ranks tried per layer: so many even steps up to the one at which it is exact, and powers of two below."""
 PROBE_TOKENS = 8_192
 
 
@@ -55,7 +55,7 @@ class Allocation:
             raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
         most = [grid[-1] for grid in self.grids]
         whole = sum(latent.kv_numbers() for latent in most)
-        steps = [whole * step / (2 * STEPS) for step in range(1, 2 * STEPS)]
+        steps = [whole * step / (8 * STEPS) for step in range(1, 8 * STEPS)]
         low, high = 0, len(steps)
         while low < high:
             middle = (low + high) // 2
@@ -86,5 +86,7 @@ class Allocation:
 
 def _grid(exact: AttentionConfig) -> list[LatentConfig]:
     assert isinstance(exact, LatentConfig)
-    ranks = {max(1, exact.kv_lora_rank * step // STEPS) for step in range(1, STEPS + 1)}
+    full = exact.kv_lora_rank
+    ranks = {max(1, full * step // STEPS) for step in range(1, STEPS + 1)}
+    ranks |= {2**power for power in range(full.bit_length()) if 2**power * STEPS < full}
     return [replace(exact, kv_lora_rank=rank) for rank in sorted(ranks)]

@@ -63,8 +63,8 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     assert isinstance(layer, GroupedConfig | LatentConfig)
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
-        needed = layer.v_head_dim
-        if ROPE % layer.head_dim:
+        needed = layer.v_head_dim if layer.n_kv_head == 1 else RANKS[-1]  # of more heads nothing is exact
+        if layer.n_kv_head == 1 and ROPE % layer.head_dim:
             raise ConfigError(
                 f"head_dim={layer.head_dim} with rope: the rotary part that engines know is {ROPE} wide. Use heads of "
                 "64, 32 or 16, or --format llama."

@@ -109,7 +109,7 @@ def _gqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
             raise ConfigError(
                 f"between one and {heads.n_query_head} KV heads there is none. Use --to mqa or --to mha."
             )
-        if wish.n_kv_head is None:
+        if wish.n_kv_head is None:  # and the source is none either
             raise ConfigError(f"--to gqa needs --n-kv-head: how many KV heads? Use one of {between}.")
         raise ConfigError(
             f"n_kv_head={n_kv_head} is no gqa of {heads.n_query_head} query heads. Use one of {between}."

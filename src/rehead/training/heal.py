@@ -1,13 +1,15 @@
 """Learning back what a conversion lost, from the model it was made of."""
 
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rehead.checkpoint import read_at, read_config
-from rehead.config import RunOptions, flags
+from rehead.checkpoint import read_at, read_config, resolve
+from rehead.config import ModelConfig, RunOptions, encode, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.convert import TEST_TOKENS, blocks_of
+from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.data import Ids
 from rehead.errors import ConfigError, InvalidInput
@@ -30,7 +32,8 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
     It reads the teacher's own text where the teacher is a run folder, in blocks of the model's length,
     and goes to FOLDER-healed.
     """
-    config = read_at(folder, read_config)
+    config, source = read_at(folder, read_config), read_at(teacher, read_config)
+    _require_source(folder, source)
     table: dict[str, Any] = {
         "system": {"work_dir": f"{folder}-healed"},
         "model": {"folder": str(folder)},
@@ -45,10 +48,24 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
         raise ConfigError(f"{teacher} is no run folder, so it names no text to heal on. Give data.path=TEXT.")
     table.setdefault("data", {})["block_size"] = config.block_size
     options = flags.read(changes, tables=(table,))
+    require_apart(folder, Path(options.system.work_dir))
     begun = Path(options.system.work_dir) / "config.yaml"
     if options.trainer.resume and begun.is_file():
         options = flags.read([f"trainer.teacher={teacher}", *changes], (begun,), (table,))
     return options
+
+
+def _require_source(folder: Path, teacher: ModelConfig) -> None:
+    """Refuse another teacher than the model the certificate says it came from."""
+    place = resolve(folder)
+    if not (place / CERTIFICATE).exists():
+        warnings.warn(
+            f"{folder} has no {CERTIFICATE}: it is trained to follow its teacher, without one", stacklevel=3
+        )
+    elif Certificate.read(place).source != encode(teacher):
+        raise ConfigError(
+            f"{folder} was not converted from such a model as the teacher: see its {PAGE}. Give that one."
+        )
 
 
 def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place: str) -> None:
