@@ -180,3 +180,16 @@ def test_every_command_has_help(command, capsys):
     assert main([command, "--help"]) == 0
     assert f"rehead {command}" in capsys.readouterr().out
     assert command in app.resolved_commands()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "x", "--context", "1.7"],
+        ["convert", "a", "b", "--kv-rank=1.5"],
+        ["generate", "a", "--top-k", "2.0"],
+    ],
+)
+def test_a_fraction_is_no_whole_number(words, capsys):
+    assert main(words) == 2
+    assert "expected a whole number" in capsys.readouterr().err

@@ -7,7 +7,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from typing import Any
+from itertools import pairwise
+from typing import Any, get_args, get_type_hints
 
 from cyclopts import CycloptsError
 
@@ -38,6 +39,7 @@ def _run(argv: list[str], debug: bool) -> int:
     """Any failure as one line on stderr and an exit status."""
     try:
         _require_text(argv)
+        _require_whole(argv)
         app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
@@ -99,6 +101,19 @@ def _require_text(argv: list[str]) -> None:
             raise UsageError(f"{word!r}: an argument is empty. Give it a value, or leave it out.")
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise UsageError(f"{word!r:.200} is not UTF-8: rename it, or set LC_ALL=C.UTF-8.")
+
+
+def _require_whole(argv: list[str]) -> None:
+    """Refuse 1.5 where a whole number is wanted; cyclopts would round it."""
+    command = app[argv[0]].default_command if argv[0] in app else None
+    if command is None:
+        return
+    hints = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(command).items()}
+    whole = {f"--{name.replace('_', '-')}" for name, kinds in hints.items() if int in kinds}
+    for word, after in pairwise([*argv, ""]):
+        name, _, value = word.partition("=")
+        if name in whole and "." in (value or after):
+            raise UsageError(f"{name} {value or after}: expected a whole number.")
 
 
 def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
