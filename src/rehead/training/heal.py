@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
-from rehead.config import ModelConfig, RunOptions, encode, flags
+from rehead.config import ModelConfig, RunOptions, decode, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.convert import TEST_TOKENS, blocks_of
 from rehead.conversion.folder import require_apart
@@ -62,7 +62,7 @@ def _require_source(folder: Path, teacher: ModelConfig) -> None:
         warnings.warn(
             f"{folder} has no {CERTIFICATE}: it is trained to follow its teacher, without one", stacklevel=3
         )
-    elif Certificate.read(place).source != encode(teacher):
+    elif decode(ModelConfig, Certificate.read(place).source, str(place / CERTIFICATE)) != teacher:
         raise ConfigError(
             f"{folder} was not converted from such a model as the teacher: see its {PAGE}. Give that one."
         )

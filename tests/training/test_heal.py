@@ -1,0 +1,143 @@
+"""Healing: a converted model learns back what it lost, and its certificate says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import rehead
+from rehead.checkpoint import resolve
+from rehead.cli import main
+
+TINY = [
+    "data.path=input.txt",
+    "data.block_size=16",
+    "model.n_layer=2",
+    "model.n_query_head=4",
+    "model.n_embd=24",
+    "trainer.batch_size=8",
+    "trainer.max_iters=40",
+    "trainer.learning_rate=1e-2",
+    "trainer.eval_batches=1",
+    "trainer.sample_every=0",
+    "trainer.device=cpu",
+]
+QUICK = ["trainer.batch_size=8", "trainer.eval_batches=1", "trainer.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trained source, and what became of it as MQA."""
+    place = tmp_path_factory.mktemp("heal")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        torch.set_default_dtype(torch.float32)
+        Path("input.txt").write_text(
+            "The quality of mercy is not strain'd, it droppeth as the gentle rain\n" * 60
+        )
+        assert main(["train", *TINY, "system.work_dir=source"]) == 0
+        assert main(["convert", "source", "mqa", "--to", "mqa", "--method", "mean", "--allow-loss"]) == 0
+    return place
+
+
+@pytest.fixture(autouse=True)
+def here(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    torch.set_default_dtype(torch.float32)
+
+
+def heal(*words):
+    return main(["heal", "mqa", "--teacher", "source", *QUICK, *words])
+
+
+def certificate(folder):
+    return json.loads((resolve(Path(folder)) / "conversion.json").read_text())
+
+
+def test_what_was_lost_comes_back_and_the_certificate_says_how_far(capsys):
+    assert heal("trainer.max_iters=60", "system.work_dir=healed", "trainer.learning_rate=3e-3") == 0
+    printed = capsys.readouterr().out
+    before, after = certificate("mqa"), certificate("healed")
+    assert after["logits"]["kl"] < 0.2 * before["logits"]["kl"]
+    assert after["exact"] is False
+    assert after["loss"][1] < before["loss"][1]
+    (entry,) = after["healing"]
+    assert (entry["steps"], entry["teacher"], entry["batch_tokens"]) == (60, "source", 8 * 16)
+    assert entry["kl"] == [before["logits"]["kl"], after["logits"]["kl"]]
+    assert f"{after['loss'][1]:.4f}" in printed
+    page = (resolve(Path("healed")) / "CONVERSION.md").read_text()
+    assert "## Healing" in page
+    assert "before it was healed" in page
+    assert rehead.load("healed").config == rehead.load("mqa").config
+
+
+def test_interrupted_and_resumed_is_uninterrupted():
+    assert heal("trainer.max_iters=6", "system.work_dir=whole", "trainer.schedule=constant") == 0
+    assert heal("trainer.max_iters=4", "system.work_dir=parts", "trainer.schedule=constant") == 0
+    assert main(["heal", "mqa", "--teacher", "source", "system.work_dir=parts", "trainer.resume=True",
+                 "trainer.max_iters=6"]) == 0  # fmt: skip
+    one, other = (rehead.load(name).state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def test_the_text_alone_can_teach():
+    """distillation=0: the losses of the steps are those of the text, not divergences."""
+    assert heal("trainer.max_iters=2", "system.work_dir=plain", "trainer.distillation=0") == 0
+    assert heal("trainer.max_iters=2", "system.work_dir=taught") == 0
+
+    def first(folder):
+        lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+        return next(line["loss"] for line in lines if "loss" in line)
+
+    assert first("plain") > first("taught") > 0
+
+
+def test_what_cannot_be_healed(capsys):
+    Path("two.txt").write_text("ab" * 400)
+    for folder, changes in {"other": {"model.n_embd": "20"}, "few": {"data.path": "two.txt"}}.items():
+        flags = dict(flag.split("=") for flag in TINY) | {"trainer.max_iters": "1"} | changes
+        words = [f"{name}={value}" for name, value in flags.items()]
+        assert main(["train", *words, f"system.work_dir={folder}"]) == 0
+    refusals = {
+        ("mqa", "other"): "not converted from such a model",
+        ("mqa", "few"): "not converted from such a model",
+        ("mqa", "nowhere"): "nowhere does not exist",
+        ("nowhere", "source"): "nowhere does not exist",
+    }
+    for (folder, teacher), says in refusals.items():
+        capsys.readouterr()
+        assert main(["heal", folder, "--teacher", teacher, *QUICK]) in (2, 3)
+        assert says in capsys.readouterr().err
+    assert heal("system.work_dir=mqa") == 2
+    assert "never touched" in capsys.readouterr().err
+    assert heal("model.n_layer=3", "system.work_dir=flags") == 2
+    assert "model.folder=mqa" in capsys.readouterr().err
+
+
+def test_a_run_does_not_go_on_with_another_teacher(capsys):
+    assert heal("trainer.max_iters=1", "system.work_dir=once") == 0
+    assert main(["train", "system.work_dir=once", "trainer.resume=True", "trainer.max_iters=2",
+                 "trainer.teacher=mqa"]) == 2  # fmt: skip
+    assert "trainer.teacher" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always:bare has no")
+def test_without_a_certificate_one_is_told(capsys):
+    rehead.save(
+        rehead.load("source"),
+        "bare",
+        files={"tokenizer.json": (resolve(Path("source")) / "tokenizer.json").read_text()},
+    )
+    assert main(["heal", "bare", "--teacher", "source", *QUICK, "trainer.max_iters=1"]) == 0
+    assert "bare has no conversion.json" in capsys.readouterr().err
+    assert not (resolve(Path("bare-healed")) / "conversion.json").exists()
+
+
+def test_a_model_in_bfloat16_is_healed_in_float32():
+    """Or most steps would be rounded away."""
+    model = rehead.load("mqa").bfloat16()
+    files = {name: (Path("mqa") / name).read_text() for name in ("tokenizer.json", "conversion.json")}
+    rehead.save(model, "half", files=files)
+    assert main(["heal", "half", "--teacher", "source", *QUICK, "trainer.max_iters=2"]) == 0
+    assert rehead.load("half-healed").head.weight.dtype == torch.float32
