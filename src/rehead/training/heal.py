@@ -18,7 +18,7 @@ from rehead.model import LanguageModel
 
 DEFAULTS = {
     "max_iters": 300,
-    "learning_rate": 5e-4,
+    "learning_rate": 1e-4,
     "schedule": "cosine",
     "warmup_iters": 20,
     "weight_decay": 0.0,
