@@ -210,36 +210,39 @@ def table(document):
     return markdown(header, rows)
 
 
-def picture(document, path):
-    """Loss over KV bytes: a line per method, before and after healing."""
-    from matplotlib.figure import Figure
+LEAST = 1e-5
+"""Nats drawn where a point is no worse than the source."""
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    panels = figure.subplots(1, 2)
-    methods = ("svd", "separate", "whitened", "weighted", "mean", "procrustes")
-    for axes, title in zip(panels, ("as converted", "healed"), strict=True):
-        for colour, method in zip(COLOURS, methods, strict=False):
-            found = [row for row in document["points"] if row["name"].endswith(method)]
-            if title == "healed":
-                found = [row for row in found if "healed" in row]
-            if not found:
-                continue
-            found.sort(key=lambda row: row["kv_bytes"])
-            losses = [
-                row["loss"] if title != "healed" else row["healed"][max(row["healed"])] for row in found
-            ]
-            axes.plot(
-                [row["kv_bytes"] for row in found], losses, "o-", color=colour, label=method, linewidth=1.6
-            )
-        axes.axhline(document["source_loss"], color="#7F7F7F", linestyle=":", label="source")
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("KV cache, bytes per token")
-        axes.set_ylabel("validation loss (nats per token)")
-        axes.set_title(title, loc="left")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+
+def picture(document, path):
+    """Loss above the source's over KV bytes: a line per method, dashed to where it was healed."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    base = document["source_loss"]
+    for colour, method in zip(
+        COLOURS, ("svd", "separate", "whitened", "weighted", "mean", "procrustes"), strict=False
+    ):
+        found = [row for row in document["points"] if row["name"].endswith(method)]
+        found.sort(key=lambda row: row["kv_bytes"])
+        sizes = [row["kv_bytes"] for row in found]
+        axes.plot(sizes, [max(row["loss"] - base, LEAST) for row in found], "o-", color=colour, label=method)
+        healed = [row for row in found if row.get("healed")]
+        last = [max(row["healed"][max(row["healed"], key=int)] - base, LEAST) for row in healed]
+        label = f"{method}, healed" if healed else None
+        axes.plot([row["kv_bytes"] for row in healed], last, "x--", color=colour, label=label, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("KV cache, bytes per token")
+    axes.set_ylabel("validation loss above the source's (nats per token)")
+    axes.set_title(f"Source: {document['source_kv_bytes']:,} bytes per token, loss {base:.4f}", loc="left")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=2, fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
