@@ -208,7 +208,7 @@ def test_attend_uses_every_kernel(monkeypatch):
     assert used == ["folded", "folded", "sdpa", "sdpa", "reference"]
 
 
-DTYPES = {  # /work/shared/notes/reliability.md, section 12: max, mean, phi out, phi grads, u
+DTYPES = {  # budgets: max, mean, phi out, phi grads, u
     torch.float32: (1e-5, 1e-6, 3, 5, 1e-6),
     torch.bfloat16: (2.5e-2, 2.5e-3, 2, 4, 8e-3),
     torch.float16: (4e-3, 4e-4, 2, 4, 1e-3),
