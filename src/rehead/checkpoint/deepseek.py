@@ -5,11 +5,19 @@ from dataclasses import replace
 
 from rehead.attention import LatentConfig
 from rehead.attention.latent import NORM_EPS
-from rehead.checkpoint.family import Family, Fields, Table, Weight, families, refuse, write_rope
+from rehead.checkpoint.family import (
+    PARTS,
+    Family,
+    Fields,
+    Table,
+    Weight,
+    families,
+    outside_layers,
+    refuse,
+    write_rope,
+)
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
-
-SHARED = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 class DeepseekV3(Family):
@@ -114,15 +122,12 @@ class DeepseekV3(Family):
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
         """Names are ours with `model.` before them."""
-        yield Weight(theirs="model.embed_tokens.weight", ours=("embed_tokens.weight",))
-        yield Weight(theirs="model.norm.weight", ours=("norm.weight",))
-        if not config.tie_embeddings:
-            yield Weight(theirs="lm_head.weight", ours=("head.weight",))
+        yield from outside_layers(config)
         for index, kind in enumerate(config.attention):
             assert isinstance(kind, LatentConfig)
             queries = ("q_proj",) if kind.q_lora_rank is None else ("q_a_proj", "q_a_layernorm", "q_b_proj")
             parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
-            for name in (*SHARED, *(f"self_attn.{part}" for part in parts)):
+            for name in (*PARTS, *(f"self_attn.{part}" for part in parts)):
                 yield Weight(
                     theirs=f"model.layers.{index}.{name}.weight", ours=(f"layers.{index}.{name}.weight",)
                 )

@@ -1,17 +1,27 @@
 """Llama and those that share its names: Mistral, Qwen2 and Qwen3."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from rehead.attention import GroupedConfig
-from rehead.checkpoint.family import Family, Fields, Table, Weight, families, refuse, write_rope
+from rehead.checkpoint.family import (
+    PARTS,
+    Family,
+    Fields,
+    Table,
+    Weight,
+    families,
+    outside_layers,
+    refuse,
+    write_rope,
+)
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 
 WINDOW = 4096
 """Of Mistral and Qwen where config.json does not name it."""
-PARTS = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 class LlamaLike(Family):
@@ -50,9 +60,9 @@ class LlamaLike(Family):
         fields.finish()
         return config
 
+    @abstractmethod
     def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
         """The attention of every layer."""
-        raise NotImplementedError
 
     def write(self, config: GPTConfig) -> Table:
         """The config.json of a model."""
@@ -76,16 +86,13 @@ class LlamaLike(Family):
             **self.said(config, first),
         }
 
+    @abstractmethod
     def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """What this family has fields of its own for; refuses the rest."""
-        raise NotImplementedError
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
         """Names are ours with `model.` before them."""
-        yield Weight(theirs="model.embed_tokens.weight", ours=("embed_tokens.weight",))
-        yield Weight(theirs="model.norm.weight", ours=("norm.weight",))
-        if not config.tie_embeddings:
-            yield Weight(theirs="lm_head.weight", ours=("head.weight",))
+        yield from outside_layers(config)
         for index, kind in enumerate(config.attention):
             assert isinstance(kind, GroupedConfig)
             names = [f"{part}.weight" for part in PARTS]

@@ -16,13 +16,12 @@ from torch import Tensor
 from rehead.checkpoint import stock
 from rehead.checkpoint.find import read_at
 from rehead.checkpoint.publish import MANIFEST, publish, verify
-from rehead.checkpoint.shards import Shards, strict_json
+from rehead.checkpoint.shards import SINGLE, Shards, strict_json
 from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput
 from rehead.model import LanguageModel, build
 
 FORMAT = "rehead-1"
-WEIGHTS = "model.safetensors"
 LARGEST_CONFIG = 4 * 2**20
 
 
@@ -50,7 +49,7 @@ def write(
     """
     tied = {name for name, _ in model.named_parameters()}  # a shared tensor has one name here
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k in tied}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / SINGLE, metadata={"format": "pt"})
     config = {"format": FORMAT, **encode(model.config), "dtype": str(model.head.weight.dtype)[6:]}
     limit = model.config.context_limit
     generation = (
@@ -126,15 +125,15 @@ def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path) -> N
     ):
         if names:
             listed = ", ".join(sorted(names)[:10])
-            raise InvalidInput(f"{folder / WEIGHTS} {problem} {len(names)} weights: {listed:.300}.")
+            raise InvalidInput(f"{folder / SINGLE} {problem} {len(names)} weights: {listed:.300}.")
     for name, weight in weights.items():
         if weight.shape != expected[name].shape:
             raise InvalidInput(
-                f"{folder / WEIGHTS}: {name} has shape {list(weight.shape)}, the config says "
+                f"{folder / SINGLE}: {name} has shape {list(weight.shape)}, the config says "
                 f"{list(expected[name].shape)}."
             )
         if not weight.is_floating_point():
-            raise InvalidInput(f"{folder / WEIGHTS}: {name} holds {weight.dtype}, expected floating point.")
+            raise InvalidInput(f"{folder / SINGLE}: {name} holds {weight.dtype}, expected floating point.")
     widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")

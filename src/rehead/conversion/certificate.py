@@ -72,9 +72,9 @@ class Certificate:
     """Saved as conversion.json beside the model, and for people as CONVERSION.md.
 
     `exact` is True where every step is exact by its promise, or changed no weight of the keys and
-    values beyond rounding. `logits`
-    are compared as in `rehead.measure.fidelity`, on the `test` text or, without one, on random tokens;
-    `loss` is in nats per token of the test text. Pairs are before and after.
+    values beyond rounding. `logits` are compared as in `rehead.measure.fidelity`, on the `test` text or,
+    without one, on random tokens; `loss` is in nats per token of the test text. Pairs are before and
+    after.
     """
 
     format: str = FORMAT

@@ -1,6 +1,5 @@
 """A model as one that stock engines serve: attention in DeepSeek's shape, norms with DeepSeek's eps."""
 
-import copy
 import math
 from dataclasses import asdict, replace
 
@@ -108,5 +107,5 @@ def with_eps(model: LanguageModel, eps: float) -> LanguageModel:
             state[name] = (state[name].double() * factor).to(state[name].dtype)
     with torch.device("meta"):
         made = build(replace(config, norm_eps=eps, tie_embeddings=False))
-    made.load_state_dict(copy.deepcopy(state), assign=True)
+    made.load_state_dict(state, assign=True)
     return made.eval()
