@@ -9,8 +9,8 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.conversion import Certificate, describe
-from rehead.conversion.certificate import CERTIFICATE, Text
+from rehead.conversion import Certificate, Evidence, describe, path
+from rehead.conversion.certificate import CERTIFICATE, Outcome, Text
 from rehead.errors import ConfigError, InvalidInput
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5, qkv_bias=True)
@@ -239,3 +239,19 @@ def test_fields_are_all_documented_by_their_names():
         "format", "exact", "layers", "source", "result", "logits", "loss", "kv_bytes_per_token", "parameters",
         "dtype", "calibration", "test", "seed", "environment",
     }  # fmt: skip
+
+
+def test_what_no_text_showed_is_still_lost():
+    """Heads that differ only where the calibration text has no energy are pooled with a loss."""
+    source = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4)
+    weights = {name: weight.detach().double() for name, weight in source.build(23).named_parameters()}
+    for name in ("k_proj.weight", "v_proj.weight"):
+        first, second = weights[name].chunk(2)
+        weights[name] = torch.cat([first, torch.cat([first[:, :1], second[:, 1:]], dim=1)])
+    moment = torch.zeros(24, 24, dtype=torch.float64)
+    moment[0, 0] = 1.0
+    (step,) = path(source, replace(source, n_kv_head=1), 23)
+    done = step.conversion.convert(weights, step.source, step.result, Evidence(inputs=moment), "mean")
+    assert done.lost <= 1e-20
+    assert done.residual > 0.1
+    assert not Outcome(steps=[step], methods=["mean"], converted=[done]).exact

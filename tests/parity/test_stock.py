@@ -239,3 +239,16 @@ def test_folders_of_the_first_releases_are_read(tmp_path):
     path.write_text(json.dumps(table))
     with torch.no_grad():
         assert relative(rehead.load(tmp_path / "llama")(ids), theirs(ids).logits) <= 2e-5
+
+
+def test_a_window_that_is_not_named_is_their_default(tmp_path):
+    """Missing is not null: transformers takes 4096."""
+    import json
+
+    made("Mistral", CASES["mistral, window"][1], tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    table = json.loads(path.read_text())
+    del table["sliding_window"]
+    path.write_text(json.dumps(table))
+    assert transformers.MistralConfig.from_pretrained(tmp_path / "theirs").sliding_window == 4096
+    assert {layer.window for layer in rehead.load(tmp_path / "theirs").config.attention} == {4096}

@@ -141,3 +141,14 @@ def test_a_model_in_bfloat16_is_healed_in_float32():
     rehead.save(model, "half", files=files)
     assert main(["heal", "half", "--teacher", "source", *QUICK, "trainer.max_iters=2"]) == 0
     assert rehead.load("half-healed").head.weight.dtype == torch.float32
+
+
+def test_a_teacher_is_followed_without_dropout():
+    """And without one there is dropout, as in any training."""
+    from rehead.config import TrainerOptions
+    from rehead.training.loop import Trainer
+
+    model, teacher, ids = rehead.load("mqa"), rehead.load("source"), torch.zeros(2, 5, dtype=torch.long)
+    for mode, given in ((False, teacher), (True, None)):
+        Trainer(model, TrainerOptions(), given).advance(lambda: (ids, ids))
+        assert model.training is mode
