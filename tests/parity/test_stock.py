@@ -171,7 +171,7 @@ def test_mqa_goes_out_exactly_as_deepseek(fields, tmp_path):
     assert not any(info.values())
     config = mla.config
     sizes = (config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
-    assert sizes == (256, 64, 128, 128)
+    assert sizes == (512, 64, 128, 128)
     ids = torch.randint(1, 53, (2, 40))
     assert relative(mla(ids).logits, theirs(ids).logits) <= 5e-6
     options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}

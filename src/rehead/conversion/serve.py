@@ -17,8 +17,8 @@ from rehead.measure import parameters
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel, build
 
-RANKS, HEAD, ROPE = (256, 512), 128, 64
-"""Latents and heads that every engine's MLA kernels know."""
+RANK, HEAD, ROPE = 512, 128, 64
+"""DeepSeek's own sizes, the ones every engine's MLA kernels know: vLLM's on a CPU know no others."""
 
 
 def to_deepseek(model: LanguageModel) -> tuple[LanguageModel, Certificate]:
@@ -62,7 +62,7 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     assert isinstance(layer, GroupedConfig | LatentConfig)
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
-        needed = layer.v_head_dim if layer.n_kv_head == 1 else RANKS[-1]  # of more heads nothing is exact
+        needed = layer.v_head_dim if layer.n_kv_head == 1 else RANK  # of more heads nothing is exact
         if layer.n_kv_head == 1 and ROPE % layer.head_dim:
             raise ConfigError(
                 f"head_dim={layer.head_dim} with rope: the rotary part that engines know is {ROPE} wide. Use heads of "
@@ -72,14 +72,13 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
         raise ConfigError(
             f"window={layer.window}: DeepseekV3ForCausalLM has no window. Use --format mistral."
         )
-    rank = next((rank for rank in RANKS if rank >= needed), None)
-    if rank is None:
+    if needed > RANK:
         raise ConfigError(
-            f"its keys and values need {needed} numbers a token, engines take {RANKS[-1]}: convert it first."
+            f"its keys and values need {needed} numbers a token, engines take {RANK}: convert it first."
         )
     return LatentConfig(
         n_query_head=layer.n_query_head,
-        kv_lora_rank=rank,
+        kv_lora_rank=RANK,
         qk_nope_head_dim=HEAD,
         qk_rope_head_dim=ROPE,
         v_head_dim=HEAD,
