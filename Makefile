@@ -1,10 +1,10 @@
-# make setup | demo | test | test-slow | check | bench    (Python >= 3.11; set PYTHON to choose one)
+# make setup | demo | test | test-slow | check | bench | bench-gpu    (Python >= 3.11; set PYTHON to choose one)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check format lock clean
+.PHONY: setup demo test test-slow check bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,13 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Ours beside others, into docs/benchmarks.md; ARGS="decode --threads 1" for less, --peers FOLDER for more.
+bench: $(STAMP)
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0 $(BIN)/python benchmarks $(ARGS)
+
+bench-gpu: $(STAMP)
+	$(BIN)/python benchmarks --device cuda $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -3,9 +3,13 @@
 import os
 import resource
 import sys
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from rehead.model import LanguageModel
 
@@ -32,6 +36,23 @@ def memory(device: torch.device) -> dict[str, int]:
 def physical_memory() -> int:
     """Bytes of memory this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_allocated(run: Callable[[], Any]) -> int:
+    """Most bytes of CPU memory that tensors held at once while `run` ran, beyond those before it.
+
+    Counted by torch's allocator, so it is the same in every run, unlike the resident memory.
+    """
+    run()  # what is made once and kept, is made now
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    events = (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
+    moves = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if "CPU" in str(event.device_type())
+    )
+    return max(accumulate((n_bytes for _, n_bytes in moves), initial=0))
 
 
 @torch.no_grad()
