@@ -312,3 +312,16 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path, monkeypatch):
     (tmp_path / "other.json").write_text("x" * 11)
     with pytest.raises(InvalidInput, match=r"has 11 bytes: .* 10 at most"):
         Tokenizer.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("kind", list(EVERY))
+def test_a_piece_for_every_token(kind):
+    tokenizer = EVERY[kind]()
+    ids = tokenizer.encode("to be to")
+    assert "".join(tokenizer.pieces(ids)).strip() == "to be to"
+    assert len(tokenizer.pieces(ids)) == len(ids)
+
+
+def test_pieces_keep_the_blank_before_a_word_and_show_part_of_a_character():
+    assert llama().pieces(llama().encode("to to")) == [" to", " to"]
+    assert trained("byte").pieces("né".encode()) == ["n", "\ufffd", "\ufffd"]

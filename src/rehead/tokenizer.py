@@ -86,6 +86,13 @@ class Tokenizer:
         with _guard("the tokenizer"):
             return self._inner.decode(numbers, skip_special_tokens=False)
 
+    def pieces(self, ids: Iterable[SupportsInt]) -> list[str]:
+        """What each of ids (N,) says in the middle of a text; part of a character is U+FFFD."""
+        found = []
+        for token in ids:  # twice, as some decoders treat a first token apart
+            found.append(self.decode([token, token])[len(self.decode([token])) :])
+        return found
+
     def stream(self, ids: Iterable[SupportsInt], after: Iterable[SupportsInt] = ()) -> Iterator[str]:
         """The text of ids as they come: pieces of full code points that add up to `decode(ids)`.
 

@@ -1,4 +1,4 @@
-// Draws every <figure class="attention-maps"> of a page: the map of one layer and head, and an overview
+// Draws every figure.attention-maps of a page: the map of one layer and head, and an overview
 // of all heads in which a click chooses one. Needs Plotly. What the data are is said in maps.py.
 (() => {
   const SCALES = {
@@ -35,6 +35,7 @@
     const rows = tokens.map((_, i) => Array.from(map.subarray(i * n, (i + 1) * n), (cell) => cell || null));
     const hover = rows.map((row, i) => row.map((cell, j) => cell === null ? "" :
       `<b>${((cell / 255) ** 2).toPrecision(2)}</b><br>of ${i} ${tokens[i]}<br>goes to ${j} ${tokens[j]}`));
+    const numbers = rows.map((row) => row.map((cell) => cell === null ? "" : ((cell / 255) ** 2).toFixed(2)));
     const { scale, axis, bar, layout } = look(figure);
     const target = figure.querySelector(".map"), width = target.clientWidth;
     const step = Math.ceil((13 * n) / (0.75 * width)), longest = Math.ceil(width / 30);
@@ -43,6 +44,7 @@
     const labelled = { ...axis, tickvals: places, ticktext: places.map((i) => escaped(short(data.tokens[i]))) };
     const trace = {
       type: "heatmap", z: rows, customdata: hover, hovertemplate: "%{customdata}<extra></extra>",
+      text: numbers, texttemplate: n > 12 ? "" : "%{text}",
       zmin: 0, zmax: 255, colorscale: scale, xgap: n > 64 ? 0 : 1, ygap: n > 64 ? 0 : 1,
       colorbar: {
         ...bar, title: { text: "weight", side: "bottom" },

@@ -1,0 +1,113 @@
+"""What a model's attention does with a text, and whether more text changes what came before (seeds C1, C2)."""
+
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.errors import InvalidInput, UsageError
+from rehead.measure.attention_maps import Spread, attention_maps, prefix_change, spread
+from rehead.model import GPT, LanguageModel
+from rehead.tokenizer import Tokenizer
+
+UNCHANGED = 1e-5
+"""Weights that differ by no more are rounded differently: what two kernels may differ by in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inspection:
+    """The maps of one text: `tokens`, and per layer `maps` (H, L, L), the attention's name and window."""
+
+    text: str
+    ids: list[int]
+    tokens: list[str]
+    maps: list[Float[Tensor, "_ L L"]]
+    variants: list[str]
+    windows: list[int | None]
+
+    @property
+    def spreads(self) -> list[Spread]:
+        """Entropy and distance of every head, per layer."""
+        return [spread(one, window) for one, window in zip(self.maps, self.windows, strict=True)]
+
+    def head(self, layer: int, head: int) -> Float[Tensor, "L L"]:
+        """One map. Raises UsageError where there is none."""
+        if not 0 <= layer < len(self.maps):
+            raise UsageError(f"layer={layer}: the model has layers 0 to {len(self.maps) - 1}.")
+        if not 0 <= head < len(self.maps[layer]):
+            raise UsageError(f"head={head}: layer {layer} has heads 0 to {len(self.maps[layer]) - 1}.")
+        return self.maps[layer][head]
+
+    def document(self, layer: int, head: int) -> dict[str, Any]:
+        """All figures, and the weights of one head."""
+        per_layer = zip(self.variants, self.windows, self.spreads, strict=True)
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "layers": [
+                {"attention": name, "window": window} | asdict(figures) for name, window, figures in per_layer
+            ],
+            "map": {"layer": layer, "head": head, "weights": self.head(layer, head).tolist()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixChange:
+    """By how much the rows of `n_token` first tokens that two texts share differ, per layer."""
+
+    n_token: int
+    layers: list[float]
+
+    @property
+    def largest(self) -> float:
+        """Over all layers."""
+        return max(self.layers)
+
+    @property
+    def unchanged(self) -> bool:
+        """True where no row differs by more than rounding."""
+        return self.largest <= UNCHANGED
+
+
+def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: int = 256) -> Inspection:
+    """The maps of a text's first `max_tokens` tokens, or as many as the model's context holds.
+
+    Warns where tokens are left out. Raises InvalidInput for a text of no token, UsageError for a model
+    without attention.
+    """
+    if max_tokens < 1:
+        raise UsageError(f"max_tokens={max_tokens}. Use 1 or more.")
+    ids = tokenizer.encode(text)
+    if not len(ids):
+        raise InvalidInput("the text is empty: attention needs at least one token.")
+    context = model.config.context_limit
+    n_token = min(len(ids), max_tokens, context or len(ids))
+    if n_token < len(ids):
+        limit = f"the model's context is {context}" if n_token == context else f"max_tokens={max_tokens}"
+        message = f"the text has {len(ids):,} tokens, the first {n_token:,} are looked at: {limit}."
+        warnings.warn(message, stacklevel=2)
+    maps = attention_maps(model, torch.from_numpy(ids[:n_token]))
+    assert isinstance(model, GPT)
+    return Inspection(
+        text=text,
+        ids=ids[:n_token].tolist(),
+        tokens=tokenizer.pieces(ids[:n_token]),
+        maps=maps,
+        variants=[attention.name for attention in model.config.attention],
+        windows=[attention.window for attention in model.config.attention],
+    )
+
+
+def compare(first: Inspection, second: Inspection) -> PrefixChange:
+    """Whether the tokens that two texts begin with attend alike in both. InvalidInput where there is none."""
+    same = [one == other for one, other in zip(first.ids, second.ids, strict=False)]
+    n_token = same.index(False) if False in same else len(same)
+    if not n_token:
+        raise InvalidInput(
+            f"the texts begin with {first.tokens[0]!r:.40} and {second.tokens[0]!r:.40}: nothing to compare. Use "
+            "texts that share their first tokens."
+        )
+    return PrefixChange(n_token=n_token, layers=prefix_change(first.maps, second.maps, n_token))

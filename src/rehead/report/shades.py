@@ -1,0 +1,64 @@
+"""Attention maps on a terminal: a cell per weight, darker for more."""
+
+import sys
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+BOUNDS = (0.01, 0.1, 0.3, 0.6)
+BLOCKS, LETTERS = "·░▒▓█", ".:+*#"
+"""One sign per band of weights between the bounds; letters where the terminal has no blocks."""
+LONGEST = 14
+"""Characters of a row's label."""
+
+
+def picture(labels: Sequence[str], weights: Float[Tensor, "L L"], columns: int) -> list[str]:
+    """The lines of a map, as many first tokens as `columns` characters hold; numbers where they fit too.
+
+    Rows are queries. What is exactly 0 is left blank: a mask hides it.
+    """
+    signs = BLOCKS if _can_say(BLOCKS) else LETTERS
+    names = [_fit(label, LONGEST) for label in labels]
+    margin = 6 + max(map(len, names))
+    numbers = margin + 8 * len(labels) <= columns
+    width = 8 if numbers else 2
+    shown = min(len(labels), max((columns - margin) // width, 1))
+    lines = [" " * margin + "".join(_heads(names[:shown], width))]
+    for i, row in enumerate(weights[:shown, :shown].tolist()):
+        cells = (_cell(weight, signs, numbers) for weight in row)
+        lines.append(f"{i:>4} {names[i]:<{margin - 5}}{''.join(cells)}".rstrip())
+    bands = [f"{sign} <{bound}" for sign, bound in zip(signs, BOUNDS, strict=False)]
+    lines.append(" " * margin + "  ".join([*bands, f"{signs[-1]} more"]))
+    if shown < len(labels):
+        lines.append(" " * margin + f"the first {shown} of {len(labels)} tokens; --html shows all")
+    return lines
+
+
+def _heads(names: Sequence[str], width: int) -> list[str]:
+    """A head for every column: its label where all fit, else every fifth number."""
+    if all(len(name) < width for name in names):
+        return [f"{name:>{width}}" for name in names]
+    if width > 2:
+        return [f"{_fit(name, width - 1):>{width}}" for name in names]
+    return [f"{j % 100:>2}" if j % 5 == 0 else "  " for j in range(len(names))]
+
+
+def _cell(weight: float, signs: str, numbers: bool) -> str:
+    if weight == 0:
+        return " " * (8 if numbers else 2)
+    sign = signs[sum(weight >= bound for bound in BOUNDS)]
+    return f" {sign}{weight:.4f}" if numbers else sign * 2
+
+
+def _fit(label: str, width: int) -> str:
+    text = label if _can_say(label) else label.replace("·", "_").encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= width else text[: width - 1] + "~"
+
+
+def _can_say(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
