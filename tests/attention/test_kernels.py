@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from rehead.attention import kernels
+from rehead.attention import fused, kernels
 from rehead.attention.cache import LayerCache
 from rehead.attention.mask import EMPTY, Mask, visible
 from rehead.attention.score import Additive
@@ -196,9 +196,9 @@ def test_gradients_are_the_reference(kernel):
 
 
 def test_attend_uses_every_kernel(monkeypatch):
-    """Few queries fold, many go to SDPA, a learned score or dropout with one to the reference."""
+    """Few queries fold, many go to SDPA, many keys to what is put together of it, a learned score to the reference."""
     used = []
-    for name in ("reference", "folded", "sdpa"):
+    for name in ("reference", "folded", "sdpa", "windowed", "continued"):
         real = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _n=name, _k=real, **kw: used.append(_n) or _k(*a, **kw))
     score = Additive(width=3).build(K, H // K, E)
@@ -206,6 +206,25 @@ def test_attend_uses_every_kernel(monkeypatch):
         call = sample(L=n_query, S=n_query)
         kernels.attend(*call, Mask(n_query=n_query, n_key=n_query), **options)
     assert used == ["folded", "folded", "sdpa", "sdpa", "reference"]
+    used.clear()
+    for n_query, n_key, window, pdrop in (
+        (17, 512, 256, 0.0),
+        (17, 512, 257, 0.0),
+        (17, 511, 9, 0.0),
+        (16, 512, 9, 0.0),
+        (512, 512, None, 0.0),
+        (17, 512, None, 0.0),
+        (17, 512, 512, 0.0),
+        (17, 512, 9, 0.5),
+    ):
+        call = sample(L=n_query, S=n_key)
+        kernels.attend(*call, Mask(n_query=n_query, n_key=n_key, window=window), pdrop=pdrop)
+    with torch.no_grad():
+        for positions in (None, torch.arange(512)[None]):
+            mask = Mask(n_query=17, n_key=512, key_positions=positions)
+            kernels.attend(*sample(L=17, S=512), mask)
+    sdpas = ["sdpa"] * 5
+    assert used == ["windowed", "sdpa", "sdpa", "folded", *sdpas[:4], "continued", "sdpa"]
 
 
 DTYPES = {  # budgets: max, mean, phi out, phi grads, u
@@ -216,10 +235,19 @@ DTYPES = {  # budgets: max, mean, phi out, phi grads, u
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", [kernels.folded, kernels.sdpa])
-@pytest.mark.parametrize("window", [None, 5])
-def test_low_precision_keeps_the_budget(kernel, dtype, window):
+@pytest.mark.parametrize(
+    ("kernel", "window"),
+    [
+        (kernels.folded, None),
+        (kernels.folded, 5),
+        (kernels.sdpa, None),
+        (kernels.sdpa, 5),
+        (kernels.windowed, 5),
+    ],
+)
+def test_low_precision_keeps_the_budget(kernel, dtype, window, monkeypatch):
     """N14: a fast kernel is as near the float64 gold as the reference of the same type, outputs and gradients."""
+    monkeypatch.setattr(fused, "CHUNK", 8)
     most, on_average, for_outputs, for_gradients, unit = DTYPES[dtype]
     low = sample(L=24, S=40, E=32, V=16, dtype=dtype)
     mask = Mask(n_query=24, n_key=40, window=window)

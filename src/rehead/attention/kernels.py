@@ -7,11 +7,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
 
 ScoreFunction = Callable[[Tensor, Tensor], Tensor]
 FEW_QUERIES = 16
 """Up to this many queries per call the folded kernel is used (decoding, short chunks)."""
+
+LONG = 512
+"""From this many keys on, windows are computed in chunks, and a chunk after its past in two parts."""
 
 
 def _scale(scale: float | None, key: Tensor) -> float:
@@ -60,37 +64,6 @@ def reference(
     return torch.einsum("bkgls,bskv->blkgv", attention, value).flatten(2, 3)  # K G -> H
 
 
-def sdpa(
-    query: Float[Tensor, "B L H E"],
-    key: Float[Tensor, "B S K E"],
-    value: Float[Tensor, "B S K V"],
-    mask: Mask,
-    *,
-    scale: float | None = None,
-    pdrop: float = 0.0,
-) -> Float[Tensor, "B L H V"]:
-    """PyTorch's fused kernels: O(L) memory in training and prefill.
-
-    They want one width, so the narrower of E and V is filled up with zeros, which change nothing.
-    """
-    scale = _scale(scale, key)
-    n_value, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
-    query, key, value = (F.pad(t, (0, width - t.shape[-1])).transpose(1, 2) for t in (query, key, value))
-    square = mask.is_causal_square
-    dense = None if square else mask.dense(query.device)
-    context = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if dense is None else dense[:, None],
-        dropout_p=pdrop,
-        is_causal=square,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return context.transpose(1, 2)[..., :n_value]
-
-
 def folded(
     query: Float[Tensor, "B L H E"],
     key: Float[Tensor, "B S K E"],
@@ -134,4 +107,9 @@ def attend(
         return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
     if query.shape[1] <= FEW_QUERIES and pdrop == 0:
         return folded(query, key, value, mask, scale=scale)
+    if pdrop == 0 and mask.n_key >= LONG:
+        if mask.is_band and mask.n_key >= 2 * (mask.window or 0):
+            return windowed(query, key, value, mask, scale=scale)
+        if mask.is_causal_chunk and query.device.type == "cpu" and not torch.is_grad_enabled():
+            return continued(query, key, value, scale=scale)
     return sdpa(query, key, value, mask, scale=scale, pdrop=pdrop)

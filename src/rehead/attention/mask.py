@@ -58,13 +58,25 @@ class Mask:
     @property
     def is_causal_square(self) -> bool:
         """True where the mask surely is the lower triangle, SDPA's `is_causal`."""
-        return (
-            self.causal
-            and self.n_query == self.n_key
-            and (self.window is None or self.n_key <= self.window)
-            and self.query_positions is None
-            and self.key_positions is None
-        )
+        narrow = self.window is not None and self.n_key > self.window
+        return self._consecutive and not narrow and self.n_query == self.n_key
+
+    @property
+    def is_causal_chunk(self) -> bool:
+        """True where each query surely sees all keys up to its own, and there are keys before the first query's."""
+        narrow = self.window is not None and self.n_key > self.window
+        return self._consecutive and not narrow and self.n_query < self.n_key
+
+    @property
+    def is_band(self) -> bool:
+        """True where each query surely sees the last `window` keys up to its own."""
+        return self._consecutive and self.window is not None
+
+    @property
+    def _consecutive(self) -> bool:
+        """Causal, and the queries stand at the last places of the keys."""
+        given = self.query_positions is not None or self.key_positions is not None
+        return self.causal and not given and self.n_query <= self.n_key
 
     def dense(self, device: torch.device | str = "cpu") -> Bool[Tensor, "B L S"] | None:
         """The mask as a matrix, True where visible; None where nothing is hidden."""
