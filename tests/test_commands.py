@@ -175,7 +175,7 @@ def test_python_m_rehead_and_a_closed_pipe():
     assert (done.returncode, done.stdout, done.stderr) == (0, "system:\n", "")
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "eval", "study", "env", "inspect"])
+@pytest.mark.parametrize("command", ["train", "generate", "eval", "study", "env", "inspect", "bench"])
 def test_every_command_has_help(command, capsys):
     assert main([command, "--help"]) == 0
     assert f"rehead {command}" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from rehead.attention import GroupedConfig, LatentConfig, kernels, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
 from rehead.generation import generate
 from rehead.measure import cache_bytes, forward_flops, kv_bytes_per_token, parameters
+from rehead.measure.size import decode_bytes, decode_flops, prefill_flops
 from rehead.model import build
 
 HOMEWORK = [  # seeds, section 3
@@ -201,6 +202,21 @@ def test_flops_are_those_torch_counts(name, n_token, monkeypatch):
 def test_homework_flops_are_those_torch_counts(n_kv_head, flops, monkeypatch):
     monkeypatch.setattr(kernels, "attend", by_reference)
     assert counted(homework(n_kv_head), 128, 1) == flops
+
+
+@pytest.mark.parametrize("name", ["mha", "llama", "tied", "mla", "rnn, forward"])
+def test_reading_a_prompt_takes_the_flops_torch_counts(name, monkeypatch):
+    monkeypatch.setattr(kernels, "attend", by_reference)
+    model = build(CONFIGS[name]).eval()
+    with FlopCounterMode(display=False) as counter:
+        generate(model, torch.zeros(3, 16, dtype=torch.long), 1)
+    assert counter.get_total_flops() == 3 * prefill_flops(CONFIGS[name], 16)
+
+
+def test_a_step_of_an_rnn_does_not_grow():
+    assert decode_flops(RNN, 1) == decode_flops(RNN, 1000) == forward_flops(RNN, 1)
+    built = sum(weight.numel() for name, weight in build(RNN).named_parameters() if "embed" not in name)
+    assert decode_bytes(RNN, 1000, 3) == 4 * built + cache_bytes(RNN, 1, 3)
 
 
 def test_wrong_flops_are_caught(monkeypatch):

@@ -1,7 +1,8 @@
-"""`rehead inspect`."""
+"""`rehead inspect` and `rehead bench`."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -55,3 +56,59 @@ def inspect(
         present(seen, change, layer, head)
         if html is not None:
             print(f"page     {html}")
+
+
+@app.command
+def bench(
+    model: Path,
+    *,
+    prompt_lengths: Annotated[
+        tuple[int, ...],
+        Parameter(
+            negative="", consume_multiple=True, help="tokens; an eighth and half of the model's length"
+        ),
+    ] = (),
+    batch: Annotated[
+        tuple[int, ...], Parameter(negative="", consume_multiple=True, help="sequences at once")
+    ] = (1,),
+    new_tokens: Annotated[int | None, Parameter(help="32, or half the model's length")] = None,
+    rounds: Annotated[int, Parameter(help="generations with and without cache, in alternating order")] = 5,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, Parameter(help="left out, as the model was saved")
+    ] = None,
+    device: str = "auto",
+    json: Json = False,
+) -> None:
+    """Time a model reading prompts and writing after them, with and without cache, and count its memory.
+
+    Greedy, after random tokens. In the same rounds the machine's own speed is
+    measured (reading memory, multiplying matrices), so that each figure stands
+    beside what was possible. For example:
+
+    rehead bench out/run --prompt-lengths 16 64 --batch 1 8 --new-tokens 32
+    """
+    import torch
+
+    from rehead.checkpoint import load
+    from rehead.measure.bench import bench as measure
+    from rehead.measure.environment import environment
+    from rehead.report.bench import present
+    from rehead.training.start import choose_device
+
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    read = load(model, device=choose_device(device))
+    read = read if dtype is None else read.to(types[dtype])
+    size = read.config.block_size
+    lengths = prompt_lengths or (max(size // 8, 1), max(size // 2, 1))
+    n_new = min(32, max(size // 2, 2)) if new_tokens is None else new_tokens
+    cases = [measure(read, length, many, n_new, rounds) for many in batch for length in lengths]
+    facts = {"model": str(model), "device": str(read.device), "dtype": str(read.head.weight.dtype)[6:]}
+    document = facts | {
+        "rounds": rounds,
+        "cases": [asdict(case) for case in cases],
+        "environment": environment(),
+    }
+    if json:
+        say(document, "", json)
+    else:
+        present(f"{model} on {facts['device']} in {facts['dtype']}", cases)

@@ -48,8 +48,20 @@ def forward_flops(config: ModelConfig, n_token: int) -> int | float:
     return (2 * layers + 4 * hidden * hidden) * passes + head
 
 
-def decode_flops(config: GPTConfig, n_token: int) -> int:
+def prefill_flops(config: ModelConfig, n_token: int) -> int | float:
+    """FLOPs of reading a prompt of `n_token` tokens: a forward pass whose head sees only the last."""
+    if isinstance(config, GPTConfig):
+        head = 2 * config.n_embd * config.vocab_size
+    else:
+        assert isinstance(config, RNNConfig)
+        head = 2 * config.n_hidden * config.n_output
+    return n_token * forward_flops(config, n_token) - (n_token - 1) * head
+
+
+def decode_flops(config: ModelConfig, n_token: int) -> int:
     """FLOPs of the step that makes token number `n_token`, the others being in the cache."""
+    if not isinstance(config, GPTConfig):
+        return int(forward_flops(config, 1))
     attention = sum(
         layer.decode_flops(config.n_embd, min(n_token, layer.window or n_token)) for layer in config.attention
     )
@@ -57,11 +69,13 @@ def decode_flops(config: GPTConfig, n_token: int) -> int:
 
 
 def decode_bytes(
-    config: GPTConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
+    config: ModelConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
 ) -> int:
     """Bytes that step has to read: all weights once, and every sequence's cache."""
-    tables = 0 if config.tie_embeddings else config.vocab_size * config.n_embd
-    tables += config.block_size * config.n_embd * config.learned_positions  # one row of each is read
+    tables = config.vocab_size * config.n_embd  # one row of each is read
+    if isinstance(config, GPTConfig):
+        tables *= not config.tie_embeddings
+        tables += config.block_size * config.n_embd * config.learned_positions
     weights = (parameters(config) - tables) * dtype.itemsize
     return weights + cache_bytes(config, n_token, batch_size, dtype)
 

@@ -1,0 +1,208 @@
+"""How fast a model reads a prompt and writes after it, against what the machine could do at most."""
+
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from rehead.errors import ResourceError, UsageError
+from rehead.generation import stream
+from rehead.measure.memory import held_cache_bytes, physical_memory
+from rehead.measure.roofline import Roofline, matmul_rate, read_rate, synchronize
+from rehead.measure.size import cache_bytes, decode_bytes, decode_flops, prefill_flops
+from rehead.model import LanguageModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """One figure over the rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Times":
+        """Of at least one sample."""
+        return cls(median=statistics.median(samples), least=min(samples), most=max(samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Greedy generation, with or without cache.
+
+    `prefill` is the time to the first token, `decode` that of each token after it, in seconds.
+    `tokens_per_second` counts new tokens of all sequences over both. `forwarded` is how many tokens per
+    sequence went through the model: prompt and new ones once with a cache, all of them at each step without.
+    """
+
+    prefill: Times
+    decode: Times
+    tokens_per_second: float
+    forwarded: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One prompt length and batch size.
+
+    Cache bytes are those after the last token, by formula and as held. `peak_bytes` is the most that
+    tensors held at once while reading the prompt, weights and the whole cache included. `roofline` is the
+    machine's best, reading `read_bytes` (what one decoded token needs) and multiplying; the shares are its time
+    for the same work over the time taken, round by round.
+    """
+
+    prompt_length: int
+    batch_size: int
+    new_tokens: int
+    cached: Arm
+    uncached: Arm
+    same_tokens: bool
+    cache_bytes_predicted: int
+    cache_bytes_held: int
+    peak_bytes: int
+    read_bytes: int
+    roofline: Roofline
+    prefill_share: Times
+    decode_share: Times
+
+
+@dataclass
+class _Samples:
+    """What the rounds of one arm gave."""
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    forwarded: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+
+    def arm(self, batch_size: int, new_tokens: int) -> Arm:
+        seconds = statistics.median(
+            first + (new_tokens - 1) * step for first, step in zip(self.prefill, self.decode, strict=True)
+        )
+        return Arm(
+            prefill=Times.of(self.prefill),
+            decode=Times.of(self.decode),
+            tokens_per_second=batch_size * new_tokens / seconds,
+            forwarded=max(self.forwarded),
+        )
+
+
+def bench(
+    model: LanguageModel, prompt_length: int, batch_size: int = 1, new_tokens: int = 32, rounds: int = 5
+) -> Case:
+    """Generate after random prompts with and without cache, in alternating order, `rounds` times each.
+
+    Each round measures the machine too. One short uncounted generation of each arm goes before. Raises
+    UsageError for sizes that make no measurement, or that the model's context does not hold, ResourceError for
+    more than this machine's memory.
+    """
+    for name, size, least in (
+        ("prompt_length", prompt_length, 1),
+        ("batch_size", batch_size, 1),
+        ("new_tokens", new_tokens, 2),
+        ("rounds", rounds, 1),
+    ):
+        if size < least:
+            raise UsageError(f"{name}={size}. Use {least} or more.")
+    limit, whole = model.config.context_limit, prompt_length + new_tokens
+    if limit is not None and whole > limit:
+        raise UsageError(
+            f"prompt_length={prompt_length} and new_tokens={new_tokens} make {whole} tokens, the model's context is "
+            f"{limit}: beyond it the cache starts anew. Use {limit} or fewer together."
+        )
+    config, device, dtype = model.config, model.device, model.head.weight.dtype
+    to_read = decode_bytes(config, whole, batch_size, dtype)
+    if to_read > physical_memory():
+        raise ResourceError(
+            f"a step of batch_size={batch_size} reads {to_read / 1e9:,.1f} GB of weights and cache, this machine has "
+            f"{physical_memory() / 1e9:,.1f} GB. Use a smaller batch or shorter prompts."
+        )
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator)
+    arms = {True: _Samples(), False: _Samples()}
+    for use_cache in arms:
+        _generate(model, prompts, 2, use_cache, _Samples())
+    roofs = []
+    for index in range(rounds):
+        roofs.append(Roofline(read=read_rate(to_read, device), matmul=matmul_rate(dtype, device)))
+        for use_cache in (True, False) if index % 2 == 0 else (False, True):
+            _generate(model, prompts, new_tokens, use_cache, arms[use_cache])
+    middle = prompt_length + (new_tokens + 1) // 2
+    reading = decode_bytes(config, 0, dtype=dtype), batch_size * prefill_flops(config, prompt_length)
+    writing = decode_bytes(config, middle, batch_size, dtype), batch_size * decode_flops(config, middle)
+    return Case(
+        prompt_length=prompt_length,
+        batch_size=batch_size,
+        new_tokens=new_tokens,
+        cached=arms[True].arm(batch_size, new_tokens),
+        uncached=arms[False].arm(batch_size, new_tokens),
+        same_tokens=arms[True].tokens == arms[False].tokens,
+        cache_bytes_predicted=cache_bytes(config, whole, batch_size, dtype),
+        cache_bytes_held=held_cache_bytes(model, whole, batch_size),
+        peak_bytes=_peak_bytes(model, prompts, new_tokens),
+        read_bytes=to_read,
+        roofline=Roofline(
+            read=statistics.median(roof.read for roof in roofs),
+            matmul=statistics.median(roof.matmul for roof in roofs),
+        ),
+        prefill_share=_share(roofs, reading, arms[True].prefill),
+        decode_share=_share(roofs, writing, arms[True].decode),
+    )
+
+
+def _share(roofs: list[Roofline], work: tuple[int | float, int | float], seconds: list[float]) -> Times:
+    """The least time for (bytes, FLOPs) over the time taken."""
+    return Times.of([roof.seconds(*work) / taken for roof, taken in zip(roofs, seconds, strict=True)])
+
+
+def _peak_bytes(model: LanguageModel, prompts: Int[Tensor, "B L"], new_tokens: int) -> int:
+    """Bytes of all tensors at the fullest moment of reading the prompts, room for `new_tokens` made."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(model)
+    tokens = stream(model, list(prompts), new_tokens, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tracker:
+            next(tokens)
+    return tracker.get_tracker_snapshot("peak")[model.device]["Total"]
+
+
+def _generate(
+    model: LanguageModel, prompts: Int[Tensor, "B L"], n_token: int, use_cache: bool, into: _Samples
+) -> None:
+    """One timed generation."""
+    with _counted(model) as lengths:
+        synchronize(model.device)
+        start = time.perf_counter()
+        tokens = stream(model, list(prompts), n_token, 0, use_cache=use_cache)
+        found = [next(tokens)]
+        synchronize(model.device)
+        first = time.perf_counter()
+        found += tokens
+        synchronize(model.device)
+        end = time.perf_counter()
+    into.prefill.append(first - start)
+    into.decode.append((end - first) / (n_token - 1))
+    into.forwarded.append(sum(lengths))
+    into.tokens.append(torch.stack(found).flatten().tolist())
+
+
+@contextmanager
+def _counted(model: LanguageModel) -> Iterator[list[int]]:
+    """The length of every input that goes through the model meanwhile."""
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    lengths: list[int] = []
+    hook = embedding.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    try:
+        yield lengths
+    finally:
+        hook.remove()

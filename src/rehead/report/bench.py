@@ -1,0 +1,85 @@
+"""A benchmark on the terminal."""
+
+from collections.abc import Sequence
+
+from rehead.measure.bench import Case, Times
+from rehead.report.table import show
+
+SPEED = (
+    "prompt",
+    "batch",
+    "prefill ms",
+    "of roof",
+    "decode ms/step",
+    "of roof",
+    "tok/s\ncached",
+    "\nuncached",
+    "\nratio",
+    "forwarded\ncached",
+    "\nuncached",
+)
+MEMORY = ("prompt", "batch", "cache MB\npredicted", "\nheld", "peak MB", "read GB/s", "of MB", "GFLOP/s")
+
+
+def present(title: str, cases: Sequence[Case]) -> None:
+    """Two tables: how fast, and beside what."""
+    first = cases[0]
+    show(
+        f"{title}: {first.new_tokens} new tokens",
+        SPEED,
+        [_speed(case) for case in cases],
+        "Median over the rounds, least to most in brackets. forwarded: tokens per sequence that went through the "
+        "model,\nprompt and new ones once with a cache, all of them at each step without. of roof: the machine's least "
+        "time for the\nsame bytes and FLOPs over the time taken.",
+        texts=(),
+    )
+    show(
+        "Memory, and the roof: what this machine did in the same rounds",
+        MEMORY,
+        [_memory(case) for case in cases],
+        "cache: after the last token. peak: all tensors while the prompt is read, weights and the whole cache included."
+        "\nread: a block as large as what one decoded token reads; what fits into the processor's caches comes from "
+        "there.\n1 MB is 10^6 bytes.",
+        texts=(),
+    )
+    if not all(case.same_tokens for case in cases):
+        print("with and without cache the tokens differ: two were as good as equally likely")
+
+
+def _speed(case: Case) -> tuple[str, ...]:
+    cached, uncached = case.cached, case.uncached
+    return (
+        f"{case.prompt_length:,}",
+        str(case.batch_size),
+        _milliseconds(cached.prefill),
+        _share(case.prefill_share),
+        _milliseconds(cached.decode),
+        _share(case.decode_share),
+        f"{cached.tokens_per_second:,.0f}",
+        f"{uncached.tokens_per_second:,.0f}",
+        f"{cached.tokens_per_second / uncached.tokens_per_second:.1f}",
+        f"{cached.forwarded:,}",
+        f"{uncached.forwarded:,}",
+    )
+
+
+def _memory(case: Case) -> tuple[str, ...]:
+    return (
+        f"{case.prompt_length:,}",
+        str(case.batch_size),
+        f"{case.cache_bytes_predicted / 1e6:,.3f}",
+        f"{case.cache_bytes_held / 1e6:,.3f}",
+        f"{case.peak_bytes / 1e6:,.1f}",
+        f"{case.roofline.read / 1e9:,.1f}",
+        f"{case.read_bytes / 1e6:,.1f}",
+        f"{case.roofline.matmul / 1e9:,.0f}",
+    )
+
+
+def _milliseconds(times: Times) -> str:
+    low, middle, high = (f"{1000 * seconds:,.3g}" for seconds in (times.least, times.median, times.most))
+    return f"{middle} ({low}-{high})"
+
+
+def _share(times: Times) -> str:
+    return f"{100 * times.median:.0f} %"
