@@ -211,6 +211,24 @@ def test_what_deepseek_cannot_say_is_refused(tmp_path):
         assert why in str(caught.value)
 
 
+def test_a_width_that_the_llama_class_refuses_goes_out_as_mistral():
+    """Theirs wants hidden_size to be a multiple of the heads; Mistral's, the same without a window, does not."""
+    from dataclasses import replace
+
+    from rehead.config import ModelOptions
+
+    sizes = {"n_query_head": 3, "n_kv_head": 1, "head_dim": 16, "n_embd": 40}
+    config = ModelOptions(shape="llama", rope=True, n_layer=1, **sizes).resolve(53, 64)
+    with pytest.raises(ConfigError, match="n_embd, no multiple of n_query_head"):
+        stock.fitting(config, ["llama"])
+    family = stock.fitting(config, list(families))
+    assert family.architecture == "MistralForCausalLM"
+    transformers.MistralConfig(**family.write(config))
+    table = families["llama"].write(replace(config, n_embd=39))
+    with pytest.raises(Exception, match="not a multiple of the number of attention heads"):
+        transformers.LlamaConfig(**table | {"hidden_size": 40})
+
+
 def test_every_family_is_tested():
     assert {name.lower().replace("deepseekv3", "deepseek_v3") for name, _ in CASES.values()} == set(families)
 

@@ -152,6 +152,7 @@ class Llama(LlamaLike):
                 "window": any(layer.window for layer in config.attention),
                 "qk_norm_eps": first.qk_norm_eps is not None,
                 "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
+                "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
             },
             self.architecture,
         )

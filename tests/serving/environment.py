@@ -1,0 +1,53 @@
+"""The engine's own environment: made once per machine, in the user's cache folder.
+
+`python tests/serving/environment.py` makes it where it is missing and prints its Python. Only the
+standard library is needed. A change of the requirements or of Python makes another one beside it.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).with_name("requirements-vllm.txt")
+
+
+def place() -> Path:
+    """The environment's folder, named after everything that decides what is in it."""
+    decides = (REQUIREMENTS.read_text(), *platform.python_version_tuple()[:2], platform.machine())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "rehead" / f"serving-{hashlib.sha256(repr(decides).encode()).hexdigest()[:12]}"
+
+
+def make() -> Path:
+    """The environment's Python. One that was not finished is never used: it is made anew."""
+    folder = place()
+    python, finished = folder / "bin" / "python", folder / "finished"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (finished.exists() and python.exists()):
+            print(f"making {folder} (vLLM, about 2 GB)", file=sys.stderr, flush=True)
+            venv.create(folder, clear=True, with_pip=True)
+            install(python, "--constraint", str(REQUIREMENTS), "torch")  # brings what its wheel asks for
+            install(python, "--no-deps", "--requirement", str(REQUIREMENTS))
+            subprocess.run([python, "-c", "import torch, vllm.version"], check=True)
+            finished.touch()
+    return python
+
+
+def install(python: Path, *what: str) -> None:
+    """With pip, from wherever this machine's pip is set to look."""
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([*pip, *what], check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        print(make())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"no environment for the engine: {error}")

@@ -1,0 +1,75 @@
+"""Servers of an exported folder answer a real HTTP client with the text that rehead writes itself."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from rehead.cli import main
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
+PROMPTS = ["The ", "An assignment is", "for x in"]
+GREEDY = {"temperature": 0, "max_tokens": 40}
+TRANSFORMERS = Path(sys.executable).with_name("transformers")
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module", params=[["bpe", "data.vocab_size=300"], ["char"]], ids=lambda flags: flags[0])
+def trained(request, tmp_path_factory):
+    """A run, and what `rehead export` makes of it: DeepSeek's class."""
+    folder = tmp_path_factory.mktemp(request.param[0])
+    tokenizer, *flags = request.param
+    run, mla = folder / "run", folder / "mla"
+    flags += f"""data.name=python-docs data.tokenizer={tokenizer} data.block_size=64 system.work_dir={run}
+        model.shape=llama model.rope=True model.n_layer=2 model.n_query_head=2 model.n_kv_head=1 model.head_dim=32
+        model.n_embd=48 trainer.max_iters=100 trainer.batch_size=8 trainer.eval_batches=1
+        trainer.sample_every=0 trainer.learning_rate=0.003""".split()
+    assert main(["train", *flags]) == 0
+    assert main(["export", str(run), str(mla), "--format", "deepseek_v3"]) == 0
+    return run, mla
+
+
+def written(run, prompts, capfd):
+    """What `rehead generate` writes after each prompt."""
+    capfd.readouterr()
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    length = ["--max-new-tokens", str(GREEDY["max_tokens"]), "--temperature", "0", "--json"]
+    assert main(["generate", str(run), *flags, *length]) == 0
+    return [result["completion"] for result in json.loads(capfd.readouterr().out)["results"]]
+
+
+def client(address):
+    return OpenAI(base_url=address, api_key="none", timeout=120, max_retries=0)
+
+
+def test_transformers_serve(trained, serve, tmp_path, capfd):
+    """Completions whole and in pieces; chats once the folder has a template, which a base model has not."""
+    run, mla = trained
+    folder = str(shutil.copytree(mla, tmp_path / "mla"))
+    (tmp_path / "mla" / "chat_template.jinja").write_text(TEMPLATE)
+    ours = written(run, [*PROMPTS, "What is it?\n"], capfd)
+    assert len(set(ours)) > 1
+    with serve(TRANSFORMERS, "serve", folder, "--device", "cpu") as address, client(address) as theirs:
+        for prompt, text in zip(PROMPTS, ours, strict=False):
+            answer = theirs.completions.create(model=folder, prompt=prompt, **GREEDY)
+            assert answer.choices[0].text == text
+        pieces = theirs.completions.create(model=folder, prompt=PROMPTS[0], stream=True, **GREEDY)
+        assert "".join(piece.choices[0].text for piece in pieces) == ours[0]
+        message = {"role": "user", "content": "What is it?"}
+        chat = theirs.chat.completions.create(model=folder, messages=[message], **GREEDY)
+        assert chat.choices[0].message.content == ours[-1]
+
+
+def test_vllms_server(trained, serve, engines_python, capfd):
+    run, mla = trained
+    served = f"""{engines_python} -m vllm.entrypoints.openai.api_server --model {mla} --dtype float32
+        --enforce-eager --max-model-len 64""".split()
+    with (
+        serve(*served, "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}') as address,
+        client(address) as theirs,
+    ):
+        answer = theirs.completions.create(model=str(mla), prompt=PROMPTS, **GREEDY)
+    assert [choice.text for choice in answer.choices] == written(run, PROMPTS, capfd)
