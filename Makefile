@@ -1,10 +1,10 @@
-# make setup | demo | test | test-slow | check | bench | bench-gpu    (Python >= 3.11; set PYTHON to choose one)
+# make setup | demo | test | test-slow | test-serving | check | bench | bench-gpu    (Python >= 3.11; set PYTHON to choose one)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check bench bench-gpu format lock clean
+.PHONY: setup demo test test-slow test-serving serving-env check bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -22,10 +22,17 @@ demo: $(STAMP)
 	$(BIN)/rehead study --preset demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not serving' $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# vLLM's CPU build, 2 GB: once per machine, in ~/.cache/rehead (XDG_CACHE_HOME). Behind it, the tests with real engines.
+serving-env: $(STAMP)
+	$(BIN)/python tests/serving/environment.py
+
+test-serving: serving-env
+	$(BIN)/python -m pytest -m serving -n 0 tests/serving $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -48,6 +55,9 @@ lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet uv
 	echo 'torch==2.13.0' | $(BIN)/uv pip compile --quiet --universal --no-annotate --no-header --python-version 3.11 \
 		--constraint - --all-extras --group dev pyproject.toml --output-file constraints.txt
+	echo 'torch==2.13.0' | $(BIN)/uv pip compile --quiet --universal --no-annotate --no-header --python-version 3.11 \
+		--override - tests/serving/requirements-vllm.in | grep -vE '^(nvidia|cuda|triton|torch(audio|codec|vision))' \
+		> tests/serving/requirements-vllm.txt
 
 clean:
 	rm -rf $(VENV) runs out .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ import torch
 HERE = Path(__file__).parent
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-START = 300
+START = 600
 """Seconds that an engine may take to start."""
 
 

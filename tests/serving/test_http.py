@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from rehead.cli import main
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 PROMPTS = ["The ", "An assignment is", "for x in"]
 GREEDY = {"temperature": 0, "max_tokens": 40}
 TRANSFORMERS = Path(sys.executable).with_name("transformers")
@@ -65,8 +65,7 @@ def test_transformers_serve(trained, serve, tmp_path, capfd):
 
 def test_vllms_server(trained, serve, engines_python, capfd):
     run, mla = trained
-    served = f"""{engines_python} -m vllm.entrypoints.openai.api_server --model {mla} --dtype float32
-        --enforce-eager --max-model-len 64""".split()
+    served = f"""{engines_python} -m vllm.entrypoints.openai.api_server --model {mla} --dtype float32 --enforce-eager""".split()
     with (
         serve(*served, "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}') as address,
         client(address) as theirs,

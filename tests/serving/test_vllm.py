@@ -12,7 +12,7 @@ from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.model import build
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 MODELS = {
     "mqa, heads of 64": {"n_query_head": 3, "head_dim": 64, "n_embd": 48},
     "mqa, heads of 32, tied": {"n_query_head": 5, "head_dim": 32, "n_embd": 40, "tie_embeddings": True},
@@ -38,10 +38,14 @@ class Written:
         best = logits[len(prompt) - 1 :].topk(2).values
         return ids[0, len(prompt) :].tolist(), own.tolist(), float((best[:, 0] - best[:, 1]).min())
 
-    def apart(self, answer):
-        """How far an engine's log-probabilities are from these, at most."""
+    def errors(self, answer):
+        """How far an engine's log-probabilities are from these."""
         pairs = zip(answer["logprobs"], self.logprobs, strict=True)
-        return max(abs(a - b) for here, there in pairs for a, b in zip(here, there, strict=True))
+        return torch.cat([torch.tensor(here) - torch.tensor(there) for here, there in pairs])
+
+    def apart(self, answer):
+        """The largest of the errors."""
+        return float(self.errors(answer).abs().max())
 
 
 class Case:
@@ -107,7 +111,10 @@ def test_a_wrong_query_scale_is_seen(case, vllm, tmp_path):
 
 
 def test_weights_in_bfloat16(tmp_path, vllm):
-    """Computed in float32 the folder's own tokens; in bfloat16 as near to float64 as its source."""
+    """Computed in float32 the folder's own tokens; in bfloat16 nearly as near to float64 as its source.
+
+    A third of the weights are rounded once more than the source's.
+    """
     case = Case("mqa, heads of 64", tmp_path, torch.bfloat16)
     mla, llama = case.exported("deepseek_v3"), case.exported("llama")
     written = Written(rehead.load(mla).double())
@@ -115,8 +122,7 @@ def test_weights_in_bfloat16(tmp_path, vllm):
     assert written.lead > 1e-3
     assert answer["tokens"] == written.tokens
     assert written.apart(answer) < 1e-4
-    errors = [case.written.apart(vllm(folder, PROMPTS, dtype="bfloat16")) for folder in (mla, llama)]
-    print(errors)
+    errors = [case.written.errors(vllm(folder, PROMPTS, dtype="bfloat16")).norm() for folder in (mla, llama)]
     assert errors[0] <= 1.5 * errors[1]
 
 
