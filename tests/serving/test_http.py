@@ -65,10 +65,9 @@ def test_transformers_serve(trained, serve, tmp_path, capfd):
 
 def test_vllms_server(trained, serve, engines_python, capfd):
     run, mla = trained
-    served = f"""{engines_python} -m vllm.entrypoints.openai.api_server --model {mla} --dtype float32 --enforce-eager""".split()
-    with (
-        serve(*served, "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}') as address,
-        client(address) as theirs,
-    ):
+    flags = ["--dtype", "float32", "--enforce-eager"]
+    flags += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
+    command = [engines_python, "-m", "vllm.entrypoints.openai.api_server", "--model", mla, *flags]
+    with serve(*command) as address, client(address) as theirs:
         answer = theirs.completions.create(model=str(mla), prompt=PROMPTS, **GREEDY)
     assert [choice.text for choice in answer.choices] == written(run, PROMPTS, capfd)
