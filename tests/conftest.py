@@ -1,5 +1,8 @@
 """Every test runs in float64, from one seed, on one thread."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -38,3 +41,58 @@ def by_loops():
         return torch.from_numpy(out)
 
     return attend
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A headless browser: the system's Chromium, driven by playwright. Skips where one of them is missing."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium on this machine")
+    root = ["--no-sandbox"] * (os.geteuid() == 0)
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=root)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium):
+    """opened(file, width, scheme): the page of an HTML file. It must load nothing else and log no error."""
+    pages, faults = [], []
+
+    def open_page(file, width=1200, scheme="light"):
+        page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        pages.append(page)
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("dialog", lambda dialog: (faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        address = file.resolve().as_uri()
+        page.on(
+            "request",
+            lambda sent: (
+                None if sent.url.startswith((address, "data:", "blob:")) else faults.append(sent.url)
+            ),
+        )
+        page.goto(address)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert not faults
+
+
+@pytest.fixture(scope="session")
+def until():
+    """until(page, expression): wait for JavaScript to become true, also where a page forbids to evaluate strings."""
+
+    def wait(page, expression):
+        for _ in range(200):
+            if page.evaluate(expression):
+                return
+            page.wait_for_timeout(50)
+        raise AssertionError(f"never became true: {expression}")
+
+    return wait

@@ -55,7 +55,7 @@
       ...layout,
       xaxis: { ...labelled, side: "top", tickangle: -90, constrain: "domain", range: [-0.5, n - 0.5] },
       yaxis: { ...labelled, range: [n - 0.5, -0.5], scaleanchor: "x", constrain: "domain" },
-    }, { displayModeBar: false, responsive: true });
+    }, { displayModeBar: false });
   }
 
   function drawOverview(figure, data, kind, choose) {
@@ -74,7 +74,7 @@
       ...layout,
       xaxis: { ...whole, side: "top", title: { text: "head" } },
       yaxis: { ...whole, title: { text: "layer" }, range: [rows.length - 0.5, -0.5] },
-    }, { displayModeBar: false, responsive: true });
+    }, { displayModeBar: false });
     target.removeAllListeners("plotly_click");
     target.on("plotly_click", ({ points }) => choose(points[0].y, points[0].x));
   }
@@ -83,20 +83,27 @@
     const data = JSON.parse(figure.dataset.about);
     const cells = await unpack(figure.dataset.weights);
     const [layers, heads, kinds] = ["layer", "head", "kind"].map((name) => figure.querySelector(`[name=${name}]`));
-    const draw = () => {
-      const count = data.layers[layers.value].entropy.length, head = Math.min(Number(heads.value), count - 1);
+    const draw = (wanted) => {
+      const count = data.layers[layers.value].entropy.length, head = Math.min(wanted, count - 1);
       heads.replaceChildren(...Array.from({ length: count }, (_, i) => new Option(i, i, false, i === head)));
       drawMap(figure, data, cells, Number(layers.value), head);
       drawOverview(figure, data, kinds.value, (layer, chosen) => {
-        [layers.value, heads.value] = [layer, chosen];
-        draw();
+        layers.value = layer;
+        draw(chosen);
       });
     };
-    heads.append(new Option(data.head, data.head));
+    const again = () => draw(Number(heads.value));
+    for (const choice of [layers, heads, kinds]) choice.addEventListener("change", again);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
     layers.value = data.layer;
-    for (const choice of [layers, heads, kinds]) choice.addEventListener("change", draw);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-    draw();
+    heads.append(new Option(data.head, data.head));
+    let width = 0; // nothing is drawn where nothing is seen, such as in a closed <details>
+    new ResizeObserver(() => {
+      if (figure.clientWidth === width) return;
+      width = figure.clientWidth;
+      again();
+      for (const chart of figure.querySelectorAll(".js-plotly-plot")) Plotly.Plots.resize(chart);
+    }).observe(figure);
   }
 
   addEventListener("DOMContentLoaded", () => document.querySelectorAll("figure.attention-maps").forEach(start));
