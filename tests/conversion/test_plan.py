@@ -1,5 +1,6 @@
 """A plan's numbers are those of the models it speaks of, and its advice is sound."""
 
+import json
 import shlex
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
+from rehead.cli import main
 from rehead.config import GPTConfig, RNNConfig
 from rehead.conversion.plan import plan
 from rehead.errors import ConfigError
@@ -245,3 +247,15 @@ def test_decode_flops_are_those_torch_counts(attention, n_token, gpt, monkeypatc
         if mutant is not None:
             with pytest.raises(AssertionError):
                 check(mutant)
+
+
+def test_c5_to_c8_by_one_command(tmp_path, capsys):
+    (tmp_path / "quiz.yaml").write_text("model: {n_layer: 1, n_query_head: 8, n_embd: 1024}")
+    words = ["plan", str(tmp_path / "quiz.yaml"), "--context", "2048", "--dtype", "fp16"]
+    assert main([*words, "--parts"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in reversed(lines) if "mqa, 1 KV head of 128" in line)
+    assert row.split()[-6:] == ["262,144", "1,024", "x", "1,024", "9,663,676,416", "17,179,869,184"]
+    assert main([*words, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["rows"][0]
+    assert (first["layer"]["kv_parameters"], first["cache_bytes"]) == (2_097_152, 8_388_608)

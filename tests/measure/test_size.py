@@ -10,6 +10,7 @@ from rehead.attention import GroupedConfig, LatentConfig, kernels, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
 from rehead.generation import generate
 from rehead.measure import cache_bytes, forward_flops, kv_bytes_per_token, parameters
+from rehead.measure.parts import parts
 from rehead.measure.size import decode_bytes, decode_flops, prefill_flops
 from rehead.model import build
 
@@ -91,6 +92,30 @@ def test_notebook_quiz(n_kv_head, kv, projections, cached):
     assert config.projection_flops(1024) * 2048 == projections
     assert config.attention_flops(2048) * 2048 == 17_179_869_184
     assert config.kv_numbers() * 2048 * 2 == cached
+
+
+def test_notebook_quiz_by_its_parts():
+    """C5-C8: parameters of keys and values, FLOPs, and one output projection for all but the reduced MLA."""
+    shapes = set()
+    for n_kv_head, kv, projections in ((8, 2_097_152, 17_179_869_184), (1, 262_144, 9_663_676_416)):
+        config = GroupedConfig(n_query_head=8, n_kv_head=n_kv_head, head_dim=128, qkv_bias=True)
+        found = parts(config, 1024, 2048)
+        assert (found.kv_parameters, found.projection_flops, found.attention_flops) == (
+            kv,
+            projections,
+            17_179_869_184,
+        )
+        shapes.add(found.output_projection)
+    assert shapes == {(1024, 1024)}
+    reduced = GroupedConfig(n_query_head=8, n_kv_head=1, head_dim=64, tie_kv=True, window=5)
+    assert parts(reduced, 1024, 2048).output_projection == (1024, 8 * 64)
+    assert parts(reduced, 1024, 2048).kv_parameters == 64 * 1024
+    assert parts(reduced, 1024, 2048).attention_flops == 2048 * 5 * 2 * 8 * 128
+    latent = LatentConfig(
+        n_query_head=8, kv_lora_rank=50, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=7
+    )
+    assert parts(latent, 1024, 9).kv_parameters == 1024 * 54 + 50 * 8 * 10
+    assert parts(latent, 1024, 9).output_projection == (1024, 56)
 
 
 def test_olympiad_part_13():

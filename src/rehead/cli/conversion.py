@@ -16,6 +16,10 @@ def plan(
     context: Annotated[int | None, Parameter(help="tokens in the cache; the model's block_size")] = None,
     batch: int = 1,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    parts: Annotated[
+        bool,
+        Parameter(negative="", help="what a layer's attention is made of and computes, in a second table"),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what each variant of a model would cost, and what converting to it would be.
@@ -27,7 +31,7 @@ def plan(
 
     from rehead.conversion.folder import read_plannable
     from rehead.conversion.plan import plan as make
-    from rehead.report.conversion import present_plan
+    from rehead.report.conversion import present_parts, present_plan
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     config = read_plannable(model)
@@ -36,6 +40,8 @@ def plan(
         say(asdict(found), "", json)
     else:
         present_plan(found)
+        if parts:
+            present_parts(found)
 
 
 @app.command

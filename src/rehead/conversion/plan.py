@@ -16,6 +16,7 @@ from rehead.conversion.serve import require_sayable, stock_target
 from rehead.conversion.target import Wish
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
+from rehead.measure.parts import Parts, parts
 from rehead.measure.size import decode_bytes, decode_flops
 
 Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
@@ -31,7 +32,10 @@ REBUILDING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant. Bytes are those of the planned dtype; FLOPs and read bytes of one decode step."""
+    """One variant. Bytes are those of the planned dtype; FLOPs and read bytes of one decode step.
+
+    `layer` is what the first layer's attention is made of, over the whole context.
+    """
 
     variant: str
     command: str
@@ -40,6 +44,7 @@ class Row:
     cache_bytes: int
     decode_flops: int
     decode_bytes: int
+    layer: Parts
     verdict: Verdict
     why: str
 
@@ -72,6 +77,7 @@ def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dt
             cache_bytes=cache_bytes(changed, context, batch_size, dtype),
             decode_flops=decode_flops(changed, context) * batch_size,
             decode_bytes=decode_bytes(changed, context, batch_size, dtype),
+            layer=parts(changed.attention[0], config.n_embd, context),
             verdict=verdict,
             why=why,
         )

@@ -7,6 +7,7 @@ from rehead.conversion.page import PAGE
 from rehead.conversion.plan import Plan, Row
 from rehead.report.table import show
 
+PARTS = ("variant", "K+V parameters", "output projection", "projection FLOPs", "score and sum FLOPs")
 HEADER = ("variant", "KV B/token", "cache", "parameters", "FLOPs/step", "read/step", "conversion", "")
 
 
@@ -14,6 +15,22 @@ def present_plan(plan: Plan) -> None:
     """The table of all variants, and which to choose."""
     title = f"{plan.rows[0].variant}: context {plan.context:,}, batch {plan.batch_size}, {plan.dtype}"
     show(title, HEADER, [_row(row) for row in plan.rows], plan.advice, texts=(0, 6, 7))
+
+
+def present_parts(plan: Plan) -> None:
+    """What the first layer's attention is made of, in every variant."""
+    rows = [
+        (
+            row.variant,
+            f"{row.layer.kv_parameters:,}",
+            f"{row.layer.output_projection[0]:,} x {row.layer.output_projection[1]:,}",
+            f"{row.layer.projection_flops:,}",
+            f"{row.layer.attention_flops:,}",
+        )
+        for row in plan.rows
+    ]
+    notes = "Per sequence. A multiplication and addition are 2 FLOPs; the causal mask is not deducted."
+    show(f"One layer's attention over {plan.context:,} tokens", PARTS, rows, notes)
 
 
 def present_certificate(certificate: Certificate, folder: Path) -> None:
