@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import venv
@@ -35,14 +36,14 @@ def make() -> Path:
             venv.create(folder, clear=True, with_pip=True)
             install(python, "--constraint", str(REQUIREMENTS), "torch")  # brings what its wheel asks for
             install(python, "--no-deps", "--requirement", str(REQUIREMENTS))
-            subprocess.run([python, "-c", "import torch, vllm.version"], check=True)
+            subprocess.run([str(python), "-c", "import torch, vllm.version"], check=True)
             finished.touch()
     return python
 
 
 def install(python: Path, *what: str) -> None:
     """With pip, from wherever this machine's pip is set to look."""
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     subprocess.run([*pip, *what], check=True, stdout=sys.stderr)
 
 
@@ -50,4 +51,4 @@ if __name__ == "__main__":
     try:
         print(make())
     except subprocess.CalledProcessError as error:
-        sys.exit(f"no environment for the engine: {error}")
+        sys.exit(f"no environment for the engine: {shlex.join(error.cmd)} failed, see above.")

@@ -1,6 +1,7 @@
-"""Servers of an exported folder answer a real HTTP client with the text that rehead writes itself."""
+"""The commands of docs/serving.md answer a real HTTP client with the text that rehead writes itself."""
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from rehead.cli import main
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 PROMPTS = ["The ", "An assignment is", "for x in"]
 GREEDY = {"temperature": 0, "max_tokens": 40}
-TRANSFORMERS = Path(sys.executable).with_name("transformers")
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -41,6 +42,14 @@ def written(run, prompts, capfd):
     return [result["completion"] for result in json.loads(capfd.readouterr().out)["results"]]
 
 
+def documented(command, program, folder):
+    """A command of docs/serving.md as words, with the program and the folder that are there."""
+    lines = PAGE.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    (line,) = (line for line in lines if f"{command} " in line and "out/mla" in line)
+    flags = shlex.split(line.partition(command)[2].replace("out/mla", shlex.quote(str(folder))))
+    return [*program, *flags]
+
+
 def client(address):
     return OpenAI(base_url=address, api_key="none", timeout=120, max_retries=0)
 
@@ -52,7 +61,9 @@ def test_transformers_serve(trained, serve, tmp_path, capfd):
     (tmp_path / "mla" / "chat_template.jinja").write_text(TEMPLATE)
     ours = written(run, [*PROMPTS, "What is it?\n"], capfd)
     assert len(set(ours)) > 1
-    with serve(TRANSFORMERS, "serve", folder, "--device", "cpu") as address, client(address) as theirs:
+    program = [Path(sys.executable).with_name("transformers"), "serve"]
+    command = documented("transformers serve", program, folder)
+    with serve(*command) as address, client(address) as theirs:
         for prompt, text in zip(PROMPTS, ours, strict=False):
             answer = theirs.completions.create(model=folder, prompt=prompt, **GREEDY)
             assert answer.choices[0].text == text
@@ -65,9 +76,8 @@ def test_transformers_serve(trained, serve, tmp_path, capfd):
 
 def test_vllms_server(trained, serve, engines_python, capfd):
     run, mla = trained
-    flags = ["--dtype", "float32", "--enforce-eager"]
-    flags += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
-    command = [engines_python, "-m", "vllm.entrypoints.openai.api_server", "--model", mla, *flags]
+    module = "vllm.entrypoints.openai.api_server"
+    command = documented(module, [engines_python, "-m", module], mla)
     with serve(*command) as address, client(address) as theirs:
         answer = theirs.completions.create(model=str(mla), prompt=PROMPTS, **GREEDY)
     assert [choice.text for choice in answer.choices] == written(run, PROMPTS, capfd)
