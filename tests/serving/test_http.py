@@ -16,9 +16,10 @@ PROMPTS = ["The ", "An assignment is", "for x in"]
 GREEDY = {"temperature": 0, "max_tokens": 40}
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+BPE, CHARACTERS = ["bpe", "data.vocab_size=300"], ["char"]
 
 
-@pytest.fixture(scope="module", params=[["bpe", "data.vocab_size=300"], ["char"]], ids=lambda flags: flags[0])
+@pytest.fixture(scope="module", params=[BPE, CHARACTERS], ids=["bpe", "char"])
 def trained(request, tmp_path_factory):
     """A run, and what `rehead export` makes of it: DeepSeek's class."""
     folder = tmp_path_factory.mktemp(request.param[0])
@@ -74,6 +75,7 @@ def test_transformers_serve(trained, serve, tmp_path, capfd):
         assert chat.choices[0].message.content == ours[-1]
 
 
+@pytest.mark.parametrize("trained", [CHARACTERS], ids=["char"], indirect=True)
 def test_vllms_server(trained, serve, engines_python, capfd):
     run, mla = trained
     module = "vllm.entrypoints.openai.api_server"
