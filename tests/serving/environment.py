@@ -32,7 +32,7 @@ def make() -> Path:
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (finished.exists() and python.exists()):
-            print(f"making {folder} (vLLM, about 2 GB)", file=sys.stderr, flush=True)
+            print(f"making {folder} (vLLM, 2 to 6 GB)", file=sys.stderr, flush=True)
             venv.create(folder, clear=True, with_pip=True)
             install(python, "--constraint", str(REQUIREMENTS), "torch")  # brings what its wheel asks for
             install(python, "--no-deps", "--requirement", str(REQUIREMENTS))
