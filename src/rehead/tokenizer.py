@@ -16,6 +16,8 @@ import tokenizers as hf
 from jaxtyping import Int64
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from rehead.checkpoint import read_config
+from rehead.checkpoint.shards import require_regular
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 from rehead.registry import Registry
 
@@ -127,6 +129,8 @@ class Tokenizer:
             inner = hf.Tokenizer.from_str(text)
             vocab = inner.get_vocab()
             tokens = sorted(vocab, key=lambda token: vocab[token])
+            if len(set(vocab.values())) != len(vocab):
+                raise InvalidInput(f"{name} gives several tokens one id: download it again.")
             if isinstance(inner.model, models.BPE) and not inner.model.dropout:
                 ours = len(vocab) == 256 and inner.to_str() == _bytes().to_str()
                 return cls(inner, "byte" if ours else "bpe")
@@ -139,14 +143,26 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """The tokenizer of a model folder, or of a `tokenizer.json` itself. InvalidInput when it is none."""
+        """The tokenizer of a model folder, or of a `tokenizer.json` itself. InvalidInput when it is none.
+
+        In a model folder it may not have more tokens than the model.
+        """
         with _guard(str(path)):
             file = path / FILE if path.is_dir() else path
             if not file.is_file():
                 raise InvalidInput(f"no file {str(file)!r}: give a {FILE}, or a folder that has one.")
+            require_regular(file)
             if (size := file.stat().st_size) > MAX_BYTES:
                 raise InvalidInput(f"{str(file)!r} has {size} bytes: a {FILE} has {MAX_BYTES} at most.")
-            return cls.from_json(file.read_text(encoding="utf-8"), str(file))
+            found = cls.from_json(file.read_text(encoding="utf-8"), str(file))
+        if file != path and (path / "config.json").is_file():
+            size = read_config(path).vocab_size
+            if found.vocab_size > size:
+                raise InvalidInput(
+                    f"{file} has ids up to {found.vocab_size - 1}, the model beside it vocab_size={size}: it is "
+                    "another model's. Download both again."
+                )
+        return found
 
 
 def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -> Tokenizer:

@@ -72,7 +72,8 @@ def test_odd_numbers_survive(tmp_path):
     model = make()
     model.head.weight.data[0, :5] = torch.tensor([-0.0, 1e-45, float("nan"), float("inf"), 3.4e38])
     rehead.save(model, tmp_path / "model")
-    kept = rehead.load(tmp_path / "model").head.weight.data
+    with pytest.warns(UserWarning, match="NaN or infinity"):
+        kept = rehead.load(tmp_path / "model").head.weight.data
     assert torch.equal(kept.view(torch.int32), model.head.weight.data.view(torch.int32))
 
 
@@ -271,8 +272,8 @@ def test_a_config_that_is_no_text_is_refused(content, folder):
 
 def test_sizes_beyond_the_file_are_refused_before_anything_is_allocated(folder):
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('"vocab_size": 29', '"vocab_size": 1000000000000'))
-    with pytest.raises(InvalidInput, match=r"embed_tokens\.weight has shape .*says \[10{12}, 30\]"):
+    path.write_text(path.read_text().replace('"vocab_size": 29', '"vocab_size": 4000000'))
+    with pytest.raises(InvalidInput, match=r"embed_tokens\.weight has shape .*says \[4000000, 30\]"):
         rehead.load(folder)
 
 

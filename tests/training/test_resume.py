@@ -6,12 +6,14 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import rehead
 from rehead.checkpoint import newest_step
+from rehead.checkpoint.publish import _write_manifest
 from rehead.config import TrainerOptions
 from rehead.config.flags import read
-from rehead.errors import Busy, ConfigError, Interrupted, InvalidInput, NumericError
+from rehead.errors import Busy, ConfigError, IntegrityError, Interrupted, InvalidInput, NumericError
 from rehead.model import build
 from rehead.training import train
 from rehead.training.folder import RunFolder
@@ -233,6 +235,51 @@ def tiny():
     return build(
         options("x", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0").model.resolve(11, 13)
     )
+
+
+def other(change):
+    def spoil(folder):
+        path = folder / "state.safetensors"
+        save_file(change(load_file(path)), path)
+
+    return spoil
+
+
+def numbers(**changes):
+    def spoil(folder):
+        path = folder / "state.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return spoil
+
+
+M = "optimizer.exp_avg.norm.weight"
+STATES = {
+    "of another shape": other(lambda t: t | {M: t[M][:-1]}),
+    "of another weight": other(lambda t: t | {"optimizer.exp_avg.x.weight": t[M].clone()}),
+    "one moment of two": other(lambda t: {k: v for k, v in t.items() if k != M}),
+    "a step per number": other(lambda t: t | {"optimizer.step.norm.weight": t[M].clone()}),
+    "no optimizer": other(lambda t: {k: v for k, v in t.items() if "optimizer" not in k}),
+    "no random state": other(lambda t: {k: v for k, v in t.items() if k != "rng.torch"}),
+    "half a random state": other(lambda t: t | {"rng.torch": t["rng.torch"][:9]}),
+    "gone": lambda folder: (folder / "state.safetensors").unlink(),
+    "a pickle": lambda folder: (folder / "state.safetensors").write_bytes(b"\x80\x02." + bytes(60)),
+    "a step before 0": numbers(step=-1),
+    "a step of text": numbers(step="7"),
+    "no numbers": lambda folder: (folder / "state.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("spoil", STATES.values(), ids=list(STATES))
+def test_c35_a_state_that_is_not_this_models_is_refused(tmp_path, spoil):
+    """Recorded in the manifest as if it had been written so: nothing is filled in, nothing left out."""
+    run(tmp_path / "run", "trainer.max_iters=2")
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    (newest / "MANIFEST.json").unlink()
+    spoil(newest)
+    _write_manifest(newest)
+    with pytest.raises(IntegrityError, match=r"state\.(safetensors|json)"):
+        resume(tmp_path / "run", "trainer.max_iters=3")
 
 
 def test_a_step_that_is_not_finite_changes_nothing():

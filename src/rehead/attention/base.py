@@ -79,11 +79,13 @@ class AttentionConfig(ABC):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: a size is a whole number of at least 1.")
 
-    def require_even(self, width: int, name: str) -> None:
-        """Refuse to rotate an odd width."""
+    def require_turns(self, width: int, name: str) -> None:
+        """Refuse to rotate an odd width, or one that the rope's scaling was not made for."""
         if width % 2:
             even = f"{width - 1} or {width + 1}" if width > 1 else "2"
             raise ConfigError(f"{name}={width} is odd: rope turns pairs. Use {even}, or rope=False.")
+        assert self.rope is not None
+        self.rope.require_width(width)
 
     @classmethod
     @abstractmethod

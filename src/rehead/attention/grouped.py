@@ -58,7 +58,7 @@ class GroupedConfig(AttentionConfig):
         if self.head_map not in ("contiguous", "modular"):
             raise ConfigError(f"head_map={self.head_map!r}. Use 'contiguous' or 'modular'.")
         if self.rope is not None:
-            self.require_even(self.head_dim, "head_dim")
+            self.require_turns(self.head_dim, "head_dim")
         if self.qk_norm_eps is not None and not 0 < self.qk_norm_eps < 1:
             raise ConfigError(f"qk_norm_eps={self.qk_norm_eps}: a small positive number. Use 1e-6, or None.")
         if self.tie_kv and (self.rope is not None or self.v_head_dim != self.head_dim):

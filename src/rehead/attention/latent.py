@@ -59,14 +59,14 @@ class LatentConfig(AttentionConfig):
             self.require_positive("q_lora_rank")
         if self.qk_rope_head_dim:
             self.require_positive("qk_rope_head_dim")
-            self.require_even(self.qk_rope_head_dim, "qk_rope_head_dim")
             if self.rope is None:
                 raise ConfigError(
                     f"qk_rope_head_dim={self.qk_rope_head_dim} with rope=False: that part of the keys exists "
                     "to be rotated. Use rope=True, or qk_rope_head_dim=0."
                 )
+            self.require_turns(self.qk_rope_head_dim, "qk_rope_head_dim")
         elif self.rope is not None:
-            self.require_even(self.qk_nope_head_dim, "qk_nope_head_dim")
+            self.require_turns(self.qk_nope_head_dim, "qk_nope_head_dim")
 
     @classmethod
     def examples(cls) -> dict[str, AttentionConfig]:
@@ -163,6 +163,8 @@ class LatentAttention(Attention):
         self.config: LatentConfig = config
         down, up, o, query = config._widths()
         self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+        if config.qk_rope_head_dim and config.rope is not None and config.rope.scaling is not None:
+            self.scale *= config.rope.scaling.score_scale
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(d_model, query, bias=config.qkv_bias)
         else:

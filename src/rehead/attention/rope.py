@@ -22,8 +22,6 @@ class RopeScaling(ABC):
     Names and formulas are Hugging Face's (`rope_type`), so a checkpoint's numbers keep their meaning.
     """
 
-    factor: float
-
     @abstractmethod
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
         """Angles per position, float64, after scaling."""
@@ -32,6 +30,15 @@ class RopeScaling(ABC):
     def magnitude(self) -> float:
         """What cosine and sine are multiplied by (YaRN's attention factor)."""
         return 1.0
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by beside it, where the rotated part is one of two (DeepSeek's)."""
+        return 1.0
+
+    def require_pairs(self, n_pair: int) -> None:
+        """Refuse a head of so many pairs; most scalings take any."""
+        return
 
 
 @scalings.add("linear")
@@ -66,13 +73,18 @@ class Llama3Scaling(RopeScaling):
 @scalings.add("yarn")
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (arXiv 2309.00071): a ramp over pair indices, and a larger magnitude."""
+    """YaRN (arXiv 2309.00071): a ramp over pair indices, and a larger magnitude.
+
+    `mscale` and `mscale_all_dim` are DeepSeek's: together they move the magnitude to the scores.
+    """
 
     factor: float
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     original_max_position_embeddings: int = 8192
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
         """Angles per position, float64, after scaling."""
@@ -93,7 +105,46 @@ class YarnScaling(RopeScaling):
         """0.1 ln(factor) + 1 unless given."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """(0.1 m ln(factor) + 1) ** 2 for mscale_all_dim = m."""
+        return self._grown(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _grown(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@scalings.add("longrope")
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling(RopeScaling):
+    """LongRoPE (arXiv 2402.13753): every pair's angle divided by a factor of its own.
+
+    Hugging Face keeps a second list for texts beyond a length. Angles that change in the middle of a
+    text do not fit the keys in its cache, so that rehead knows one list.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
+        """Angles per position, float64, after scaling."""
+        return frequencies / frequencies.new_tensor(self.factors)
+
+    @property
+    def magnitude(self) -> float:
+        """As given."""
+        return self.attention_factor
+
+    def require_pairs(self, n_pair: int) -> None:
+        """A factor for each pair."""
+        if len(self.factors) != n_pair:
+            raise ConfigError(
+                f"longrope has {len(self.factors)} factors for {n_pair} pairs: give one for each."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +166,17 @@ class RopeConfig:
             raise ConfigError(f"rope theta={self.theta}: the base of the angles is positive. Use 10000.")
         if self.layout not in ("half-split", "interleaved"):
             raise ConfigError(f"rope layout={self.layout!r}. Use 'half-split' or 'interleaved'.")
-        if self.scaling is not None and not self.scaling.factor >= 1:
-            raise ConfigError(f"rope scaling factor={self.scaling.factor}: it stretches. Use 1 or more.")
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"rope scaling {name}={value}. Use a positive number.")
+            if name == "factor" and not value >= 1:
+                raise ConfigError(f"rope scaling factor={value}: it stretches. Use 1 or more.")
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not 0 < number < math.inf:
+                    raise ConfigError(f"rope scaling {name}={number}. Use a positive number.")
+
+    def require_width(self, width: int) -> None:
+        """Refuse a scaling made for heads of another width."""
+        if self.scaling is not None:
+            self.scaling.require_pairs(width // 2)
 
     def frequencies(self, width: int) -> Float[Tensor, " F"]:
         """Angle per position of each of the `width`/2 pairs: theta ** (-2i / width), float64."""

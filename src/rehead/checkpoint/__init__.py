@@ -1,6 +1,6 @@
 """Models on disk. Importing a family here registers it."""
 
-from rehead.checkpoint import deepseek, gpt2, llama
+from rehead.checkpoint import deepseek, deepseek_v2, gpt2, llama, minicpm3, youtu
 from rehead.checkpoint.family import Family, families
 from rehead.checkpoint.find import newest_step, read_at, resolve
 from rehead.checkpoint.native import load, read_config, save
@@ -9,10 +9,12 @@ from rehead.checkpoint.publish import publish, verify
 __all__ = [
     "Family",
     "deepseek",
+    "deepseek_v2",
     "families",
     "gpt2",
     "llama",
     "load",
+    "minicpm3",
     "newest_step",
     "publish",
     "read_at",
@@ -20,4 +22,5 @@ __all__ = [
     "resolve",
     "save",
     "verify",
+    "youtu",
 ]

@@ -1,12 +1,13 @@
 """The contract of a family of stock models: config both ways, and whose weight is whose."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rehead.attention import RopeConfig, scalings
-from rehead.attention.rope import RopeScaling
+from rehead.attention.rope import LongRopeScaling, RopeScaling
 from rehead.config import GPTConfig, decode
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import Registry
@@ -22,7 +23,7 @@ UNREAD_KEYS = """
     _attn_implementation_autoset qk_head_dim num_nextn_predict_layers moe_intermediate_size
     n_shared_experts n_routed_experts routed_scaling_factor n_group topk_group num_experts_per_tok
     norm_topk_prob output_router_logits scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha
-    seq_aux num_mtp_layers
+    seq_aux num_mtp_layers embedding_initializer_range
 """
 UNREAD = frozenset(UNREAD_KEYS.split())
 """Keys of config.json that do not change what a dense model computes."""
@@ -72,6 +73,18 @@ def outside_layers(config: GPTConfig) -> Iterator[Weight]:
 
 
 families: Registry[Family] = Registry("model family")
+QUANTISED = (".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_scale_inv", ".absmax", ".SCB")
+"""Ends of names that GPTQ, AWQ, fp8 and bitsandbytes give to what stands beside quantised weights."""
+
+
+def require_plain(names: Iterable[str], where: str) -> None:
+    """Refuse quantised weights, by the names of what belongs to them."""
+    found = sorted(name for name in names if name.endswith(QUANTISED))
+    if found:
+        raise InvalidInput(
+            f"{where} holds quantised weights ({found[0]:.100} and {len(found) - 1} like it): rehead reads float32, "
+            "bfloat16 and float16. Take the model as it was before."
+        )
 
 
 class Fields:
@@ -105,15 +118,22 @@ class Fields:
                 f"{self.where}: {name}={value!r:.80}: rehead knows {', '.join(map(repr, allowed))} here."
             )
 
-    def rope(self) -> RopeConfig:
-        """Rotary embedding, in the words of transformers 5 (`rope_parameters`) or before."""
-        new = self.take("rope_parameters", dict, {})
-        old = self.take("rope_scaling", dict, {})
-        theta = self.take("rope_theta", float, 10_000.0)
-        table = dict(old) | dict(new)
-        theta = table.pop("rope_theta", theta)
-        kind = table.pop("rope_type", table.pop("type", "default"))
-        table.pop("type", None)
+    def rope(self, length: int) -> RopeConfig:
+        """Rotary embedding of a model of `length` positions, in the words of transformers 5 or before.
+
+        `rope_parameters` of now, `rope_theta` and `rope_scaling` of before, or all of them where they agree.
+        """
+        table = _renamed(self.take("rope_parameters", dict, {}))
+        old = _renamed(self.take("rope_scaling", dict, {}))
+        theta = self.take("rope_theta", float, None)
+        for name, value in (old if theta is None else {"rope_theta": theta, **old}).items():
+            if table.setdefault(name, value) != value:
+                raise InvalidInput(
+                    f"{self.where}: {name} is {table[name]!r:.40} in rope_parameters and {value!r:.40} beside it: "
+                    "remove one."
+                )
+        theta = table.pop("rope_theta", 10_000.0)
+        kind = table.pop("rope_type", "default")
         if kind == "default":
             scaling = None
             if table:
@@ -125,8 +145,10 @@ class Fields:
                 f"{self.where}: rope_type={kind!r:.40}: rehead knows default, {', '.join(scalings)}."
             )
         else:
-            if kind == "yarn" and self.has("max_position_embeddings"):
-                table.setdefault("original_max_position_embeddings", self._left["max_position_embeddings"])
+            if kind != "linear":
+                table.setdefault("original_max_position_embeddings", length)
+            if kind == "longrope":
+                table = _one_list(table, length, self.where)
             scaling = decode(RopeScaling, {"rope_type": kind, **table}, f"{self.where}: rope")
         if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
             raise InvalidInput(f"{self.where}: rope_theta={theta!r:.40}: expected a positive number.")
@@ -142,14 +164,60 @@ class Fields:
                 )
 
 
-def write_rope(rope: RopeConfig | None) -> Table:
-    """`rope_parameters`, as transformers 5 writes it."""
-    assert rope is not None
-    table: Table = {"rope_theta": rope.theta, "rope_type": "default"}
-    if rope.scaling is not None:
-        table["rope_type"] = scalings.name_of(type(rope.scaling))
-        table |= {name: value for name, value in vars(rope.scaling).items() if value is not None}
+def _renamed(table: Table) -> Table:
+    """With the key `rope_type`, which was `type` at first."""
+    table = dict(table)
+    if "type" in table:
+        table.setdefault("rope_type", table.pop("type"))
+        table.pop("type", None)
     return table
+
+
+def _one_list(table: Table, length: int, where: str) -> Table:
+    """Longrope's lists for short and for long texts as one, and its magnitude as transformers has it."""
+    short, long = table.get("short_factor"), table.get("long_factor")
+    reach, stretch = table["original_max_position_embeddings"], table.get("factor")
+    known = {"short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"}
+    if not isinstance(short, list) or type(reach) is not int or reach < 2 or table.keys() - known:
+        raise InvalidInput(
+            f"{where}: longrope with {', '.join(map(str, table)):.200}: expected {', '.join(known)}."
+        )
+    if short != long and length > reach:
+        raise InvalidInput(
+            f"{where}: longrope with other factors beyond {reach} of {length} positions: the angles would change "
+            f"within a text. Set max_position_embeddings={reach} to use the model up to there."
+        )
+    factor = length / reach if stretch is None else stretch
+    if not isinstance(factor, int | float):
+        raise InvalidInput(f"{where}: longrope factor={factor!r:.40}: expected a number.")
+    grown = math.sqrt(1 + math.log(factor) / math.log(reach)) if factor > 1 else 1.0
+    given = table.get("attention_factor")
+    return {"factors": short, "attention_factor": grown if given is None else given}
+
+
+def write_rope(rope: RopeConfig | None, length: int) -> Table:
+    """Rotary embedding of a model of `length` positions, as transformers 5 reads it and as those before did.
+
+    Earlier releases, and other engines, read `rope_theta` and `rope_scaling` and would take 10000 where
+    they are missing.
+    """
+    assert rope is not None
+    table: Table = {"rope_type": "default"}
+    if isinstance(rope.scaling, LongRopeScaling):
+        factors = list(rope.scaling.factors)
+        table = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
+        table |= {
+            "original_max_position_embeddings": length,
+            "attention_factor": rope.scaling.attention_factor,
+        }
+    elif rope.scaling is not None:
+        table = {"rope_type": scalings.name_of(type(rope.scaling))}
+        table |= {name: value for name, value in vars(rope.scaling).items() if value is not None}
+    return {
+        "rope_parameters": {"rope_theta": rope.theta, **table},
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.scaling is None else table,
+    }
 
 
 def refuse(fields: dict[str, bool], architecture: str) -> None:

@@ -54,6 +54,11 @@ def _resolve(path: Path) -> Path:
     )
 
 
+def is_run(path: Path) -> bool:
+    """Whether this is a run folder, whose config.yaml names a text; in a model folder that file is anybody's."""
+    return not (path / "config.json").is_file() and (path / "config.yaml").is_file()
+
+
 def steps(run: Path) -> list[tuple[int, Path]]:
     """All published checkpoints of a run, oldest first, checked or not."""
     folders = (run / "checkpoints").glob("step-*")

@@ -68,6 +68,7 @@ class GPT2(Family):
                 "head_dim": like.head_dim * like.n_query_head != config.n_embd,
                 "learned_positions=False": not config.learned_positions,
                 "norm": config.norm != "layernorm",
+                "scales": config.scaled,
                 "mlp": config.mlp != "gelu" or not config.mlp_bias,
             },
             self.architecture,

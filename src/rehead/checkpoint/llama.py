@@ -43,10 +43,12 @@ class LlamaLike(Family):
             "attn_pdrop": fields.take("attention_dropout", float, 0.0),
         }
         eps = fields.take("rms_norm_eps", float, 1e-6)
+        length = fields.take("max_position_embeddings", int)
+        common["rope"] = fields.rope(length)
         attention = tuple(self.layers(fields, common, eps, n_layer))
         config = GPTConfig(
             vocab_size=fields.take("vocab_size", int),
-            block_size=fields.take("max_position_embeddings", int, 2048),
+            block_size=length,
             n_embd=width,
             attention=attention,
             learned_positions=False,
@@ -82,7 +84,7 @@ class LlamaLike(Family):
             "rms_norm_eps": config.norm_eps,
             "attention_dropout": first.attn_pdrop,
             "tie_word_embeddings": config.tie_embeddings,
-            "rope_parameters": write_rope(first.rope),
+            **write_rope(first.rope, config.block_size),
             **self.said(config, first),
         }
 
@@ -117,6 +119,7 @@ def _plain(config: GPTConfig, architecture: str) -> GroupedConfig:
         "norm": config.norm != "rmsnorm",
         "mlp": config.mlp != "swiglu",
         "learned_positions": config.learned_positions,
+        "scales": config.scaled,
     }
     if isinstance(first, GroupedConfig):
         refused |= {
@@ -143,7 +146,7 @@ class Llama(LlamaLike):
         """All alike."""
         bias = fields.take("attention_bias", bool, False)
         fields.expect("rope_interleaved", False)
-        return [GroupedConfig(**common, rope=fields.rope(), qkv_bias=bias, o_bias=bias)] * n_layer
+        return [GroupedConfig(**common, qkv_bias=bias, o_bias=bias)] * n_layer
 
     def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Biases, all or none."""
@@ -167,7 +170,7 @@ class Mistral(LlamaLike):
     def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
         """All alike."""
         window = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
-        return [GroupedConfig(**common, rope=fields.rope(), window=window)] * n_layer
+        return [GroupedConfig(**common, window=window)] * n_layer
 
     def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """The window."""
@@ -189,7 +192,7 @@ class Qwen2(LlamaLike):
 
     def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
         """With a window or not, layer by layer."""
-        kind = GroupedConfig(**common, rope=fields.rope(), **self.extras(fields, eps))
+        kind = GroupedConfig(**common, **self.extras(fields, eps))
         window = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
         if not fields.take("use_sliding_window", bool, False):
             window = None

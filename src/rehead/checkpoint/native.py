@@ -5,6 +5,8 @@ A tokenizer.json lies beside them when the model was trained here.
 
 import functools
 import json
+import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
     """
 
     def read(folder: Path) -> LanguageModel:
-        if (folder / MANIFEST).exists():
+        if os.path.lexists(folder / MANIFEST):
             verify(folder)
         table = _table(folder)
         config = _config(table, str(folder / "config.json"))
@@ -85,6 +87,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
             assert isinstance(config, GPTConfig)
             weights = stock.read_weights(folder, table, config)
         _assign(model, weights, folder)
+        _warn_of_damage(weights, folder)
         return model
 
     return read_at(Path(path), read).to(device).eval()
@@ -92,6 +95,8 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
 
 def read_config(folder: Path) -> ModelConfig:
     """The config of a model folder, without its weights; or of its config.json itself."""
+    if os.path.lexists(folder / MANIFEST):
+        verify(folder, only="config.json")
     return _config(_table(folder), str(folder))
 
 
@@ -139,6 +144,14 @@ def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path) -> N
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(weight.to(widest)))
     model.tie()
+
+
+def _warn_of_damage(weights: dict[str, Tensor], folder: Path) -> None:
+    """Say which weights hold NaN or infinity; what uses them will refuse to go on."""
+    damaged = [name for name, weight in weights.items() if not torch.stack(weight.aminmax()).isfinite().all()]
+    if damaged:
+        listed = ", ".join(sorted(damaged)[:10])
+        warnings.warn(f"{folder}: {len(damaged)} weights hold NaN or infinity: {listed:.300}", stacklevel=2)
 
 
 def _json(table: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from rehead.checkpoint.shards import require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 MANIFEST = "MANIFEST.json"
@@ -24,6 +25,8 @@ FORMAT = 1
 READ = (".json", ".safetensors")
 """Files that mean something to rehead, so that one of unknown origin is refused; a README is not."""
 ASIDE = ".tmp-"
+LARGEST = 4 * 2**20
+"""Bytes of a manifest."""
 OS_ERROR = re.compile(r"os error (\d+)")
 """How safetensors tells that the system refused, a full disk for one."""
 
@@ -71,19 +74,19 @@ def _remove(aside: Path, parents: list[Path]) -> None:
             place.rmdir()
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a published folder, after checking every file it lists.
+def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
+    """The manifest of a published folder, after checking every file it lists, or `only` one of them.
 
     Raises IntegrityError naming the file that is missing, cut short or changed.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = strict_json(folder / MANIFEST, LARGEST)
         files = {
             str(name): (int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in manifest["files"].items()
         }
         version = manifest["format"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # InvalidInput is a ValueError
         raise IntegrityError(
             f"{folder / MANIFEST} is missing or unreadable: the folder is incomplete."
         ) from error
@@ -91,21 +94,30 @@ def verify(folder: Path) -> dict[str, Any]:
         raise IntegrityError(
             f"{folder / MANIFEST} has format={version!r:.40}, this version of rehead knows {FORMAT}: upgrade it."
         )
+    if only is not None and only not in files:
+        raise IntegrityError(f"{folder / only} is not recorded in {MANIFEST}: it was added later. Remove it.")
     try:
-        _require_recorded(folder, files)
+        _require_recorded(folder, files if only is None else {only: files[only]})
+        if only is None:
+            _require_nothing_else(folder, files)
     except OSError as error:  # unreadable, or dropped at this moment by the run it belongs to
         raise IntegrityError(f"{folder} cannot be read: {error.strerror}. Check its permissions.") from error
     return dict(manifest)
 
 
 def _require_recorded(folder: Path, files: dict[str, tuple[int, str]]) -> None:
-    """Refuse a file that is missing, changed, or was added to those recorded."""
+    """Refuse a file that is missing or changed."""
     for name, (size, digest) in files.items():
         path = folder / name
         if Path(name).name != name or not os.path.isfile(path):  # False where Path's would raise
             raise IntegrityError(f"{path} is missing: {MANIFEST} lists it.")
+        require_regular(path)
         if path.stat().st_size != size or sha256(path) != digest:
             raise IntegrityError(f"{path} is damaged: its bytes are not those that {MANIFEST} records.")
+
+
+def _require_nothing_else(folder: Path, files: dict[str, tuple[int, str]]) -> None:
+    """Refuse a file that was added to those recorded."""
     for path in sorted(folder.iterdir()):
         if path.suffix in READ and path.name not in files and path.name != MANIFEST:
             raise IntegrityError(f"{path} is not recorded in {MANIFEST}: it was added later. Remove it.")

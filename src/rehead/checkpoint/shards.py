@@ -109,11 +109,19 @@ class Shards:
         for name, file in places.items():
             if name not in self.entries:
                 raise InvalidInput(f"{index}: {name!r:.100} is not in {file}.")
+        facts = table.get("metadata")
+        said = facts.get("total_size") if isinstance(facts, dict) else None
+        there = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.entries.values())
+        if said is not None and said != there:
+            raise InvalidInput(
+                f"{index}: total_size={said!r:.40}, its files hold {there:,} bytes of weights: they belong to another "
+                "index, or were changed. Download them again."
+            )
 
 
 def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
     """Names, types and shapes of a file's tensors. Raises before any of them is read."""
-    _require_regular(path)
+    require_regular(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         begin = file.read(8)
@@ -143,7 +151,7 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
 
 def strict_json(path: Path, largest: int) -> Any:
     """A JSON file in which no key stands twice, of at most `largest` bytes."""
-    _require_regular(path)
+    require_regular(path)
     try:
         if path.stat().st_size > largest:
             raise InvalidInput(f"{path} has more than {largest:,} bytes: that is too much for such a file.")
@@ -155,7 +163,7 @@ def strict_json(path: Path, largest: int) -> Any:
         raise InvalidInput(f"{path} is not JSON: {error!s:.200}.") from error
 
 
-def _require_regular(path: Path) -> None:
+def require_regular(path: Path) -> None:
     """Refuse what would block or never end (a pipe, a device), and a link out of the folder.
 
     The Hugging Face cache keeps files under blobs/ and links to them from snapshots/; these are its own.
@@ -165,7 +173,7 @@ def _require_regular(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path}: {getattr(error, 'strerror', error)}: expected a file.") from error
     if not stat.S_ISREG(mode):
-        raise InvalidInput(f"{path} is no regular file.")
+        raise InvalidInput(f"{path} is no regular file: put the file itself there.")
     if path.is_symlink():
         real, parent = path.resolve(), path.parent.resolve()
         cached = real.parent.name == "blobs" and parent.parent.name == "snapshots"

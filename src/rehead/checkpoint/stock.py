@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rehead.checkpoint.family import Family, Fields, Table, families
+from rehead.checkpoint.family import Family, Fields, Table, families, require_plain
 from rehead.checkpoint.publish import publish
 from rehead.checkpoint.shards import SINGLE, Shards, strict_json
 from rehead.config import GPTConfig, ModelConfig
@@ -45,6 +45,7 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     """All weights under our names. Every tensor of the folder has its place, or InvalidInput says which not."""
     family = family_of(table, str(folder))
     shards = Shards(folder)
+    require_plain(shards.entries, str(folder))
     there = {known: name for name in shards.entries if (known := family.known_as(name)) is not None}
     wanted = {weight.theirs: weight for weight in family.weights(config)}
     for problem, names in (

@@ -119,20 +119,35 @@ def export(
     destination: Path,
     *,
     format: Annotated[
-        Literal["auto", "gpt2", "llama", "mistral", "qwen2", "qwen3", "deepseek_v3"],
+        Literal[
+            "auto",
+            "gpt2",
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "deepseek_v3",
+            "deepseek_v2",
+            "minicpm3",
+            "youtu",
+        ],
         Parameter(help="the family to write; auto takes the first that can say all of the model"),
     ] = "auto",
+    engine: Annotated[
+        Literal["transformers", "vllm"] | None,
+        Parameter(name="--for", help="vllm: only what it serves as it is; transformers: all that it can say"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a model as a stock Hugging Face folder that other software loads without rehead.
 
     MQA with rope, and models without rope, go out exactly as DeepSeek-V3's MLA,
-    which vLLM and SGLang serve with their own kernels. What a class cannot say is
-    refused by name.
+    which vLLM and SGLang serve with their own kernels; with --for transformers, GQA
+    and MHA with rope do too. What a class or the engine cannot say is refused by name.
     """
     from rehead.conversion.export import export_folder
 
-    architecture, certificate = export_folder(source, destination, format)
+    architecture, certificate = export_folder(source, destination, format, engine)
     error = None if certificate is None else certificate.logits["relative_error"]
     facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
     say(facts, f"{architecture} in {destination}", json)

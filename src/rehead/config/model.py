@@ -1,5 +1,6 @@
 """What a model is: every size and every choice, nothing left to guess. Saved as config.json."""
 
+import math
 from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,6 +12,10 @@ from rehead.registry import Registry
 model_types: Registry[type["ModelConfig"]] = Registry("model type")
 MAX_LAYERS = 1024
 """No model has more; a config.json that asks for it would take hours to build."""
+LARGEST = {"vocab_size": 4 << 20, "block_size": 16 << 20, "n_embd": 1 << 17}
+"""Sizes beyond which a config.json is damaged, or meant to do damage."""
+MOST_HEADS = 4096
+SCALES = ("embed_scale", "residual_scale", "logit_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,11 @@ class ModelConfig(ABC):
 
     def __post_init__(self) -> None:
         self.require_positive("vocab_size", "block_size", "n_embd")
+        for name, largest in LARGEST.items():
+            if getattr(self, name) > largest:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: no model has that many. Use at most {largest:,}."
+                )
         self.require_probability("embd_pdrop")
 
     def require_positive(self, *names: str) -> None:
@@ -59,7 +69,8 @@ class GPTConfig(ModelConfig):
 
     `attention` has one entry per layer. `learned_positions` adds a table of `block_size` embeddings;
     without it positions come from the attentions' rope. `mlp` is gelu (tanh form, GPT-2's) or swiglu,
-    `n_hidden` wide; `norm` layernorm or rmsnorm.
+    `n_hidden` wide; `norm` layernorm or rmsnorm. MiniCPM multiplies the embeddings, what every layer
+    adds, and the last norm's output, by `embed_scale`, `residual_scale` and `logit_scale`.
     """
 
     model_type: ClassVar[str] = "gpt"
@@ -72,6 +83,9 @@ class GPTConfig(ModelConfig):
     mlp_bias: bool
     tie_embeddings: bool = False
     resid_pdrop: float = 0.0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,12 +94,23 @@ class GPTConfig(ModelConfig):
         self.require_probability("resid_pdrop")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"norm_eps={self.norm_eps}: a small positive number. Use 1e-5.")
+        for name in SCALES:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: a positive number. Use 1.")
         for index, attention in enumerate(self.attention):
+            heads = getattr(attention, "n_query_head", 1)
+            if heads > MOST_HEADS:
+                raise ConfigError(f"n_query_head={heads}: no model has that many. Use at most {MOST_HEADS}.")
             if not attention.causal or attention.d_context is not None:
                 raise ConfigError(
                     f"layer {index} of a GPT has causal={attention.causal}: a decoder's layers attend to their "
                     "own past. Use causal=True and no d_context."
                 )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether anything in the residual stream is multiplied by a number."""
+        return any(getattr(self, name) != 1 for name in SCALES)
 
     @property
     def n_layer(self) -> int:

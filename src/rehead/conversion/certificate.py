@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.checkpoint.shards import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.moments import attentions
@@ -23,6 +24,8 @@ from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel
 
 CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
+LARGEST = 16 * 2**20
+"""Bytes of a certificate."""
 NOTHING = 1e-20
 """A share of energy that is rounding and no loss."""
 
@@ -98,12 +101,12 @@ class Certificate:
         """The certificate in a converted model's folder. Raises InvalidInput where there is none."""
         path = folder / CERTIFICATE
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
+            table = strict_json(path, LARGEST)
             texts = {
                 name: None if table[name] is None else Text(**table[name]) for name in ("calibration", "test")
             }
             return cls(**table | texts | {"layers": [Layer(**layer) for layer in table["layers"]]})
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:  # InvalidInput is a ValueError
             raise InvalidInput(f"{path} is no certificate of a conversion ({error}).") from error
 
     def to_json(self) -> str:

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from rehead.checkpoint import families, load, read_at, stock
+from rehead.checkpoint import Family, families, load, read_at, stock
+from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.folder import require_apart, tokenizer_of
 from rehead.conversion.page import PAGE, page
-from rehead.conversion.serve import to_deepseek
+from rehead.conversion.serve import Engine, for_vllm, require_vllm, to_deepseek
 from rehead.errors import ConfigError
+from rehead.model import LanguageModel
 
 DEEPSEEK = "deepseek_v3"
 CARD = """\
@@ -31,27 +33,21 @@ print(tokenizer.decode(ids[0]))
 {certificate}"""
 
 
-def export_folder(source: Path, destination: Path, kind: str = "auto") -> tuple[str, Certificate | None]:
+def export_folder(
+    source: Path, destination: Path, kind: str = "auto", engine: Engine | None = None
+) -> tuple[str, Certificate | None]:
     """Write the model in `source` as a stock folder of family `kind`; return its class.
 
     `auto` takes the first family that can say all of the model and, where none can, DeepSeek's, into
-    which MQA and models without rope convert exactly. Raises ConfigError naming what the class cannot say.
+    which others convert exactly: for transformers all with rope or none, for vLLM fewer. Where no
+    `engine` is named the result is what vLLM takes, if it had to be converted, and means the same to
+    every engine. Raises ConfigError naming what the class or the engine cannot say.
     """
     require_apart(source, destination)
     model, tokenizer, special = read_at(
         source, lambda place: (load(place), tokenizer_of(place), stock.special_ids(place))
     )
-    certificate = None
-    try:
-        family = stock.fitting(model.config, [kind] if kind != "auto" else list(families))
-    except ConfigError as error:
-        if kind not in ("auto", DEEPSEEK):
-            raise
-        try:
-            model, certificate = to_deepseek(model)
-        except ConfigError as other:
-            raise ConfigError(str(other) if kind == DEEPSEEK else f"{error} {other}") from error
-        family = families[DEEPSEEK]
+    model, family, certificate = _as_stock(model, kind, engine)
     proof = (
         "" if certificate is None else "\n" + page(certificate).replace("# Conversion", "## Conversion", 1)
     )
@@ -63,3 +59,25 @@ def export_folder(source: Path, destination: Path, kind: str = "auto") -> tuple[
         files["tokenizer.json"] = tokenizer.to_json()
     stock.export(model, destination, family, files, special)
     return family.architecture, certificate
+
+
+def _as_stock(
+    model: LanguageModel, kind: str, engine: Engine | None
+) -> tuple[LanguageModel, Family, Certificate | None]:
+    """The model as one of a family, converted where it must be."""
+    try:
+        family = stock.fitting(model.config, [kind] if kind != "auto" else list(families))
+    except ConfigError as error:
+        if kind not in ("auto", DEEPSEEK):
+            raise
+        try:
+            model, certificate = to_deepseek(model, engine or "vllm")
+        except ConfigError as other:
+            raise ConfigError(str(other) if kind == DEEPSEEK else f"{error} {other}") from error
+        return model, families[DEEPSEEK], certificate
+    if family.architecture.startswith("Deepseek") and engine != "transformers":
+        model = for_vllm(model)
+    if engine == "vllm":
+        assert isinstance(model.config, GPTConfig)
+        require_vllm(model.config, family.architecture)
+    return model, family, None

@@ -1,5 +1,6 @@
 """A model folder into another one, with the certificate beside the weights."""
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, native, publish, read_at, stock
+from rehead.checkpoint.find import is_run
 from rehead.config import ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.convert import Converter, block_length, convert
@@ -90,7 +92,7 @@ def require_apart(source: Path, destination: Path) -> None:
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
     """The tokenizer of a model folder, if it has one."""
-    return Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
+    return Tokenizer.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
 
 
 def _texts(
@@ -134,7 +136,7 @@ def _texts(
 def _own_texts(source: Path, model: LanguageModel, ids: Callable[[Source, str], Ids]) -> Texts:
     """The two parts of the text a run was trained on, where it is still there."""
     config = source / "config.yaml"
-    if not config.is_file():
+    if not is_run(source):
         return Texts()
     try:
         data = flags.read([], (config,)).data

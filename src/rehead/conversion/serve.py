@@ -1,46 +1,60 @@
 """A model as one that stock engines serve: attention in DeepSeek's shape, norms with DeepSeek's eps."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.config import GPTConfig, encode
+from rehead.config.model import SCALES
 from rehead.conversion.certificate import Certificate, describe
 from rehead.conversion.convert import convert, random_blocks, require_heads
 from rehead.conversion.latent import full_rank
 from rehead.conversion.path import path
+from rehead.conversion.stock import side_by_side
 from rehead.errors import ConfigError
 from rehead.measure import parameters
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel, build
 
+Engine = Literal["transformers", "vllm"]
+ROWS = (320, 512, 576)
+HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256))
+"""Cache rows, and heads (rebuilt, rotated, of values), that vLLM's MLA kernels are built for."""
 RANK, HEAD, ROPE = 512, 128, 64
 """DeepSeek's own sizes, the ones every engine's MLA kernels know: vLLM's on a CPU know no others."""
 
 
-def to_deepseek(model: LanguageModel) -> tuple[LanguageModel, Certificate]:
+def to_deepseek(model: LanguageModel, engine: Engine = "vllm") -> tuple[LanguageModel, Certificate]:
     """`model` for plain `DeepseekV3ForCausalLM`, exactly, and its certificate, measured on random tokens.
 
-    MQA with rope (heads of 64, 32 or 16), and every model without rope. Raises ConfigError for the rest:
-    KV heads that each rotate their own way do not fit into one shared rotary part.
+    For vLLM MQA with rope (heads of 64, 32 or 16), and every model without rope; for transformers any
+    number of KV heads of any width, with rope of any kind. Raises ConfigError for the rest.
     """
     config = require_heads(model)
     require_sayable(config)
     if model.head.weight.dtype == torch.float16:
         raise ConfigError("float16 cannot hold the identity norm's small numbers: use bfloat16 or float32.")
-    wide = [stock_target(layer, config.n_embd) for layer in config.attention]
+    shape = stock_target if engine == "vllm" else own_target
+    wide = [shape(layer, config.n_embd) for layer in config.attention]
     for layer, target in zip(config.attention, wide, strict=True):
         lossy = [step.promise.why for step in path(layer, target, config.n_embd) if not step.promise.exact]
         if lossy:
             raise ConfigError(
                 f"{describe(layer)} is no exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head rotates in "
-                "its own way, and that class has one rotary part for all. Convert it to mqa and heal it first."
+                "its own way, and vLLM has one rotary part of 64. Use --for transformers, or convert it to mqa and "
+                "heal it."
             )
     converted, certificate = convert(model, wide)
-    found = with_eps(converted, NORM_EPS)
+    found = (
+        for_vllm(converted)
+        if engine == "vllm"
+        else with_eps(converted, config.norm_eps, tied=config.tie_embeddings)
+    )
     logits = asdict(compare(model, found, random_blocks(config, certificate.seed)))
     del logits["losses"]
     sizes = [certificate.parameters[0], parameters(found.config)]
@@ -68,10 +82,7 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
                 f"head_dim={layer.head_dim} with rope: the rotary part that engines know is {ROPE} wide. Use heads of "
                 "64, 32 or 16, or --format llama."
             )
-    if layer.window is not None:
-        raise ConfigError(
-            f"window={layer.window}: DeepseekV3ForCausalLM has no window. Use --format mistral."
-        )
+    _require_no_window(layer)
     if needed > RANK:
         raise ConfigError(
             f"its keys and values need {needed} numbers a token, engines take {RANK}: convert it first."
@@ -89,22 +100,97 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     )
 
 
-def with_eps(model: LanguageModel, eps: float) -> LanguageModel:
-    """The same function with another eps in the norms of the residual stream.
+def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
+    """The same as small as it goes, for an engine that takes any sizes and angles, which transformers does.
 
-    RMSNorm(a h; a^2 eps) is RMSNorm(h; eps): all that is written to the stream is multiplied by a.
+    Its heads are 4, 16, ... times as wide as the layer's: then the queries are multiplied by a power of
+    two, which rounds nothing.
+    """
+    _require_no_window(layer)
+    assert isinstance(layer, GroupedConfig | LatentConfig)
+    width = layer.head_dim if isinstance(layer, GroupedConfig) else layer.qk_nope_head_dim
+    least, rope, rotated = width, RopeConfig(), 2  # that part is there, and zero
+    rank = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
+    if isinstance(layer, GroupedConfig) and layer.rope is not None:
+        least, rank, rotated = 1, layer.n_kv_head * layer.v_head_dim, layer.n_kv_head * layer.head_dim
+        rope = side_by_side(layer.rope, layer.n_kv_head, layer.head_dim)
+    both = 4 * width
+    while both < rotated + least:
+        both *= 4
+    return LatentConfig(
+        n_query_head=layer.n_query_head,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=both - rotated,
+        qk_rope_head_dim=rotated,
+        v_head_dim=layer.v_head_dim,
+        rope=rope,
+        qkv_bias=layer.qkv_bias,
+        o_bias=layer.o_bias,
+        attn_pdrop=layer.attn_pdrop,
+    )
+
+
+def _require_no_window(layer: AttentionConfig) -> None:
+    if layer.window is not None:
+        raise ConfigError(
+            f"window={layer.window}: DeepseekV3ForCausalLM has no window. Use --format mistral."
+        )
+
+
+def for_vllm(model: LanguageModel) -> LanguageModel:
+    """The same function as vLLM reads it: eps 1e-6 in every norm, and a head of its own."""
+    return with_eps(model, NORM_EPS, tied=False)
+
+
+def require_vllm(config: GPTConfig, architecture: str) -> None:
+    """Refuse what vLLM's own class of this name has no place for, or would read as something else."""
+    first = config.attention[0]
+    if not isinstance(first, LatentConfig):
+        return
+    assert first.rope is not None
+    heads = (first.qk_nope_head_dim, first.qk_rope_head_dim, first.v_head_dim)
+    row = first.kv_lora_rank + first.qk_rope_head_dim
+    wrong = {
+        f"{architecture} (its kernels are DeepSeek's)": not architecture.startswith("Deepseek"),
+        f"kv_lora_rank + qk_rope_head_dim = {row} (it takes {_or(ROWS)})": row not in ROWS,
+        f"heads of {heads} (it takes {_or(HEADS)})": heads not in HEADS,
+        "scaled rope (it computes other angles)": first.rope.scaling is not None,
+        "rope_layout=half-split (it takes interleaved for granted)": first.rope.layout != "interleaved",
+        "biases (it leaves them out)": first.qkv_bias or first.o_bias,
+    }
+    found = [what for what, bad in wrong.items() if bad]
+    if found:
+        raise ConfigError(
+            f"vLLM cannot serve this model's {'; '.join(found)}. Use --for transformers, and vLLM's --model-impl "
+            "transformers."
+        )
+
+
+def _or(sizes: Sequence[object]) -> str:
+    return ", ".join(map(str, sizes[:-1])) + f" or {sizes[-1]}"
+
+
+def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
+    """The same function with another eps in the norms of the residual stream, and no scales in it.
+
+    RMSNorm(a h; a^2 eps) is RMSNorm(h; eps): all that is written to the stream is multiplied by a. What
+    MiniCPM multiplies with goes into the same weights; embeddings stay tied if `tied` and nothing did.
     """
     config = model.config
     assert isinstance(config, GPTConfig)
-    if config.norm_eps == eps and not config.tie_embeddings:
-        return model
     factor = math.sqrt(eps / config.norm_eps)
+    if factor == 1 and not config.scaled and config.tie_embeddings <= tied:
+        return model
     state = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     state["head.weight"] = model.head.weight.detach().clone()
     for name in state:
-        if name == "embed_tokens.weight" or ".o_proj." in name or ".down_proj." in name:
-            state[name] = (state[name].double() * factor).to(state[name].dtype)
+        times = factor * config.residual_scale if ".o_proj." in name or ".down_proj." in name else 1.0
+        times = {"embed_tokens.weight": factor * config.embed_scale, "head.weight": config.logit_scale}.get(
+            name, times
+        )
+        state[name] = (state[name].double() * times).to(state[name].dtype)
+    plain: Any = dict.fromkeys(SCALES, 1.0)
     with torch.device("meta"):
-        made = build(replace(config, norm_eps=eps, tie_embeddings=False))
+        made = build(replace(config, norm_eps=eps, tie_embeddings=False, **plain))
     made.load_state_dict(state, assign=True)
     return made.eval()

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
+from rehead.attention.rope import LongRopeScaling
 from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
 
 SMALL = -40
@@ -26,26 +27,33 @@ def stock(target: AttentionConfig) -> LatentConfig | None:
 
 @conversions.add("decouple")
 class Decouple(Conversion[GroupedConfig, LatentConfig]):
-    """Take the one rotated key head of MQA as MLA's shared rotary part, and its values as the latent.
+    """Take the rotated keys as MLA's shared rotary part, and the values as the latent.
 
-    Nothing is factored: the latent is the value head itself, and the part of each key that would be
-    rebuilt from it is zero. With more than one KV head this is not possible, each has its own rotation.
+    Nothing is factored: the latent is the value heads themselves, and the part of each key that would be
+    rebuilt from it is zero. Several KV heads lie side by side in the rotary part, each turned by the
+    frequencies it had, so these repeat (longrope factors say it); a query is zero beside its own head.
     """
 
     takes = GroupedConfig
-    source, target = "mqa with rope", "mla with a decoupled rotary part"
-    costs = "The cache stays as it is; the queries grow by the part that is zero."
+    source, target = "mqa, gqa or mha with rope", "mla with a decoupled rotary part"
+    costs = (
+        "The cache stays as it is; every query grows to the width of all keys, and by the part that is zero."
+    )
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
-        """As wide as the head."""
+        """As wide as the heads; several only where the target's rotary part is that of several."""
         wanted = stock(target)
-        if wanted is not None and source.n_kv_head == 1 and source.rope is not None:
+        if wanted is None or source.rope is None:
+            return
+        rope = side_by_side(source.rope, source.n_kv_head, source.head_dim)
+        together = source.head_map == "contiguous" and wanted.rope == rope
+        if source.n_kv_head == 1 or together:
             yield LatentConfig(
-                **common(source),
+                **common(source) | {"rope": rope},
                 n_kv_head=source.n_query_head,
-                kv_lora_rank=source.v_head_dim,
+                kv_lora_rank=source.n_kv_head * source.v_head_dim,
                 qk_nope_head_dim=wanted.qk_nope_head_dim,
-                qk_rope_head_dim=source.head_dim,
+                qk_rope_head_dim=source.n_kv_head * source.head_dim,
                 latent_norm=False,
             )
 
@@ -55,7 +63,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
         """The same products in other places."""
-        return Promise(exact=True, why="one rotated key head is MLA's rotary part, its values are the latent")
+        return Promise(exact=True, why="the rotated keys are MLA's rotary part, the values are the latent")
 
     def refusal(self, source: GroupedConfig) -> str:
         """What MLA's layout has no place for."""
@@ -69,16 +77,35 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         self, weights: Weights, source: GroupedConfig, result: LatentConfig, evidence: Evidence, method: str
     ) -> Converted:
         """Queries get a zero part and the new scale's root; the expansion gives the latent back."""
-        nope, width, rank = result.qk_nope_head_dim, source.head_dim, result.kv_lora_rank
-        query = weights["q_proj.weight"].unflatten(0, (source.n_query_head, -1)) * _rescale(result, width)
-        up = torch.zeros(source.n_query_head, nope + rank, rank, dtype=query.dtype)
-        up[:, nope:] = torch.eye(rank, dtype=query.dtype)
+        nope, width, n_head = result.qk_nope_head_dim, source.head_dim, source.n_query_head
+        assert source.rope is not None
+        own = torch.arange(n_head) // (n_head // source.n_kv_head)  # each query head's KV head
+        halves = (2, -1) if source.rope.layout == "half-split" else (1, -1)
+        query = weights["q_proj.weight"].unflatten(0, (n_head, -1)) * _rescale(result, width)
+        key = weights["k_proj.weight"].unflatten(0, (source.n_kv_head, *halves)).transpose(0, 1)
+        spread = query.new_zeros(n_head, *key.shape)  # H 2 K E/2 D, or H 1 K E D
+        spread[torch.arange(n_head), :, own] = query.unflatten(1, halves)
+        up = query.new_zeros(n_head, nope + source.v_head_dim, source.n_kv_head, source.v_head_dim)
+        up[torch.arange(n_head), nope:, own] = torch.eye(source.v_head_dim, dtype=query.dtype)
         made = {
-            "q_proj.weight": F.pad(query, (0, 0, nope, 0)).flatten(0, 1),
-            "kv_a_proj_with_mqa.weight": torch.cat([weights["v_proj.weight"], weights["k_proj.weight"]]),
-            "kv_b_proj.weight": up.flatten(0, 1),
+            "q_proj.weight": F.pad(spread.flatten(1, 3), (0, 0, nope, 0)).flatten(0, 1),
+            "kv_a_proj_with_mqa.weight": torch.cat([weights["v_proj.weight"], key.flatten(0, 2)]),
+            "kv_b_proj.weight": up.flatten(2).flatten(0, 1),
         }
         return Converted(weights=made | {name: w for name, w in weights.items() if name.startswith("o_proj")})
+
+
+def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
+    """The rope of `n_head` heads of `width` in one part: the frequencies of each, one head after another.
+
+    With base 1 every angle is 1 by itself, and the factors alone say what it is, with one rounding less.
+    """
+    if n_head == 1:
+        return rope
+    factors = (1 / rope.frequencies(width)).repeat(n_head)
+    magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
+    scaling = LongRopeScaling(factors=tuple(factors.tolist()), attention_factor=magnitude)
+    return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)
 
 
 def _rescale(result: LatentConfig, width: int) -> float:

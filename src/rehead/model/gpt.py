@@ -37,18 +37,21 @@ class GPT(LanguageModel):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """The normed output of the last layer."""
+        """The normed output of the last layer, as the head reads it."""
         start = 0
         if cache is not None:
             start = cache[0].length
             positions = cache[0].next(ids.shape[1]) if positions is None else positions
         x = self.embed_tokens(ids)
+        if self.config.embed_scale != 1:
+            x = x * self.config.embed_scale
         if self.embed_positions is not None:
             x = x + self.embed_positions(self._places(ids, positions, start))
         x = self.embd_dropout(x)
         for index, layer in enumerate(self.layers):
             x = layer(x, positions, None if cache is None else cache[index])
-        return self.norm(x)
+        x = self.norm(x)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> list[LayerCache]:
         """An empty cache per layer; `capacity` tokens each, or growing."""

@@ -43,7 +43,7 @@ MLPS: dict[str, Callable[[GPTConfig], nn.Module]] = {"gelu": GELU, "swiglu": Swi
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + mlp(norm x); names are Llama's in Hugging Face."""
+    """x + attention(norm x), then x + mlp(norm x), both times scaled; names are Llama's in Hugging Face."""
 
     def __init__(self, config: GPTConfig, attention: AttentionConfig) -> None:
         super().__init__()
@@ -53,6 +53,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm(config.n_embd, config.norm_eps)
         self.mlp = MLPS[config.mlp](config)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        self.scale = config.residual_scale
 
     def forward(
         self,
@@ -62,5 +63,10 @@ class Block(nn.Module):
     ) -> Float[Tensor, "B L D"]:
         """One layer."""
         attended = self.self_attn(self.input_layernorm(x), positions=positions, cache=cache)
-        x = x + self.resid_dropout(attended)
-        return x + self.resid_dropout(self.mlp(self.post_attention_layernorm(x)))
+        x = self._add(x, attended)
+        return self._add(x, self.mlp(self.post_attention_layernorm(x)))
+
+    def _add(self, x: Tensor, more: Tensor) -> Tensor:
+        """What the layer writes to the residual stream."""
+        more = self.resid_dropout(more)
+        return x + (more if self.scale == 1 else more * self.scale)

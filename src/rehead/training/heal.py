@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
+from rehead.checkpoint.find import is_run
 from rehead.config import ModelConfig, RunOptions, decode, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.convert import TEST_TOKENS, blocks_of
@@ -41,7 +42,7 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
     }
     named = any(flag.removeprefix("--").startswith(("data.path=", "data.name=")) for flag in changes)
     run = teacher / "config.yaml"
-    if run.is_file() and not named:
+    if is_run(teacher) and not named:
         data = flags.read([], (run,)).data
         table["data"] = {"path": data.path, "name": data.name, "val_fraction": data.val_fraction}
     elif not named:

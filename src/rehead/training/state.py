@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rehead.errors import IntegrityError
+from rehead.checkpoint.shards import read_header, strict_json
+from rehead.errors import IntegrityError, InvalidInput
 
 TENSORS, NUMBERS = "state.safetensors", "state.json"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""Of AdamW."""
+LARGEST = 2**20
+"""Bytes of the numbers."""
 
 
 def write(
@@ -28,33 +34,55 @@ def write(
 
 
 def read_numbers(folder: Path) -> dict[str, Any]:
-    """What `write` was given as `numbers`."""
+    """What `write` was given as `numbers`. Raises IntegrityError where it is not."""
     try:
-        numbers = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise IntegrityError(
-            f"{folder / NUMBERS} is missing or damaged: this checkpoint cannot go on."
-        ) from error
-    return dict(numbers)
+        numbers = strict_json(folder / NUMBERS, LARGEST)
+        kinds = {"step": int, "text_sha256": str, "best_val_loss": float | None}
+        if all(isinstance(numbers[name], kind) for name, kind in kinds.items()) and numbers["step"] >= 0:
+            return dict(numbers)
+    except (InvalidInput, KeyError, TypeError) as error:
+        raise _damaged(folder / NUMBERS) from error
+    raise _damaged(folder / NUMBERS)
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     """Set optimizer and random states as they were; return the batch sampler's.
 
-    Raises IntegrityError where the state is of another model.
+    Raises IntegrityError where the state is of another model, or is not whole.
     """
-    tensors = load_file(folder / TENSORS)
-    draws = tensors.pop("rng.batches")
-    torch.set_rng_state(tensors.pop("rng.torch"))
-    cuda = tensors.pop("rng.cuda", None)
-    if cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda)
-    weights = dict(model.named_parameters())
-    for name, value in tensors.items():
-        _, key, weight_name = name.split(".", 2)
-        weight = weights.get(weight_name)
-        if weight is None or (value.dim() and value.shape != weight.shape):
-            raise IntegrityError(f"{folder / TENSORS}: {name} fits no weight of this model.")
-        at = torch.device("cpu") if key == "step" and weight.device.type == "cpu" else weight.device
-        optimizer.state[weight][key] = value.to(at)
+    path = folder / TENSORS
+    try:
+        sizes = {name: entry.shape for name, entry in read_header(path)}
+        tensors = load_file(path)
+        draws = tensors.pop("rng.batches")
+        torch.set_rng_state(tensors.pop("rng.torch"))
+        cuda = tensors.pop("rng.cuda", None)
+        if cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(cuda)
+    except (InvalidInput, OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        raise _damaged(path) from error
+    _require_moments(path, {name: sizes[name] for name in tensors}, model, read_numbers(folder)["step"])
+    for name, weight in model.named_parameters():
+        for key in MOMENTS:
+            if f"optimizer.{key}.{name}" in tensors:
+                at = torch.device("cpu") if key == "step" and weight.device.type == "cpu" else weight.device
+                optimizer.state[weight][key] = tensors[f"optimizer.{key}.{name}"].to(at)
     return draws
+
+
+def _require_moments(path: Path, sizes: dict[str, tuple[int, ...]], model: nn.Module, step: int) -> None:
+    """Refuse moments of other weights, of other shapes, without each other, or none after a step."""
+    left = dict(sizes)
+    for name, weight in model.named_parameters():
+        found = {key: left.pop(f"optimizer.{key}.{name}", None) for key in MOMENTS}
+        wanted = {key: () if key == "step" else tuple(weight.shape) for key in MOMENTS}
+        if any(size is not None for size in found.values()) and found != wanted:
+            raise IntegrityError(f"{path}: {name} has moments of shapes {found}, expected {wanted}.")
+    if left:
+        raise IntegrityError(f"{path}: {min(left):.200} fits no weight of this model.")
+    if step and not sizes:
+        raise IntegrityError(f"{path} has no optimizer state although step {step} was reached.")
+
+
+def _damaged(path: Path) -> IntegrityError:
+    return IntegrityError(f"{path} is missing or damaged: this checkpoint cannot go on.")

@@ -1,0 +1,68 @@
+"""MiniCPM3: MLA in a residual stream that is multiplied where it begins, at every layer and at its end."""
+
+import math
+from typing import Any
+
+from rehead.attention import LatentConfig
+from rehead.attention.rope import Layout
+from rehead.checkpoint.family import Fields, Table, families, refuse
+from rehead.checkpoint.mla import LatentLike
+from rehead.config import GPTConfig
+
+DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
+"""Of its class, where config.json does not name them; null means no scale."""
+
+
+class MiniCPM3(LatentLike):
+    """Embeddings times `scale_emb`, what each layer adds times `scale_depth` / sqrt(number of layers), logits
+    times `dim_model_base` / width.
+    """
+
+    architecture = "MiniCPM3ForCausalLM"
+    tied = True
+    norm_eps = 1e-5
+
+    def layout(self, fields: Fields) -> Layout:
+        """The one it has."""
+        return "half-split"
+
+    def own(self, fields: Fields, n_layer: int, width: int) -> dict[str, Any]:
+        """The three scales."""
+        neutral = {
+            "scale_emb": 1.0,
+            "scale_depth": math.sqrt(max(n_layer, 1)),
+            "dim_model_base": float(width),
+        }
+        given = {
+            name: fields.take(name, float, neutral[name] if fields.has(name) else default)
+            for name, default in DEFAULTS.items()
+        }
+        return {
+            "embed_scale": given["scale_emb"],
+            "residual_scale": given["scale_depth"] / math.sqrt(max(n_layer, 1)),
+            "logit_scale": given["dim_model_base"] / width if width > 0 else 1.0,
+        }
+
+    def said(self, config: GPTConfig, first: LatentConfig) -> Table:
+        """The three scales, as numbers that give them back."""
+        base, root = round(config.logit_scale * config.n_embd), math.sqrt(config.n_layer)
+        depth = config.residual_scale * root
+        near = (float(f"{depth:.12g}"), depth, math.nextafter(depth, 0), math.nextafter(depth, math.inf))
+        assert first.rope is not None
+        refuse(
+            {
+                "rope_layout=interleaved": first.rope.layout != "half-split",
+                "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
+                "logit_scale, no whole number over n_embd,": base / config.n_embd != config.logit_scale,
+            },
+            self.architecture,
+        )
+        return {
+            "mlp_bias": False,
+            "scale_emb": config.embed_scale,
+            "scale_depth": next((one for one in near if one / root == config.residual_scale), depth),
+            "dim_model_base": base,
+        }
+
+
+families.add("minicpm3")(MiniCPM3())

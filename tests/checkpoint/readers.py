@@ -1,0 +1,168 @@
+"""Every command that reads a model folder, watched: what it opens, runs, takes and leaves behind.
+
+`python -O readers.py` runs the whole corpus without pytest and prints what was not as it should be.
+"""
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from corpus import CANARY, CORPUS, TEXT, stock_folder  # beside this file
+
+import rehead
+from rehead.cli import main
+from rehead.cli.app import app
+from rehead.errors import ReheadError
+
+SECONDS, KIB = 2.0, 300 * 1024
+PARTS = {"load": {"config", "weights"}, "plan": {"config"}}
+"""What each reads; the others read all."""
+COMMANDS = {
+    "plan": ["plan", "{model}"],
+    "convert": ["convert", "{model}", "{out}", "--to", "mha"],
+    "export": ["export", "{model}", "{out}"],
+    "eval": ["eval", "{model}", "--data", "{text}", "--device", "cpu"],
+    "generate": ["generate", "{model}", "--prompt", "abc", "--max-new-tokens", "2", "--device", "cpu"],
+    "inspect": ["inspect", "{model}", "--text", "abc"],
+}
+READERS = ["load", *(name for name in COMMANDS if name in app)]
+RUNS = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork")
+PYTHON = tuple({os.path.realpath(place) for place in (sys.prefix, sys.base_prefix, *sys.path) if place})
+HARMLESS = ("/proc/cpuinfo", "/proc/self/", "/proc/meminfo", "/sys/fs/cgroup", "/dev/null")
+
+_events: list[tuple[str, str]] | None = None
+
+
+def _hook(event, arguments):
+    if _events is not None and (event in RUNS or event.startswith("socket.") or event in ("open", "exec")):
+        what = arguments[0] if arguments else ""
+        _events.append((event, str(getattr(what, "co_filename", what))))
+
+
+sys.addaudithook(_hook)
+
+
+@contextlib.contextmanager
+def watched():
+    """The audit events of the block, into the list it gives."""
+    global _events
+    seen = _events = []
+    try:
+        yield seen
+    finally:
+        _events = None
+
+
+def outside(events, own):
+    """Events that no reader of a folder may cause: a file elsewhere, code, a process, a connection."""
+    for event, what in events:
+        place = os.path.realpath(what) if not what.isdigit() else ""
+        fine = (*own, *PYTHON)
+        if event == "open" and (place.startswith(fine) or what.isdigit() or what.startswith(HARMLESS)):
+            continue
+        if event == "exec" and (place.startswith(PYTHON) or re.fullmatch(r"<[@\w. -]*>?.*", what)):
+            continue  # a dataclass or an annotation check of our own
+        yield f"{event} {what}"
+
+
+def memory(name):
+    """VmRSS or VmHWM of this process, in KiB."""
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+)", text)[1])
+
+
+def read(reader, model, out):
+    """Run one reader; give its exit status and what it printed."""
+    err, printed = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if reader == "load":
+            try:
+                rehead.load(model)
+            except ReheadError as error:
+                print(f"rehead: {error}", file=err)
+                return error.exit_code, err.getvalue()
+            return 0, ""
+        text = model.parent / "text.txt"
+        words = [word.format(model=model, out=out, text=text) for word in COMMANDS[reader]]
+        return main(words), err.getvalue()
+
+
+@functools.cache
+def good(base):
+    """A good folder, made once."""
+    folder = Path(tempfile.mkdtemp(prefix="good-")) / "model"
+    atexit.register(shutil.rmtree, folder.parent)
+    base(folder)
+    return folder
+
+
+def faults(name, reader, place):
+    """All that is wrong with how `reader` takes a case; `place` is an empty folder."""
+    case = CORPUS[name]
+    place.mkdir(parents=True)
+    model, out = place / "model", place / "made" / "out"
+    (place / "text.txt").write_text(TEXT * 40)
+    shutil.copytree(good(case.base or stock_folder), model)
+    case.damage(model)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    begun = time.monotonic()
+    with watched() as events:
+        signal.alarm(5 * int(SECONDS))  # rather an end than a reader that waits for ever
+        code, message = read(reader, model, out)
+        signal.alarm(0)
+    seconds, more = time.monotonic() - begun, memory("VmHWM") - before
+    wanted = case.codes if case.part in PARTS.get(reader, {case.part}) else (0,)
+    if code not in wanted:
+        yield f"exit {code}, not {wanted}: {message}"
+    if seconds > SECONDS:
+        yield f"{seconds:.1f} s"
+    if more > KIB:
+        yield f"{more // 1024} MiB"
+    own = tuple(
+        os.path.realpath(p) for p in (model, out.parent, place / "text.txt", tempfile.gettempdir() + "/tmp")
+    )
+    yield from outside(events, own)
+    if code and out.parent.exists():
+        yield f"left {list(out.parent.iterdir())}"
+    lines = [line for line in message.splitlines() if "warning" not in line]
+    if code and (
+        len(lines) != 1 or len(lines[0]) > (900 if reader == "load" else 320) or not lines[0].isprintable()
+    ):
+        yield f"said {message!r}"
+    if (place / CANARY).exists():
+        yield "ran code"
+
+
+def warm(place):
+    """Import all that the readers import, and see that they read a good folder."""
+    for reader in READERS:
+        (place / reader).mkdir(parents=True)
+        (place / reader / "text.txt").write_text(TEXT * 40)
+        stock_folder(place / reader / "model")
+        code, message = read(reader, place / reader / "model", place / reader / "out")
+        assert code == 0, (reader, message)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="corpus-") as folder:
+        warm(Path(folder, "warm"))
+        wrong = {}
+        for number, name in enumerate(CORPUS):
+            for reader in READERS:
+                found = list(faults(name, reader, Path(folder, f"{number}-{reader}")))
+                if found:
+                    wrong[f"{reader}: {name}"] = found
+        print(json.dumps({"cases": len(CORPUS), "readers": READERS, "wrong": wrong}, indent=1))

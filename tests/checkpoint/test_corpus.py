@@ -1,0 +1,63 @@
+"""The malformed corpus, through every command that reads a folder (see corpus.py and readers.py).
+
+Each case: the right exit status and one line, within 2 s and 300 MB; no file opened outside the folder,
+no code run, no process, no connection, nothing left behind.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import readers
+from corpus import CORPUS
+
+from rehead.checkpoint.shards import Shards
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory):
+    readers.warm(tmp_path_factory.mktemp("warm"))
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_no_reader_is_taken_in(name, tmp_path):
+    found = {reader: list(readers.faults(name, reader, tmp_path / reader)) for reader in readers.READERS}
+    assert not any(found.values()), found
+
+
+def test_every_row_of_the_corpus_is_there():
+    """C23 and C35 are tested where conversion and resuming are."""
+    assert {name[:3] for name in CORPUS if name[0] == "C"} >= {
+        f"C{row:02}" for row in range(1, 36) if row not in (23, 35)
+    }
+
+
+def test_what_a_folder_may_not_cause_is_seen(tmp_path):
+    """Or the listener could be deaf."""
+    with readers.watched() as events:
+        Path("/etc/hostname").exists()
+        open("/etc/hostname").close()
+        subprocess.run(["true"], check=True)
+        exec(compile("1", "/tmp/x.py", "exec"))  # as code from data would run
+    seen = " ".join(readers.outside(events, ()))
+    for event in ("open /etc/hostname", "subprocess.Popen", "exec /tmp/x.py"):
+        assert event in seen
+
+
+def test_the_good_file_is_read(tmp_path):
+    """Or the cases of one file would be refused for another reason."""
+    from corpus import GOOD
+
+    (tmp_path / "model.safetensors").write_bytes(GOOD)
+    assert Shards(tmp_path).read("a").tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_without_asserts():
+    """python -O: no refusal is an assert."""
+    program = Path(readers.__file__)
+    done = subprocess.run([sys.executable, "-O", program], capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["wrong"] == {}, done.stdout
