@@ -1,7 +1,7 @@
 """How far an exact DeepSeek export is from the truth in bfloat16, beside its source.
 
-`python benchmarks/bfloat16_exports.py` makes small random Llamas with transformers, exports them and prints, over seeds,
-the ratio of the two root mean square errors of the logits against float64: the export's over the source's.
+`python benchmarks/bfloat16_exports.py` makes small random Llamas with transformers, exports them and prints, over
+seeds, the ratio of the root mean square errors of the logits against float64: the export's over the source's.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Which folder a path means: a model folder itself, or the newest good checkpoint of a run folder."""
+"""Which folder a path means: a model folder, the newest good checkpoint of a run folder, or a model of the Hub."""
 
 import re
 import warnings
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from rehead.checkpoint import hub
 from rehead.checkpoint.publish import verify
-from rehead.errors import IntegrityError, InvalidInput
+from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
 STEP = re.compile(r"step-([0-9]+)")
@@ -17,6 +18,8 @@ def resolve(path: Path) -> Path:
     """The model folder that `path` means. Raises InvalidInput where there is none."""
     try:
         return _resolve(path)
+    except ResourceError:
+        raise
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}. Give a model folder or a run folder.") from error
 
@@ -44,7 +47,10 @@ def _resolve(path: Path) -> Path:
             raise InvalidInput(f"{path} is a run without a good checkpoint yet: train it further.")
         return step
     if not path.exists():
-        raise InvalidInput(f"{path} does not exist: expected a model folder or a run folder.")
+        fetched = hub.snapshot(path)
+        if fetched is None:
+            raise InvalidInput(f"{path} does not exist: expected a model folder or a run folder.")
+        return fetched
     if path.is_file():
         raise InvalidInput(f"{path} is a file: expected a model folder or a run folder.")
     held = sorted(entry.name for entry in path.iterdir())[:8]

@@ -67,7 +67,8 @@ def write(
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageModel:
     """The model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
-    A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.families`.
+    A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.families`; a path
+    that is nowhere and reads org/name@commit is fetched from the Hub.
     Weights keep the dtype they were saved in, the widest of them where there are several. Raises
     InvalidInput for a folder that is no model and for weights that do not fit the config, IntegrityError
     for a damaged file.

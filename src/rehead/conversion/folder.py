@@ -77,7 +77,7 @@ def read_plannable(path: Path) -> ModelConfig:
     if path.suffix in (".yaml", ".yml"):
         options = flags.read([], (path,))
         return options.model.resolve(options.data.vocab_size or 256, options.data.block_size)
-    return read_at(path, native.read_config) if path.is_dir() else native.read_config(path)
+    return native.read_config(path) if path.is_file() else read_at(path, native.read_config)
 
 
 def require_apart(source: Path, destination: Path) -> None:

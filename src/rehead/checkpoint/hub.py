@@ -1,0 +1,84 @@
+"""Models of the Hugging Face Hub, at a commit that is named: `org/name@<40 hex digits>`.
+
+A branch moves, and what was measured would no longer be what is loaded. Files lie in the Hub's own cache;
+no pickle and no code is fetched.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rehead.errors import InvalidInput, ReheadError, ResourceError, UsageError
+
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+FETCHED, LEFT = ["*.json", "*.safetensors", "*.md"], ["*/*"]
+"""Of a repository's own folder, none below it; a manifest lists the .md, which nobody reads."""
+PATIENCE = 5.0
+"""Seconds, to ask about a model."""
+
+
+def snapshot(path: Path) -> Path | None:
+    """The folder of the model that `path` names, fetched unless it is there; None where it names none.
+
+    Raises InvalidInput for one that is not pinned, gated or not there, ResourceError without a network.
+    """
+    match = NAME.fullmatch(str(path))
+    if match is None or (match[2] is None and path.parent.exists()):  # a local name, misspelt
+        return None
+    name, revision = match[1], match[2]
+    if revision is None or not COMMIT.fullmatch(revision):
+        raise InvalidInput(
+            f"{path} is no folder here, and a model of Hugging Face is taken at one commit: "
+            f"{name}@<40 hex digits>.{_newest(name, revision or 'main')}"
+        )
+    try:
+        from huggingface_hub import HfApi, errors, snapshot_download
+    except ImportError as error:
+        raise UsageError(
+            f"{path} is no folder here; to fetch it from Hugging Face: pip install 'rehead[hf]'."
+        ) from error
+    wanted: dict[str, Any] = {
+        "revision": revision,
+        "allow_patterns": FETCHED,
+        "ignore_patterns": LEFT,
+    }
+    try:
+        return Path(snapshot_download(name, local_files_only=True, **wanted))
+    except errors.LocalEntryNotFoundError:
+        pass
+    try:
+        HfApi().model_info(
+            name, revision=revision, timeout=PATIENCE
+        )  # fails at once, a download after retries
+        return Path(snapshot_download(name, **wanted))
+    except Exception as error:  # that of any HTTP library it may use
+        raise _reason(name, revision, error) from error
+
+
+def _newest(name: str, revision: str) -> str:
+    """Which commit a branch is at, as the end of a message; empty where nobody can tell."""
+    try:
+        from huggingface_hub import HfApi
+
+        commit = HfApi().model_info(name, revision=revision, timeout=PATIENCE).sha
+    except Exception:  # not installed, no network, no such model
+        return ""
+    return f" Its {revision} is at {name}@{commit}." if commit else ""
+
+
+def _reason(name: str, commit: str, error: Exception) -> ReheadError:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):  # also a RepositoryNotFoundError
+        return InvalidInput(
+            f"{name} is gated: accept its terms on https://huggingface.co/{name}, then `hf auth login`."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return InvalidInput(f"{name} has no commit {commit}: look it up on its page, under Files.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return InvalidInput(f"{name} is no model of Hugging Face, or a private one: `hf auth login`.")
+    reason = " ".join(str(error).split())
+    return ResourceError(
+        f"{name}@{commit} is not in the cache and cannot be fetched ({reason:.120}). Give a folder, or go online."
+    )

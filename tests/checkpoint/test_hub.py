@@ -1,0 +1,174 @@
+"""Models of the Hub, from a server of our own that answers as it does."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from corpus import stock_folder
+
+import rehead
+from rehead.checkpoint import hub
+from rehead.errors import InvalidInput, UsageError
+
+COMMIT, OTHER = "a1" * 20, "b2" * 20
+NEVER = {"pytorch_model.bin": b"\x80\x04.", "modeling_x.py": b"raise SystemExit", "onnx/config.json": b"{}"}
+"""Beside the model, and never asked for."""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """org/model at COMMIT, which main is; org/gated; nothing else."""
+
+    files: dict[str, bytes]
+    asked: list[str]
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        path = self.path.partition("?")[0]
+        if "/org/gated" in path:
+            return self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        if "/org/model" not in path:
+            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if OTHER in path:
+            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        if path in (f"/api/models/org/model/revision/{name}" for name in ("main", COMMIT)):
+            return self.answer(200, json.dumps({"id": "org/model", "sha": COMMIT}).encode())
+        if path == f"/api/models/org/model/tree/{COMMIT}":
+            return self.answer(200, json.dumps([self.entry(name) for name in self.files]).encode())
+        name = path.removeprefix(f"/org/model/resolve/{COMMIT}/")
+        if name not in self.files:
+            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+        digest = self.entry(name)["oid"]
+        return self.answer(200, self.files[name], {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT})
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def entry(self, name):
+        content = self.files[name]
+        return {
+            "type": "file",
+            "path": name,
+            "size": len(content),
+            "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(),
+        }
+
+    def answer(self, status, content, headers=()):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **dict(headers)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Command lines in an environment of their own, as (exit status, stdout, stderr) and what was asked for."""
+    folder = tmp_path_factory.mktemp("hub")
+    stock_folder(folder / "model")
+    Hub.files = NEVER | {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
+    Hub.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    (folder / "here").mkdir()
+
+    def run(*lines, endpoint=f"http://127.0.0.1:{server.server_port}", cache="cache", **more):
+        before = len(Hub.asked)
+        program = """
+import contextlib, io, json, sys
+from rehead.cli import main
+for line in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(line)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+        there = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", program, json.dumps(lines)],
+            capture_output=True,
+            text=True,
+            cwd=folder / "here",
+            env=os.environ | there | more,
+            check=True,
+        )
+        return [json.loads(line) for line in done.stdout.splitlines()], Hub.asked[before:]
+
+    yield run
+    server.shutdown()
+    server.server_close()
+
+
+GENERATE = ["--prompt", "abc", "--max-new-tokens", "3", "--temperature", "0", "--device", "cpu"]
+
+
+MODEL = f"org/model@{COMMIT}"
+SAID = {
+    "org/model": f"Its main is at {MODEL}.",
+    "org/model@main": f"Its main is at {MODEL}.",
+    "org/model@abc123": "org/model@<40 hex digits>",
+    f"org/model@{OTHER}": f"has no commit {OTHER}",
+    f"org/gated@{COMMIT}": "is gated",
+    f"org/nobody@{COMMIT}": "is no model of",
+    "org/nobody": "org/nobody@<40 hex digits>",
+}
+
+
+def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run):
+    """Nothing but its weights and texts is fetched, once; what is refused says why and how."""
+    lines = [
+        ["generate", MODEL, *GENERATE],
+        ["plan", MODEL, "--json"],
+        ["convert", MODEL, "converted", "--to", "mha"],
+        ["export", MODEL, "exported"],
+    ]
+    wrong = [["generate", name, *GENERATE] for name in SAID]
+    results, asked = run(*lines, *wrong)
+    assert [code for code, _, _ in results] == [0] * len(lines) + [3] * len(wrong), results
+    assert results[0][1].startswith("abc")
+    assert not [path for path in asked for name in NEVER if path.endswith(name)], asked
+    for (_, _, message), words in zip(results[len(lines) :], SAID.values(), strict=True):
+        assert words in message
+        assert len(message.splitlines()) == 1
+
+    offline, asked = run(lines[0], ["generate", f"org/model@{OTHER}", *GENERATE], HF_HUB_OFFLINE="1")
+    assert not asked
+    assert offline[0] == results[0]
+    unplugged, _ = run(lines[0], endpoint="http://127.0.0.1:9", cache="empty")
+    for code, _, message in (offline[1], unplugged[0]):
+        assert code == 5
+        assert "is not in the cache and cannot be fetched" in message
+        assert "Give a folder, or go online." in message
+        assert len(message.splitlines()) == 1
+
+
+def test_a_folder_of_the_same_name_wins(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stock_folder(Path(f"org/model@{COMMIT}"))
+    assert rehead.load(f"org/model@{COMMIT}").config.n_layer == 1
+
+
+def test_a_misspelt_local_name_asks_nobody(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(hub, "_newest", lambda *name: pytest.fail("asked the Hub"))
+    for name in ("out/gqaa", "gqa", "a/b/c", str(tmp_path / "gqa")):
+        with pytest.raises(InvalidInput, match="does not exist"):
+            rehead.load(name)
+
+
+def test_without_the_package_the_message_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match=r"pip install 'rehead\[hf\]'"):
+        rehead.load(f"org/model@{COMMIT}")
+    with pytest.raises(InvalidInput, match=r"org/model@<40 hex digits>\.$"):
+        rehead.load("org/model")
