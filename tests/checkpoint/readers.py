@@ -118,12 +118,12 @@ def faults(name, reader, place):
     case.damage(model)
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    begun = time.monotonic()
+    begun = time.process_time()  # of this process: others may keep the machine busy
     with watched() as events:
-        signal.alarm(5 * int(SECONDS))  # rather an end than a reader that waits for ever
+        signal.alarm(60)  # rather an end than a reader that waits for ever
         code, message = read(reader, model, out)
         signal.alarm(0)
-    seconds, more = time.monotonic() - begun, memory("VmHWM") - before
+    seconds, more = time.process_time() - begun, memory("VmHWM") - before
     wanted = case.codes if case.part in PARTS.get(reader, {case.part}) else (0,)
     if code not in wanted:
         yield f"exit {code}, not {wanted}: {message}"

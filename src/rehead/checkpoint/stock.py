@@ -18,14 +18,18 @@ from rehead.registry import nearest
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST = 4 * 2**20
+UNREADABLE = {
+    "auto_map": ("code of its own", "If it is the stock class all the same, remove that key"),
+    "quantization_config": ("quantised weights", "Take it as it was before"),
+}
 
 
 def family_of(table: Table, where: str) -> Family:
     """The family that a config.json names."""
     kind = table.get("model_type")
-    for name, what in (("auto_map", "code of its own"), ("quantization_config", "quantised weights")):
+    for name, (what, way) in UNREADABLE.items():
         if table.get(name):
-            raise InvalidInput(f"{where}: {name} is set: a model with {what} is not read.")
+            raise InvalidInput(f"{where}: {name} is set: a model with {what} is not read. {way}.")
     if not isinstance(kind, str) or kind not in families:
         hint = nearest(str(kind), list(families))
         raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}.{hint}")

@@ -1,0 +1,135 @@
+"""config.json as published models have it: every key of theirs is known, and sizes are transformers' own."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from rehead.checkpoint import families, read_config
+from rehead.errors import InvalidInput
+from rehead.measure import parameters
+
+OLD = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "hidden_act": "silu",
+    "use_cache": True,
+}
+OLD |= {
+    "initializer_range": 0.02,
+    "pretraining_tp": 1,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.44.0",
+}
+LLAMA3 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+FACTORS = [1.05 + 0.5 * i for i in range(16)]
+
+
+def sizes(kind, vocab, width, hidden, layers, heads, length, **more):
+    named = {"model_type": kind, "vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden}
+    named |= {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": length}
+    return OLD | named | more
+
+
+PUBLISHED = {
+    "SmolLM2-135M": sizes(
+        "llama", 49152, 576, 1536, 30, 9, 8192, num_key_value_heads=3, rms_norm_eps=1e-5, rope_theta=100000,
+        rope_scaling=None, rope_interleaved=False, is_llama_config=True, attention_bias=False, mlp_bias=False,
+        tie_word_embeddings=True, **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+    ),
+    "Llama-3.2-1B": sizes(
+        "llama", 128256, 2048, 8192, 16, 32, 131072, num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5,
+        rope_theta=500000.0, rope_scaling=LLAMA3 | {"rope_type": "llama3"}, tie_word_embeddings=True,
+    ),
+    "Llama-2-7b": sizes(
+        "llama", 32000, 4096, 11008, 32, 32, 4096, num_key_value_heads=32, rms_norm_eps=1e-5, rope_scaling=None,
+        tie_word_embeddings=False,
+    ),
+    "Mistral-7B-v0.3": sizes(
+        "mistral", 32768, 4096, 14336, 32, 32, 32768, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000.0,
+        sliding_window=None, tie_word_embeddings=False,
+    ),
+    "Qwen2.5-0.5B": sizes(
+        "qwen2", 151936, 896, 4864, 24, 14, 32768, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
+        sliding_window=32768, use_sliding_window=False, max_window_layers=24, use_mrope=False, tie_word_embeddings=True,
+    ),
+    "Qwen3-0.6B": sizes(
+        "qwen3", 151936, 1024, 3072, 28, 16, 40960, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
+        rope_theta=1000000, rope_scaling=None, sliding_window=None, use_sliding_window=False, max_window_layers=28,
+        attention_bias=False, tie_word_embeddings=True,
+    ),
+    "MiniCPM3-4B": sizes(
+        "minicpm3", 73448, 2560, 6400, 62, 40, 32768, num_key_value_heads=40, rms_norm_eps=1e-5, q_lora_rank=768,
+        kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, scale_emb=12, scale_depth=1.4, dim_model_base=256,
+        rope_scaling={
+            "type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS,
+            "original_max_position_embeddings": 32768,
+        },
+    ),
+    "Youtu-LLM-2B": sizes(
+        "youtu", 128256, 2048, 6144, 32, 16, 131072, num_key_value_heads=16, rms_norm_eps=1e-6, q_lora_rank=1536,
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_theta=1600000,
+        rope_interleave=True, attention_bias=False, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name, tmp_path):
+    table = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    ours = read_config(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert parameters(ours) == model.num_parameters()
+    kind = ours.attention[0]
+    width = getattr(kind, "qk_rope_head_dim", 0) or kind.head_dim
+    rotary = type(model.model.rotary_emb)(theirs)  # not on meta
+    frequencies = kind.rope.frequencies(width)
+    torch.testing.assert_close(frequencies, rotary.inv_freq.double(), rtol=1e-6, atol=0)
+    assert (kind.rope.scaling.magnitude if kind.rope.scaling else 1.0) == rotary.attention_scaling
+    again = families[table["model_type"]].write(ours)
+    assert {key: again[key] for key in ("rope_theta", "tie_word_embeddings")} == {
+        "rope_theta": theirs.rope_parameters["rope_theta"],
+        "tie_word_embeddings": theirs.tie_word_embeddings,
+    }
+
+
+CONTRADICTIONS = {
+    "theta": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rope_theta": 10000.0},
+    "kind": {
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "factor": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+}
+
+
+@pytest.mark.parametrize("rope", CONTRADICTIONS.values(), ids=list(CONTRADICTIONS))
+def test_old_and_new_words_that_contradict_are_refused(rope, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(sizes("llama", 53, 24, 40, 1, 4, 64) | rope))
+    with pytest.raises(InvalidInput, match=r"in rope_parameters and .* beside it"):
+        read_config(tmp_path)
+
+
+def test_longrope_of_two_lists_is_refused_beyond_the_first(tmp_path):
+    """Angles that change within a text do not fit the keys in its cache."""
+    scaling = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    scaling["original_max_position_embeddings"] = 32
+    table = sizes("llama", 53, 24, 40, 1, 4, 64, rope_scaling=scaling)
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    with pytest.raises(InvalidInput, match="Set max_position_embeddings=32"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(table | {"max_position_embeddings": 32}))
+    assert read_config(tmp_path).attention[0].rope.scaling.factors == (1.0, 1.0, 1.0)
