@@ -161,8 +161,7 @@ def require_vllm(config: GPTConfig, architecture: str) -> None:
     found = [what for what, bad in wrong.items() if bad]
     if found:
         raise ConfigError(
-            f"vLLM cannot serve this model's {'; '.join(found)}. Use --for transformers, and vLLM's --model-impl "
-            "transformers."
+            f"vLLM cannot serve this model's {'; '.join(found)}. Use --for transformers, which serves it too."
         )
 
 
