@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from rehead.attention.grouped import GroupedConfig
-from rehead.attention.rope import LinearScaling, Llama3Scaling, RopeConfig, Rotary, YarnScaling
+from rehead.attention.latent import LatentConfig
+from rehead.attention.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    Rotary,
+    YarnScaling,
+)
+from rehead.errors import ConfigError
 
 B, L, H, E = 3, 7, 5, 32
 N_EMBD = 192
@@ -206,6 +215,8 @@ def test_angles_met_in_inference_serve_training():
         LinearScaling(factor=4.0),
         Llama3Scaling(factor=4.0, original_max_position_embeddings=64),
         YarnScaling(factor=4.0, original_max_position_embeddings=4096, attention_factor=1.5),
+        YarnScaling(factor=4.0, original_max_position_embeddings=4096, mscale=0.7, mscale_all_dim=0.5),
+        LongRopeScaling(factors=tuple(map(float, range(1, E // 2 + 1))), attention_factor=1.5),
     ],
     ids=lambda config: type(config).__name__,
 )
@@ -216,8 +227,47 @@ def test_every_field_turns_something(config):
         torch.manual_seed(1)
         return Rotary(config, E)(torch.randn(1, L, 1, E))
 
-    others = {"layout": "interleaved", "scaling": LinearScaling(factor=2.0)}
+    others = {"layout": "interleaved", "scaling": LinearScaling(factor=2.0), "factors": (3.0,) * (E // 2)}
     for field in fields(config):
+        if getattr(config, field.name) is None and field.name != "scaling":
+            continue
         value = others.get(field.name) or getattr(config, field.name) * 2
         other = replace(config, **{field.name: value})
         assert not torch.allclose(turns(other), turns(config)), f"{field.name}={value} changes nothing"
+
+
+def test_longrope_has_a_factor_for_each_pair():
+    """And any number of them turns by theta ** (-2i / E) / factor i."""
+    factors = tuple(1.0 + i for i in range(E // 2))
+    rope = RopeConfig(scaling=LongRopeScaling(factors=factors))
+    expected = torch.tensor(PAPER) / torch.tensor(factors)
+    torch.testing.assert_close(rope.frequencies(E), expected, rtol=1e-14, atol=0)
+    GroupedConfig(n_query_head=2, head_dim=E, rope=rope)
+    with pytest.raises(ConfigError, match="16 factors for 15 pairs"):
+        GroupedConfig(n_query_head=2, head_dim=E - 2, rope=rope)
+    with pytest.raises(ConfigError, match="16 factors for 2 pairs"):
+        LatentConfig(
+            n_query_head=2, kv_lora_rank=3, qk_nope_head_dim=E, v_head_dim=5, qk_rope_head_dim=4, rope=rope
+        )
+    with pytest.raises(ConfigError, match=r"factors=-1\.0"):
+        RopeConfig(scaling=LongRopeScaling(factors=(1.0, -1.0)))
+
+
+def test_deepseeks_mscale_moves_from_the_angles_to_the_scores():
+    """As its classes in transformers: m(mscale) / m(mscale_all_dim) here, m(mscale_all_dim) ** 2 there."""
+    yarn = YarnScaling(factor=40.0, mscale=0.707, mscale_all_dim=0.5)
+    grown = [0.1 * m * math.log(40) + 1 for m in (0.707, 0.5)]
+    assert yarn.magnitude == pytest.approx(grown[0] / grown[1], rel=1e-15)
+    sizes = {
+        "n_query_head": 2,
+        "kv_lora_rank": 3,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 5,
+        "qk_rope_head_dim": 4,
+    }
+    plain, scaled = (
+        LatentConfig(**sizes, rope=RopeConfig(scaling=scaling)).build(7).scale
+        for scaling in (replace(yarn, mscale_all_dim=None), yarn)
+    )
+    assert plain == 10**-0.5
+    assert scaled == pytest.approx(10**-0.5 * grown[1] ** 2, rel=1e-15)

@@ -311,6 +311,7 @@ def test_a_latent_norm_stands_in_the_way(gpt, capfd):
     refused(capfd, ["model", "new", "--to", "mha"], 2, "latent_norm=True")
 
 
+@pytest.mark.filterwarnings("ignore:.*hold NaN or infinity")  # said when they are loaded
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite(bad, gpt, capfd):
     damaged = gpt(GQA).float()
