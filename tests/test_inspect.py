@@ -146,6 +146,8 @@ def test_a_change_is_told_from_rounding():
     first, second = inspect(model, words, "abcd"), inspect(model, words, "abce")
     assert compare(first, second).n_token == 3
     assert compare(first, second).unchanged
+    with pytest.warns(UserWarning, match="the first 2 are looked at"):
+        assert compare(inspect(model, words, "abcd", max_tokens=2), first).n_token == 2
     second.maps[0][1, 1, 0] += 1e-4
     assert not compare(first, second).unchanged
 

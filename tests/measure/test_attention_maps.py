@@ -112,3 +112,5 @@ def test_weight_beyond_the_prefix_is_a_change():
     second[0, 1, 3] = 0.25
     assert prefix_change([first, first], [second, torch.eye(4)[None]], 3) == [0.25, 0.0]
     assert prefix_change([second], [first], 3) == [0.25]
+    second[0, 1, 3], second[0, 2, 0] = 0, 0.5
+    assert prefix_change([first], [second], 3) == prefix_change([second], [first], 3) == [0.5]

@@ -124,12 +124,12 @@ def test_a_rate_is_calls_over_time(monkeypatch):
 
 def test_the_tables(capsys):
     arm = Arm(
-        prefill=Times.of([0.002, 0.003, 0.001]),
+        prefill=Times.of([0.002, 2.5, 0.001]),
         decode=Times.of([0.0005]),
         tokens_per_second=1500.0,
         forwarded=40,
     )
-    slow = Arm(prefill=Times.of([0.002]), decode=Times.of([0.01]), tokens_per_second=300.0, forwarded=900)
+    slow = Arm(prefill=Times.of([0.002]), decode=Times.of([0.01]), tokens_per_second=1.234, forwarded=900)
     case = Case(
         prompt_length=8,
         batch_size=2,
@@ -147,7 +147,7 @@ def test_the_tables(capsys):
     )
     present("out/x", [case])
     out = capsys.readouterr().out
-    assert "8 2 2 (1-3) 25 % 0.5 (0.5-0.5) 50 % 1,500 300 5.0 40 900" in " ".join(out.split())
+    assert "8 2 2 (1-2,500) 25 % 0.5 (0.5-0.5) 50 % 1,500 1.23 1215.6 40 900" in " ".join(out.split())
     assert "8 2 0.046 0.046 1.4 30.0 1.3 200" in " ".join(out.split())
     assert "the tokens differ" in out
 

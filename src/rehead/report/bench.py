@@ -55,8 +55,8 @@ def _speed(case: Case) -> tuple[str, ...]:
         _share(case.prefill_share),
         _milliseconds(cached.decode),
         _share(case.decode_share),
-        f"{cached.tokens_per_second:,.0f}",
-        f"{uncached.tokens_per_second:,.0f}",
+        _digits(cached.tokens_per_second),
+        _digits(uncached.tokens_per_second),
         f"{cached.tokens_per_second / uncached.tokens_per_second:.1f}",
         f"{cached.forwarded:,}",
         f"{uncached.forwarded:,}",
@@ -77,8 +77,13 @@ def _memory(case: Case) -> tuple[str, ...]:
 
 
 def _milliseconds(times: Times) -> str:
-    low, middle, high = (f"{1000 * seconds:,.3g}" for seconds in (times.least, times.median, times.most))
+    low, middle, high = (_digits(1000 * seconds) for seconds in (times.least, times.median, times.most))
     return f"{middle} ({low}-{high})"
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _share(times: Times) -> str:
