@@ -1,7 +1,6 @@
 """Text from a model, one token after another, with or without a cache: the same tokens either way."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -10,7 +9,8 @@ from torch import Tensor
 from rehead.attention import EMPTY
 from rehead.errors import UsageError
 from rehead.model import LanguageModel
-from rehead.sampling import draw, probabilities, require_valid
+from rehead.model.base import Decode, Remembers
+from rehead.sampling import draw, probabilities, require_finite, require_valid
 
 MOST_TOKENS = 10_000_000
 """Per call: room for all of them is made at once."""
@@ -72,7 +72,7 @@ def stream(
     if not len(prompts):
         raise UsageError("no prompts: give at least one.")
     contexts = Contexts(model, prompts, max_new_tokens)
-    noise = _noise(len(prompts), max_new_tokens, seed)
+    noise = _noise(len(prompts), max_new_tokens, seed).to(model.device).T
 
     def tokens() -> Iterator[Tensor]:
         training = model.training
@@ -81,8 +81,12 @@ def stream(
             for step in range(max_new_tokens):
                 with torch.inference_mode():
                     logits = contexts.next_logits(use_cache)
-                    likely = probabilities(logits, temperature, top_k, top_p)
-                    token = draw(likely, noise[:, step].to(logits.device))
+                    require_finite(logits)
+                    if temperature == 0:
+                        token = logits.argmax(dim=-1)
+                    else:
+                        likely = probabilities(logits, temperature, top_k, top_p)
+                        token = draw(likely, noise[step])
                 token = token.clone()  # a plain tensor, usable outside inference mode
                 contexts.add(token)
                 yield token
@@ -124,7 +128,8 @@ class Contexts:
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = prompt
         self.starts: list[int] | None = None
-        self.cache: list[Any] = []
+        self.cache: list[Remembers] = []
+        self.decode: Decode | None = None
 
     def add(self, token: Int[Tensor, " B"]) -> None:
         """One more token to every row."""
@@ -132,17 +137,16 @@ class Contexts:
             self.ids[:, self.lengths[0]] = token
         else:
             self.ids[torch.arange(len(self.lengths)), torch.tensor(self.lengths)] = token
-        self.lengths = [length + 1 for length in self.lengths]
+        self.lengths, self.last = [length + 1 for length in self.lengths], token
 
     def next_logits(self, use_cache: bool) -> Tensor:
         """Logits of the token after each row, (B, vocab)."""
         starts = [self._start(length) for length in self.lengths]
         if use_cache and starts == self.starts:
-            ids = torch.stack([self.ids[row, length - 1 : length] for row, length in enumerate(self.lengths)])
-            return self.model.head(self.model.hidden(ids, cache=self.cache)[:, -1])
+            self.decode = self.decode or self.model.decoder()
+            return self.decode(self.last, self.cache)
         self.starts = starts
-        self.cache = self.model.new_cache(len(starts), self.capacity)
-        return self._whole(starts, self.cache if use_cache else None)
+        return self._whole(starts, use_cache)
 
     def _start(self, length: int) -> int:
         if self.limit is None or length <= self.limit:
@@ -150,18 +154,29 @@ class Contexts:
         stride = max(self.limit // 2, 1)
         return -(-(length - self.limit) // stride) * stride
 
-    def _whole(self, starts: list[int], cache: list[Any] | None) -> Tensor:
-        """One pass over what each row sees, shorter rows padded on the right."""
+    def _whole(self, starts: list[int], use_cache: bool) -> Tensor:
+        """One pass over what each row sees, equal rows once, shorter ones padded on the right."""
         spans = zip(self.ids, starts, self.lengths, strict=True)
-        rows = [ids[start:length] for ids, start, length in spans]
+        texts = [ids[start:length] for ids, start, length in spans]
+        first = {tuple(text.tolist()): None for text in texts}
+        distinct = {text: index for index, text in enumerate(first)}
+        which = torch.tensor([distinct[tuple(text.tolist())] for text in texts], device=self.ids.device)
+        rows = [torch.tensor(text, device=self.ids.device) for text in distinct]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         sizes = torch.tensor([len(row) for row in rows], device=ids.device)
         positions = None
         if len(set(map(len, rows))) > 1:
             place = torch.arange(ids.shape[1], device=ids.device)[None]
             positions = torch.where(place < sizes[:, None], place, EMPTY)
+        cache = self.model.new_cache(len(rows), self.capacity) if use_cache else None
         hidden = self.model.hidden(ids, positions, cache)
-        return self.model.head(hidden[torch.arange(len(rows), device=ids.device), sizes - 1])
+        logits = self.model.head(hidden[torch.arange(len(rows), device=ids.device), sizes - 1])
+        if len(rows) < len(texts):
+            for remembered in cache or ():
+                remembered.take(which)
+            logits = logits[which]
+        self.cache = cache or []
+        return logits
 
 
 def _noise(n_row: int, n_step: int, seed: int | Sequence[int] | None) -> Tensor:

@@ -1,5 +1,7 @@
 """From logits to the next token."""
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,6 +19,12 @@ def require_valid(temperature: int | float, top_k: int | None, top_p: int | floa
         raise UsageError(f"top_p={top_p}: how much probability stays. Use more than 0, at most 1.")
 
 
+def require_finite(logits: Float[Tensor, "B N"]) -> None:
+    """Raise NumericError on logits that are not finite."""
+    if not math.isfinite(logits.sum(dtype=torch.float64)):
+        raise NumericError("the model's logits are not finite: its weights are damaged, or it has diverged.")
+
+
 def probabilities(
     logits: Float[Tensor, "B N"],
     temperature: int | float = 1.0,
@@ -28,8 +36,7 @@ def probabilities(
     Temperature 0 puts everything on the likeliest token. Raises NumericError on logits that are not
     finite.
     """
-    if not torch.isfinite(logits).all():
-        raise NumericError("the model's logits are not finite: its weights are damaged, or it has diverged.")
+    require_finite(logits)
     logits = logits.float()
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
@@ -37,7 +44,8 @@ def probabilities(
         kept = logits.topk(top_k).indices
         dropped = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
         logits = logits.masked_fill(dropped, float("-inf"))
-    below = logits.double() - logits.double().amax(dim=-1, keepdim=True)  # 0 stays 0 however cold
+    exact = logits.double()
+    below = exact - exact.amax(dim=-1, keepdim=True)  # 0 stays 0 however cold
     likely = (below / temperature).softmax(dim=-1).float()
     if top_p is not None and top_p < 1:
         ordered, order = likely.sort(dim=-1, descending=True)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rehead.attention import kernels
+from rehead.attention import LatentAttention, LatentConfig, kernels
 from rehead.attention.grouped import GroupedConfig
-from rehead.attention.latent import LatentAttention, LatentConfig
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig
 

@@ -3,7 +3,8 @@
 from rehead.attention.base import Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache
 from rehead.attention.grouped import GroupedAttention, GroupedConfig
-from rehead.attention.latent import LatentAttention, LatentConfig
+from rehead.attention.latent import LatentAttention
+from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import EMPTY, Mask, visible
 from rehead.attention.rope import RopeConfig, scalings
 from rehead.attention.score import scores

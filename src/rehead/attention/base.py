@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rehead.attention.cache import LayerCache
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig
+from rehead.attention.step import Moment, Step
 from rehead.errors import ConfigError, UsageError
 from rehead.registry import Registry
 
@@ -172,6 +173,17 @@ class Attention(nn.Module, ABC):
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of one pass without cache, by the reference kernel."""
+
+    def step(self) -> Step:
+        """`forward` of one new token for every row, prepared from the weights as they are now.
+
+        By definition it is `forward`; a variant that can do it in less says how.
+        """
+
+        def step(x: Tensor, cache: LayerCache, moment: Moment) -> Tensor:
+            return self(x[:, None], cache=cache)[:, 0]
+
+        return step
 
     def _check(self, x: Tensor, context: Tensor | None, cache: LayerCache | None) -> None:
         """Refuse calls that would quietly mean something else."""

@@ -1,7 +1,9 @@
 """What one layer remembers of the tokens it has seen."""
 
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rehead.attention.mask import EMPTY
@@ -9,6 +11,16 @@ from rehead.errors import UsageError
 
 FIRST_ROWS = 64
 """Rows of a growing cache at first; it doubles when they are full."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where one more token of every sequence goes: the same in all layers whose caches have as many rows."""
+
+    slots: Int[Tensor, " B"]
+    known: Int[Tensor, "B S"]
+    """The position of every row once it is there, `EMPTY` where there is none."""
+    n_used: int
 
 
 class LayerCache:
@@ -45,6 +57,12 @@ class LayerCache:
         """Tokens seen, while every sequence of the batch has seen equally many."""
         self.positions: Int[Tensor, "B S"] | None = None
         """Where each row stands, once positions were given; None while they are consecutive."""
+        self._furthest = 0  # one more than the largest of them
+
+    @property
+    def n_rows(self) -> int:
+        """Rows there is room for now."""
+        return self._n_rows
 
     @property
     def n_bytes(self) -> int:
@@ -74,6 +92,44 @@ class LayerCache:
         given = self.next(n_token) if positions is None else positions
         assert given is not None
         return self._append_anywhere(inside, given.expand(self.batch_size, -1))
+
+    def place(self, positions: Int[Tensor, "B 1"]) -> Place:
+        """Where the tokens at `next(1)` go. Caches of as many rows and the same window share it."""
+        known, slots = self._known_positions(), positions % self._n_rows
+        return Place(slots[:, 0], known.scatter(1, slots, positions), min(self._n_rows, self._furthest))
+
+    def reserve_one(self) -> int:
+        """Make room for one token more of every sequence; how many rows there are."""
+        if self.positions is None:
+            self._reserve(self.length + 1)
+            self.length += 1
+        else:
+            self._reserve(self._furthest + 1)
+            self._furthest += 1
+        return self._n_rows
+
+    def append_one(self, place: Place | None, **new: Float[Tensor, "B ..."]) -> list[Float[Tensor, "BK S _"]]:
+        """`append` of one token, without axis 1, after `reserve_one`; all rows that may be seen, (B K, S, E) each.
+
+        `place` says where, once positions were given.
+        """
+        if place is None:
+            slot, n_used = (self.length - 1) % self._n_rows, min(self.length, self._n_rows)
+            for name, store in self._store.items():
+                store.select(-2, slot).copy_(new[name])
+            self._in_ring_order = self.length > self._n_rows
+        else:
+            n_used, self.positions = place.n_used, place.known
+            batch = torch.arange(self.batch_size, device=self._device)
+            for name, store in self._store.items():
+                store.movedim(-2, 1)[batch, place.slots] = new[name]
+        return [store.flatten(0, -3).narrow(1, 0, n_used) for store in self._store.values()]
+
+    def take(self, rows: Int[Tensor, " B"]) -> None:
+        """Sequence i becomes what sequence `rows[i]` was; there may be more of them than before, or fewer."""
+        self._store = {name: store[rows] for name, store in self._store.items()}
+        self.positions = None if self.positions is None else self.positions[rows]
+        self.batch_size = len(rows)
 
     def row_positions(self, n_row: int) -> Int[Tensor, "1 S"]:
         """Where the last returned `n_row` rows stand, when `append` gave no positions."""
@@ -109,7 +165,8 @@ class LayerCache:
     def _append_anywhere(
         self, new: dict[str, Tensor], positions: Int[Tensor, "B L"]
     ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"]]:
-        self._reserve(max(int(positions.max()) + 1, 1))
+        self._furthest = max(self.length, self._furthest, int(positions.max()) + 1)
+        self._reserve(max(self._furthest, 1))
         known = self._known_positions()
         past = None
         if positions.shape[1] > 1 and self._n_rows == self.window:  # read before writing over

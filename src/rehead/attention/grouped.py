@@ -7,6 +7,7 @@ all, GQA (Ainslie et al., arXiv 2305.13245) anything between. Seeds A1-A8, B16.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from rehead.attention.cache import LayerCache
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig, Rotary
 from rehead.attention.score import ScoreConfig, scores
+from rehead.attention.step import Moment, Product, Step, attend_one
 from rehead.errors import ConfigError
 
 HeadMap = Literal["contiguous", "modular"]
@@ -179,6 +181,33 @@ class GroupedAttention(Attention):
         scale = self.config.head_dim**-0.5
         gathered = kernels.attend(query, key, value, mask, scale=scale, score=self.score, pdrop=self._pdrop)
         return self.o_proj(self._from_slots(gathered).flatten(2))
+
+    def step(self) -> Step:
+        """See `Attention.step`; learned scores have no other way than `forward`."""
+        if self.score is not None:
+            return super().step()
+        config, value_too = self.config, [] if self.v_proj is None else [self.v_proj]
+        project, output = Product(self.q_proj, self.k_proj, *value_too), Product(self.o_proj)
+        H, K, E, V = config.n_query_head, config.n_kv_head, config.head_dim, config.v_head_dim
+        scale = E**-0.5
+
+        def step(x: Tensor, cache: LayerCache, moment: Moment) -> Tensor:
+            both = project(x)
+            heads = both.narrow(1, 0, (H + K) * E).view(-1, H + K, E)
+            if self.q_norm is not None and self.k_norm is not None:
+                heads = torch.cat([self.q_norm(heads[:, :H]), self.k_norm(heads[:, H:])], dim=1)
+            if self.rotary is not None:
+                heads = moment.turn(self.rotary, heads)
+            rows = {"key": heads.narrow(1, H, K)}
+            if value_too:
+                rows["value"] = both.narrow(1, (H + K) * E, K * V).view(-1, K, V)
+            kept = moment.remember(cache, **rows)
+            query = self._to_slots(heads.narrow(1, 0, H)[:, None]).reshape(len(x) * K, H // K, E)
+            hidden = moment.hidden(cache, K, x.dtype)
+            gathered = attend_one(query, kept[0], kept[-1], scale, hidden).view(-1, 1, H, V)
+            return output(self._from_slots(gathered).reshape(-1, H * V))
+
+        return step
 
     def weights(
         self,

@@ -3,156 +3,20 @@
 Seeds A9, A14, A15. A token leaves R numbers, its latent, and with a decoupled rotary part P more.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import kernels
-from rehead.attention.base import FILLED, Attention, AttentionConfig, variants
+from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
-from rehead.attention.grouped import require_divides
+from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import Mask
-from rehead.attention.rope import RopeConfig, Rotary
-from rehead.errors import ConfigError
+from rehead.attention.rope import Rotary
+from rehead.attention.step import Moment, Product, Step, weigh_one
 
 NORM_EPS = 1e-6
 """Of the latent norms, as in DeepSeek's classes in transformers, whatever the model's own is."""
-
-
-@variants.add("mla")
-@dataclass(frozen=True, kw_only=True)
-class LatentConfig(AttentionConfig):
-    """Field names are DeepSeek's, as in Hugging Face.
-
-    Position comes in one of three ways. `qk_rope_head_dim` > 0: a decoupled part of that width,
-    rotated and shared by all heads (DeepSeek's; the default). 0 with `rope`: keys are rebuilt from the
-    cached latent and then rotated, whole, so any rotary model fits, at the price of rebuilding them
-    at every step. 0 without `rope`: none.
-
-    `latent_norm` says whether an RMSNorm stands on the latent (`kv_a_layernorm`); `q_lora_rank` puts
-    the queries through a latent of their own. The latent expands to `n_kv_head` heads, one per query
-    head unless given. `qkv_bias` adds biases to the queries and to the expanded keys and values.
-    """
-
-    n_query_head: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    v_head_dim: int
-    qk_rope_head_dim: int = 0
-    q_lora_rank: int | None = None
-    n_kv_head: int = FILLED
-    latent_norm: bool = True
-    qkv_bias: bool = False
-    o_bias: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rope is None and self.qk_rope_head_dim:
-            self.fill(rope=RopeConfig())
-        super().__post_init__()
-        if self.n_kv_head is None:
-            self.fill(n_kv_head=self.n_query_head)
-        self.require_positive("n_query_head", "n_kv_head", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-        require_divides(self.n_kv_head, self.n_query_head)
-        if self.q_lora_rank is not None:
-            self.require_positive("q_lora_rank")
-        if self.qk_rope_head_dim:
-            self.require_positive("qk_rope_head_dim")
-            if self.rope is None:
-                raise ConfigError(
-                    f"qk_rope_head_dim={self.qk_rope_head_dim} with rope=False: that part of the keys exists "
-                    "to be rotated. Use rope=True, or qk_rope_head_dim=0."
-                )
-            self.require_turns(self.qk_rope_head_dim, "qk_rope_head_dim")
-        elif self.rope is not None:
-            self.require_turns(self.qk_nope_head_dim, "qk_nope_head_dim")
-
-    @classmethod
-    def examples(cls) -> dict[str, AttentionConfig]:
-        """Each way of position, with and without norm, window, query latent and shared heads."""
-        mla = cls(
-            n_query_head=6,
-            kv_lora_rank=9,
-            qk_nope_head_dim=10,
-            qk_rope_head_dim=4,
-            v_head_dim=7,
-            q_lora_rank=11,
-        )
-        plain = replace(mla, qk_rope_head_dim=0, rope=None, q_lora_rank=None)
-        return {
-            "mla": mla,
-            "mla, window": replace(mla, window=5),
-            "mla, rebuilt keys": replace(plain, rope=RopeConfig(), n_kv_head=2, latent_norm=False),
-            "mla, rebuilt keys, window": replace(plain, rope=RopeConfig(), window=5),
-            "mla, no position, no norm, bias": replace(plain, latent_norm=False, qkv_bias=True, o_bias=True),
-        }
-
-    @property
-    def name(self) -> str:
-        """mla."""
-        return "mla"
-
-    @property
-    def rebuilds_keys(self) -> bool:
-        """True where whole keys are rotated, so that they must be rebuilt before they are read."""
-        return self.rope is not None and not self.qk_rope_head_dim
-
-    @property
-    def absorbs_below(self) -> float:
-        """Up to how many new queries the absorbed form has fewer FLOPs than the expanded one."""
-        heads = self.n_kv_head / self.n_query_head
-        both = self.qk_nope_head_dim + self.v_head_dim
-        more = 2 * self.kv_lora_rank - both
-        return float("inf") if more <= 0 else self.kv_lora_rank * heads * both / more
-
-    def build(self, d_model: int) -> "LatentAttention":
-        """A module for activations of width `d_model`."""
-        return LatentAttention(self, d_model)
-
-    def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """The normed latent and, after it, the rotated key part all heads share."""
-        return {"latent": (self.kv_lora_rank + self.qk_rope_head_dim,)}
-
-    def n_parameters(self, d_model: int) -> int:
-        """Projections, biases and latent norms."""
-        _, up, _, query = self._widths()
-        norms = self.kv_lora_rank * self.latent_norm + (self.q_lora_rank or 0)
-        biases = (query + up) * self.qkv_bias + d_model * self.o_bias
-        return self.projection_flops(d_model) // 2 + norms + biases
-
-    def projection_flops(self, d_model: int) -> int:
-        """Queries, latent, expansion of each token once, and output."""
-        down, up, o, query = self._widths()
-        if self.q_lora_rank is None:
-            queries = d_model * query
-        else:
-            queries = (d_model + query) * self.q_lora_rank
-        return 2 * (queries + (self.d_context or d_model) * down + self.kv_lora_rank * up + o * d_model)
-
-    def attention_flops(self, n_key: int) -> int:
-        """Expanded: 2 H (E + V) per visible key, E with the rotary part."""
-        width = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
-        return 2 * self.n_query_head * width * n_key
-
-    def decode_flops(self, d_model: int, n_key: int) -> int:
-        """Absorbed: R instead of E and V per key, and the expansion once. Rebuilt keys: of all keys."""
-        _, up, _, _ = self._widths()
-        projections = self.projection_flops(d_model) - 2 * self.kv_lora_rank * up
-        if self.rebuilds_keys or self.absorbs_below <= 1:
-            return projections + 2 * self.kv_lora_rank * up * n_key + self.attention_flops(n_key)
-        absorbing = self.n_query_head * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
-        per_key = self.n_query_head * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
-        return projections + 2 * (absorbing + per_key * n_key)
-
-    def _widths(self) -> tuple[int, int, int, int]:
-        """Of what goes down, comes up, enters the output projection, and of the queries."""
-        return (
-            self.kv_lora_rank + self.qk_rope_head_dim,
-            self.n_kv_head * (self.qk_nope_head_dim + self.v_head_dim),
-            self.n_query_head * self.v_head_dim,
-            self.n_query_head * (self.qk_nope_head_dim + self.qk_rope_head_dim),
-        )
 
 
 class LatentAttention(Attention):
@@ -191,10 +55,12 @@ class LatentAttention(Attention):
         """See `Attention.forward`."""
         query, latent, key_positions, mask = self._project(x, context, positions, cache, context_positions)
         few = cache is not None and x.shape[1] < self.config.absorbs_below
-        if few and not self.config.rebuilds_keys:
-            gathered = self.absorbed(query, latent, mask)
-        else:
+        if not few:
             gathered = self.expanded(query, latent, mask, key_positions)
+        elif self.config.rebuilds_keys and key_positions is not None:
+            gathered = self.half_absorbed(query, latent, mask, key_positions)
+        else:
+            gathered = self.absorbed(query, latent, mask)
         return self.o_proj(gathered.flatten(2))
 
     def expanded(
@@ -217,18 +83,82 @@ class LatentAttention(Attention):
         """
         config = self.config
         nope, rope = query.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        key_up, value_up = self._ups()  # K N R, K V R
+        key_up, _ = self._ups()  # K N R
         grouped = nope.unflatten(2, (config.n_kv_head, -1))
         query = torch.cat([torch.einsum("blkgn,knr->blkgr", grouped, key_up).flatten(2, 3), rope], dim=-1)
         key = latent[:, :, None]
         value = key[..., : config.kv_lora_rank]
         context = kernels.attend(query, key, value, mask, scale=self.scale, pdrop=self._pdrop)
-        context = context.unflatten(2, (config.n_kv_head, -1))
-        values = torch.einsum("blkgr,kvr->blkgv", context, value_up)
+        return self._expand_values(context, mask)
+
+    def half_absorbed(
+        self,
+        query: Float[Tensor, "B L H E"],
+        latent: Float[Tensor, "B S R"],
+        mask: Mask,
+        key_positions: Int[Tensor, "#B S"],
+    ) -> Float[Tensor, "B L H V"]:
+        """Rebuild the keys, which are rotated; sum latents instead of values. No dropout."""
+        assert self.rotary is not None
+        key = self.rotary(self._unturned_keys(latent), key_positions)
+        weights = kernels.weights(query, key, mask.dense(query.device), scale=self.scale)
+        return self._expand_values(torch.einsum("bkgls,bsr->blkgr", weights, latent).flatten(2, 3), mask)
+
+    def _expand_values(self, context: Float[Tensor, "B L H R"], mask: Mask) -> Float[Tensor, "B L H V"]:
+        """Values from the sums of latents that each head has gathered."""
+        _, value_up = self._ups()
+        grouped = context.unflatten(2, (self.config.n_kv_head, -1))
+        values = torch.einsum("blkgr,kvr->blkgv", grouped, value_up)
         if self.kv_b_proj.bias is not None:  # the weights sum to 1, or to 0 where nothing is seen
             bias, dense = self._per_head(self.kv_b_proj.bias)[1][:, None], mask.dense(values.device)
             values = values + (bias if dense is None else bias * dense.any(dim=-1)[:, :, None, None, None])
         return values.flatten(2, 3)
+
+    def step(self) -> Step:
+        """See `Attention.step`: absorbed, unless that is more work than rebuilding keys and values."""
+        config = self.config
+        if config.absorbs_below <= 1:
+            return super().step()
+        if config.q_lora_rank is None:
+            down = Product(self.q_proj, self.kv_a_proj_with_mqa)
+        else:
+            down, up = Product(self.q_a_proj, self.kv_a_proj_with_mqa), Product(self.q_b_proj)
+        output, (key_up, value_up) = Product(self.o_proj), self._ups()
+        bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)
+        H, K, N, P = config.n_query_head, config.n_kv_head, config.qk_nope_head_dim, config.qk_rope_head_dim
+        R, V = config.kv_lora_rank, config.v_head_dim
+
+        def step(x: Tensor, cache: LayerCache, moment: Moment) -> Tensor:
+            n_row, both = len(x), down(x)
+            query, latent, rope = both.split([both.shape[1] - R - P, R, P], dim=1)
+            if config.q_lora_rank is not None:
+                query = up(self.q_a_layernorm(query))
+            query, row = query.view(n_row, H, N + P), x.new_empty(n_row, R + P)
+            row[:, :R] = self.kv_a_layernorm(latent)
+            asked = x.new_empty(n_row, H, R + P)
+            if P and self.rotary is not None:
+                turned = moment.turn(self.rotary, torch.cat([query[..., N:], rope[:, None]], dim=1))
+                asked[..., R:], row[:, R:] = turned[:, :H], turned[:, H]
+            (kept,) = moment.remember(cache, latent=row)  # B S RP
+            latents = kept.narrow(2, 0, R)
+            if config.rebuilds_keys and self.rotary is not None:
+                key = moment.turn_keys(self.rotary, self._unturned_keys(latents), cache)  # B S K N
+                query = moment.turn(self.rotary, query.contiguous()).view(n_row * K, -1, N)
+                weights = weigh_one(
+                    query, key.transpose(1, 2).flatten(0, 1), self.scale, moment.hidden(cache, K, x.dtype)
+                ).view(n_row, H, -1)
+            else:
+                by_head = query[..., :N].unflatten(1, (K, -1)).transpose(0, 1).reshape(K, -1, N)
+                absorbed = torch.bmm(by_head, key_up).view(K, n_row, -1, R).transpose(0, 1)
+                asked.narrow(2, 0, R).unflatten(1, (K, -1)).copy_(absorbed)
+                weights = weigh_one(asked, kept, self.scale, moment.hidden(cache, 1, x.dtype))
+            context = torch.bmm(weights, latents).view(n_row, K, -1, R).transpose(0, 1).reshape(K, -1, R)
+            values = torch.bmm(context, value_up.transpose(1, 2)).view(K, n_row, -1, V).transpose(0, 1)
+            if bias is not None:
+                values = values + bias[1][:, None]
+            return output(values.reshape(n_row, H * V))
+
+        return step
 
     def weights(
         self,
@@ -307,6 +237,10 @@ class LatentAttention(Attention):
         elif config.qk_rope_head_dim:
             key = torch.cat([key, rope.unsqueeze(2).expand(*key.shape[:3], -1)], dim=-1)
         return key, value
+
+    def _unturned_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
+        key = torch.einsum("bsr,knr->bskn", latent, self._ups()[0])
+        return key if self.kv_b_proj.bias is None else key + self._per_head(self.kv_b_proj.bias)[0]
 
     def _ups(self) -> tuple[Tensor, Tensor]:
         """The rows of `kv_b_proj` that make keys (K N R) and those that make values (K V R)."""

@@ -203,12 +203,25 @@ class Rotary:
 
         Without `positions` they are start, start + 1, ...
         """
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if positions is None:
-            cos, sin = self._table(start + x.shape[1], x.device, dtype)
-            cos, sin = cos[start : start + x.shape[1]], sin[start : start + x.shape[1]]
-        else:
-            cos, sin = self._turns(positions, dtype)
+        return self.apply(x, *self.turns(x.shape[1], x.dtype, x.device, positions, start))
+
+    def turns(
+        self,
+        n_token: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        positions: Int[Tensor, "#B L"] | None = None,
+        start: int = 0,
+    ) -> tuple[Float[Tensor, "*B L 1 E"], Float[Tensor, "*B L 1 E"]]:
+        """Cosine and signed sine for every number of a head, as `apply` takes them."""
+        exact = torch.promote_types(dtype, torch.float32)
+        if positions is not None:
+            return self._turns(positions, exact)
+        cos, sin = self._table(start + n_token, device, exact)
+        return cos[start : start + n_token], sin[start : start + n_token]
+
+    def apply(self, x: Float[Tensor, "*B H E"], cos: Tensor, sin: Tensor) -> Float[Tensor, "*B H E"]:
+        """`x` turned."""
         return (x * cos + self._partner(x) * sin).to(x.dtype)
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -220,7 +233,6 @@ class Rotary:
         return table
 
     def _turns(self, positions: Int[Tensor, "*B L"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine for every number of a head, (*B, L, 1, E)."""
         angle = positions[..., None, None] * self.config.frequencies(self.width).to(positions.device)
         magnitude = self.config.scaling.magnitude if self.config.scaling else 1.0
         cos, sin = angle.cos() * magnitude, angle.sin() * magnitude
@@ -230,7 +242,7 @@ class Rotary:
             cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
         return cos.to(dtype), sin.to(dtype)
 
-    def _partner(self, x: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:
+    def _partner(self, x: Float[Tensor, "*B H E"]) -> Float[Tensor, "*B H E"]:
         """Each number's other half of the pair."""
         if self.config.layout == "half-split":
             return x.roll(self.width // 2, dims=-1)

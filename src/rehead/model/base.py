@@ -1,7 +1,7 @@
 """What every language model offers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from rehead.config import ModelConfig
 from rehead.errors import UsageError
 from rehead.registry import Registry
+
+Decode = Callable[[Tensor, Sequence[Any]], Tensor]
+"""Token ids (B,) and the caches, which have one token more then: logits of the tokens after them, (B, vocab)."""
 
 models: Registry[type["LanguageModel"]] = Registry("model type")
 
@@ -22,6 +25,9 @@ class Remembers(Protocol):
     def n_bytes(self) -> int:
         """Bytes held."""
         ...
+
+    def take(self, rows: Int[Tensor, " B"]) -> None:
+        """Sequence i becomes what sequence `rows[i]` was."""
 
 
 class LanguageModel(nn.Module, ABC):
@@ -51,6 +57,13 @@ class LanguageModel(nn.Module, ABC):
     ) -> Float[Tensor, "B L N"]:
         """Logits of the token after each of `ids`, (B, L, vocab)."""
         return self.head(self.hidden(ids, positions, cache))
+
+    def decoder(self) -> Decode:
+        """What generation calls for one token more of every row, prepared from the weights as they are now.
+
+        For a model in eval mode, without gradients. By definition it is `forward`; make it anew after weights changed.
+        """
+        return lambda ids, cache: self.head(self.hidden(ids[:, None], cache=cache)[:, -1])
 
     def require_generates(self) -> None:
         """Refuse what is no autoregressive model; most are."""

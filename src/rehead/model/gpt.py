@@ -7,10 +7,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import LayerCache
+from rehead.attention.step import Moment, Product
 from rehead.config import GPTConfig
-from rehead.model.base import LanguageModel, models, require_length
+from rehead.model.base import Decode, LanguageModel, models, require_length
 from rehead.model.init import initialise
 from rehead.model.layers import NORMS, Block
+from rehead.model.step import is_watched, layer_step
 
 
 @models.add("gpt")
@@ -52,6 +54,26 @@ class GPT(LanguageModel):
             x = layer(x, positions, None if cache is None else cache[index])
         x = self.norm(x)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+
+    def decoder(self) -> Decode:
+        """See `LanguageModel.decoder`."""
+        if is_watched(self) or torch.is_autocast_enabled(self.device.type):
+            return super().decoder()
+        layers = [layer_step(layer) for layer in self.layers if isinstance(layer, Block)]
+        head = Product(self.head)
+
+        def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
+            moment = Moment(cache[0])
+            x = self.embed_tokens(ids)
+            if self.embed_positions is not None:
+                x = x + self.embed_positions(
+                    self._places(ids[:, None], moment.positions, moment.start)[..., 0]
+                )
+            for layer, remembered in zip(layers, cache, strict=True):
+                x = layer(x, remembered, moment)
+            return head(self.norm(x))
+
+        return decode
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> list[LayerCache]:
         """An empty cache per layer; `capacity` tokens each, or growing."""

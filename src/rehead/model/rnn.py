@@ -36,6 +36,10 @@ class StateCache:
         """Bytes held."""
         return self.state.nbytes
 
+    def take(self, rows: Int[Tensor, " B"]) -> None:
+        """Sequence i becomes what sequence `rows[i]` was."""
+        self.state = self.state[rows]
+
 
 class ElmanLayer(nn.Module):
     """h_t = f(W_hh h_{t-1} + W_hx x_t + b_h), h_0 = 0; `x_proj` is W_hx and b_h, `h_proj` W_hh."""

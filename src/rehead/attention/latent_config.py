@@ -1,0 +1,156 @@
+"""What a multi-head latent attention is: its sizes, and what they cost. The module is in latent.py."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rehead.attention.base import FILLED, AttentionConfig, variants
+from rehead.attention.grouped import require_divides
+from rehead.attention.rope import RopeConfig
+from rehead.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rehead.attention.latent import LatentAttention
+
+
+@variants.add("mla")
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(AttentionConfig):
+    """Field names are DeepSeek's, as in Hugging Face.
+
+    Position comes in one of three ways. `qk_rope_head_dim` > 0: a decoupled part of that width,
+    rotated and shared by all heads (DeepSeek's; the default). 0 with `rope`: keys are rebuilt from the
+    cached latent and then rotated, whole, so any rotary model fits, at the price of rebuilding them
+    at every step. 0 without `rope`: none.
+
+    `latent_norm` says whether an RMSNorm stands on the latent (`kv_a_layernorm`); `q_lora_rank` puts
+    the queries through a latent of their own. The latent expands to `n_kv_head` heads, one per query
+    head unless given. `qkv_bias` adds biases to the queries and to the expanded keys and values.
+    """
+
+    n_query_head: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    qk_rope_head_dim: int = 0
+    q_lora_rank: int | None = None
+    n_kv_head: int = FILLED
+    latent_norm: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rope is None and self.qk_rope_head_dim:
+            self.fill(rope=RopeConfig())
+        super().__post_init__()
+        if self.n_kv_head is None:
+            self.fill(n_kv_head=self.n_query_head)
+        self.require_positive("n_query_head", "n_kv_head", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        require_divides(self.n_kv_head, self.n_query_head)
+        if self.q_lora_rank is not None:
+            self.require_positive("q_lora_rank")
+        if self.qk_rope_head_dim:
+            self.require_positive("qk_rope_head_dim")
+            if self.rope is None:
+                raise ConfigError(
+                    f"qk_rope_head_dim={self.qk_rope_head_dim} with rope=False: that part of the keys exists "
+                    "to be rotated. Use rope=True, or qk_rope_head_dim=0."
+                )
+            self.require_turns(self.qk_rope_head_dim, "qk_rope_head_dim")
+        elif self.rope is not None:
+            self.require_turns(self.qk_nope_head_dim, "qk_nope_head_dim")
+
+    @classmethod
+    def examples(cls) -> dict[str, AttentionConfig]:
+        """Each way of position, with and without norm, window, query latent and shared heads."""
+        mla = cls(
+            n_query_head=6,
+            kv_lora_rank=9,
+            qk_nope_head_dim=10,
+            qk_rope_head_dim=4,
+            v_head_dim=7,
+            q_lora_rank=11,
+        )
+        plain = replace(mla, qk_rope_head_dim=0, rope=None, q_lora_rank=None)
+        return {
+            "mla": mla,
+            "mla, window": replace(mla, window=5),
+            "mla, rebuilt keys": replace(plain, rope=RopeConfig(), n_kv_head=2, latent_norm=False),
+            "mla, rebuilt keys, window": replace(plain, rope=RopeConfig(), window=5),
+            "mla, no position, no norm, bias": replace(plain, latent_norm=False, qkv_bias=True, o_bias=True),
+        }
+
+    @property
+    def name(self) -> str:
+        """mla."""
+        return "mla"
+
+    @property
+    def rebuilds_keys(self) -> bool:
+        """True where whole keys are rotated, so that they must be rebuilt before they are read."""
+        return self.rope is not None and not self.qk_rope_head_dim
+
+    @property
+    def absorbs_below(self) -> float:
+        """Up to how many new queries the absorbed form has fewer FLOPs than the expanded one.
+
+        Where keys are rebuilt, only values can be absorbed.
+        """
+        heads = self.n_kv_head / self.n_query_head
+        absorbed = self.v_head_dim + (0 if self.rebuilds_keys else self.qk_nope_head_dim)
+        more = self.kv_lora_rank * (1 if self.rebuilds_keys else 2) - absorbed
+        return float("inf") if more <= 0 else self.kv_lora_rank * heads * absorbed / more
+
+    def build(self, d_model: int) -> "LatentAttention":
+        """A module for activations of width `d_model`."""
+        from rehead.attention.latent import LatentAttention
+
+        return LatentAttention(self, d_model)
+
+    def cache_rows(self) -> dict[str, tuple[int, ...]]:
+        """The normed latent and, after it, the rotated key part all heads share."""
+        return {"latent": (self.kv_lora_rank + self.qk_rope_head_dim,)}
+
+    def n_parameters(self, d_model: int) -> int:
+        """Projections, biases and latent norms."""
+        _, up, _, query = self._widths()
+        norms = self.kv_lora_rank * self.latent_norm + (self.q_lora_rank or 0)
+        biases = (query + up) * self.qkv_bias + d_model * self.o_bias
+        return self.projection_flops(d_model) // 2 + norms + biases
+
+    def projection_flops(self, d_model: int) -> int:
+        """Queries, latent, expansion of each token once, and output."""
+        down, up, o, query = self._widths()
+        if self.q_lora_rank is None:
+            queries = d_model * query
+        else:
+            queries = (d_model + query) * self.q_lora_rank
+        return 2 * (queries + (self.d_context or d_model) * down + self.kv_lora_rank * up + o * d_model)
+
+    def attention_flops(self, n_key: int) -> int:
+        """Expanded: 2 H (E + V) per visible key, E with the rotary part."""
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
+        return 2 * self.n_query_head * width * n_key
+
+    def decode_flops(self, d_model: int, n_key: int) -> int:
+        """Absorbed: R instead of E and V per key, and the expansion once. Keys to rebuild: all of them."""
+        _, up, _, _ = self._widths()
+        projections = self.projection_flops(d_model) - 2 * self.kv_lora_rank * up
+        if self.absorbs_below <= 1:
+            return projections + 2 * self.kv_lora_rank * up * n_key + self.attention_flops(n_key)
+        absorbing = self.n_query_head * self.kv_lora_rank * self.v_head_dim
+        per_key = self.n_query_head * (self.kv_lora_rank + self.qk_rope_head_dim)
+        if self.rebuilds_keys:
+            per_key += (self.kv_lora_rank * self.n_kv_head + self.n_query_head) * self.qk_nope_head_dim
+        else:
+            absorbing += self.n_query_head * self.kv_lora_rank * self.qk_nope_head_dim
+            per_key += self.n_query_head * self.kv_lora_rank
+        return projections + 2 * (absorbing + per_key * n_key)
+
+    def _widths(self) -> tuple[int, int, int, int]:
+        """Of what goes down, comes up, enters the output projection, and of the queries."""
+        return (
+            self.kv_lora_rank + self.qk_rope_head_dim,
+            self.n_kv_head * (self.qk_nope_head_dim + self.v_head_dim),
+            self.n_query_head * self.v_head_dim,
+            self.n_query_head * (self.qk_nope_head_dim + self.qk_rope_head_dim),
+        )
