@@ -236,21 +236,25 @@ def test_a_small_latent_is_always_absorbed():
     assert replace(DEEPSEEK, kv_lora_rank=(N + V) // 2).absorbs_below == float("inf")
 
 
-PATHS = [(R, 1, "absorbed"), (R, 16, "absorbed"), (120, 16, "expanded")]
+PATHS = [
+    (R, 1, ["absorbed", "half_absorbed"]),
+    (R, 16, ["absorbed", "half_absorbed"]),
+    (120, 16, ["expanded"] * 2),
+]
 
 
 @pytest.mark.parametrize(("rank", "n_query", "path"), PATHS)
 def test_path_taken_with_a_cache(rank, n_query, path, monkeypatch):
-    """Decoding is absorbed, a long chunk expanded; keys that must be rebuilt always are."""
+    """Decoding is absorbed, a long chunk expanded; of keys that must be rebuilt, only the values are absorbed."""
     taken = []
-    for name in ("absorbed", "expanded"):
+    for name in ("absorbed", "half_absorbed", "expanded"):
         real = getattr(LatentAttention, name)
         monkeypatch.setattr(LatentAttention, name, lambda *a, _n=name, _r=real: taken.append(_n) or _r(*a))
     for config in (replace(DEEPSEEK, kv_lora_rank=rank), replace(PLAIN, kv_lora_rank=rank, rope=True)):
         module = config.build(D)
         module(torch.randn(B, n_query, D), cache=config.cache(B, dtype=torch.float64))
         module(torch.randn(B, n_query, D))
-    assert taken == [path, "expanded", "expanded", "expanded"]
+    assert taken == [path[0], "expanded", path[1], "expanded"]
 
 
 def test_b17_the_rotary_part_is_as_wide_as_given():

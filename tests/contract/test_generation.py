@@ -54,15 +54,27 @@ def tokens(length, batch=B):
 @contextmanager
 def watched(model):
     """Tokens fed and whether a cache was given, for every pass through `model`."""
-    passes, hidden = [], model.hidden
+    passes, hidden, decoder = [], model.hidden, model.decoder
 
     def watch(ids, positions=None, cache=None):
         passes.append((ids.shape[1], cache is not None))
         return hidden(ids, positions, cache)
 
-    model.hidden = watch
+    def watched_decoder():
+        decode = decoder()
+
+        def one_more(ids, cache):
+            n_pass = len(passes)
+            logits = decode(ids, cache)
+            if len(passes) == n_pass:  # not by way of `hidden`
+                passes.append((1, True))
+            return logits
+
+        return one_more
+
+    model.hidden, model.decoder = watch, watched_decoder
     yield passes
-    del model.hidden
+    del model.hidden, model.decoder
 
 
 def by_definition(model, ids, n_new):
@@ -130,6 +142,42 @@ def check_ragged(name):
 @each_model
 def test_a_ragged_batch_is_its_rows_alone(name):
     check_ragged(name)
+
+
+def check_samples(name):
+    """Several samples of one prompt: the prompt is read once, and each is what it would be alone."""
+    model, ids = make(name).eval(), tokens(5, 1)
+    settings = {"max_new_tokens": NEW, "temperature": 1.5}
+    alone = [generate(model, ids, **settings, seed=seed) for seed in (3, 4, 5, 6)]
+    fed, hidden = [], model.hidden
+
+    def watch(ids, positions=None, cache=None):
+        fed.append(tuple(ids.shape))
+        return hidden(ids, positions, cache)
+
+    model.hidden = watch
+    together = generate(model, ids.expand(4, -1), **settings, seed=[3, 4, 5, 6])
+    assert torch.equal(together, torch.cat(alone))
+    assert fed[0] == (1, 5)
+    assert len(set(map(tuple, together.tolist()))) > 1
+    other = torch.cat([ids[0], ids[0, :2]])
+    mixed = torch.stack(list(stream(model, [ids[0], other, ids[0]], 6, seed=[3, 1, 5])), 1)
+    alone = [
+        generate(model, row[None], 6, seed=seed)[0, len(row) :] for row, seed in ((ids[0], 3), (other, 1))
+    ]
+    assert torch.equal(mixed[:2], torch.stack(alone))
+
+
+@each_model
+def test_samples_of_one_prompt(name):
+    check_samples(name)
+
+
+def test_broken_samples_are_caught(monkeypatch):
+    take = LayerCache.take
+    monkeypatch.setattr(LayerCache, "take", lambda self, rows: take(self, rows) or self._store["key"].zero_())
+    with pytest.raises(AssertionError):
+        check_samples("gqa")
 
 
 class LateLength(LayerCache):

@@ -93,6 +93,11 @@ class LayerCache:
         assert given is not None
         return self._append_anywhere(inside, given.expand(self.batch_size, -1))
 
+    @property
+    def n_token(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.length if self.positions is None else self._furthest
+
     def place(self, positions: Int[Tensor, "B 1"]) -> Place:
         """Where the tokens at `next(1)` go. Caches of as many rows and the same window share it."""
         known, slots = self._known_positions(), positions % self._n_rows
@@ -113,17 +118,29 @@ class LayerCache:
 
         `place` says where, once positions were given.
         """
+        n_used = self.settle(place)
         if place is None:
-            slot, n_used = (self.length - 1) % self._n_rows, min(self.length, self._n_rows)
+            slot = (self.length - 1) % self._n_rows
             for name, store in self._store.items():
                 store.select(-2, slot).copy_(new[name])
-            self._in_ring_order = self.length > self._n_rows
         else:
-            n_used, self.positions = place.n_used, place.known
             batch = torch.arange(self.batch_size, device=self._device)
             for name, store in self._store.items():
                 store.movedim(-2, 1)[batch, place.slots] = new[name]
         return [store.flatten(0, -3).narrow(1, 0, n_used) for store in self._store.values()]
+
+    def settle(self, place: Place | None) -> int:
+        """What is known of the rows once one token more is in them; how many are used."""
+        if place is not None:
+            self.positions = place.known
+            return place.n_used
+        self._in_ring_order = self.length > self._n_rows
+        return min(self.length, self._n_rows)
+
+    @property
+    def stores(self) -> list[Float[Tensor, "B ... S _"]]:
+        """The rows themselves, (B, K, S, E) or (B, S, R) each: others after room was made, or `take`."""
+        return list(self._store.values())
 
     def take(self, rows: Int[Tensor, " B"]) -> None:
         """Sequence i becomes what sequence `rows[i]` was; there may be more of them than before, or fewer."""

@@ -58,14 +58,18 @@ class Moment:
             self._turns[whole] = rotary.turns(n_key, key.dtype, key.device, place)
         return rotary.apply(key, *self._turns[whole])
 
-    def remember(self, cache: LayerCache, **new: Tensor) -> list[Float[Tensor, "BK S _"]]:
-        """Store the new token's rows, (B, ...) each; all rows that may be seen, in the cache's order."""
+    def advance(self, cache: LayerCache) -> Place | None:
+        """Make room for the new token; where it goes, if rows stand at positions of their own."""
         key = cache.reserve_one(), cache.window
         if self.positions is None:
-            return cache.append_one(None, **new)
+            return None
         if key not in self._places:
             self._places[key] = cache.place(self.positions)
-        return cache.append_one(self._places[key], **new)
+        return self._places[key]
+
+    def remember(self, cache: LayerCache, **new: Tensor) -> list[Float[Tensor, "BK S _"]]:
+        """Store the new token's rows, (B, ...) each; all rows that may be seen, in the cache's order."""
+        return cache.append_one(self.advance(cache), **new)
 
     def hidden(self, cache: LayerCache, n_head: int, dtype: torch.dtype) -> Float[Tensor, "BK 1 S"] | None:
         """What is added to the scores of `n_head` KV heads: 0, or minus infinity for what is hidden."""

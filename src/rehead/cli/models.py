@@ -7,6 +7,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from rehead.cli.app import Json, app, say
+from rehead.errors import UsageError
+
+MOST_SAMPLES = 10_000
 
 
 @app.command
@@ -19,6 +22,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    samples: Annotated[int, Parameter(help="per prompt, with seeds that follow on --seed")] = 1,
     cache: Annotated[bool, Parameter(help="keep keys and values; without, all is computed anew")] = True,
     device: str = "auto",
     json: Json = False,
@@ -37,9 +41,13 @@ def generate(
 
     chosen = choose_device(device)
     model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
+    if not 1 <= samples <= MOST_SAMPLES:
+        raise UsageError(f"--samples {samples}: texts per prompt. Use 1 to {MOST_SAMPLES:,}.")
+    prompt = tuple(text for text in prompt for _ in range(samples))
     ids = [torch.from_numpy(tokenizer.encode(text)) for text in prompt]
+    seeds = [seed + n for n in range(samples)] * (len(prompt) // samples)
     tokens = stream(
-        model, ids, max_new_tokens, temperature, top_k=top_k, top_p=top_p, seed=seed, use_cache=cache
+        model, ids, max_new_tokens, temperature, top_k=top_k, top_p=top_p, seed=seeds, use_cache=cache
     )
     if len(prompt) == 1 and not json:
         print(prompt[0], end="", flush=True)

@@ -1,0 +1,81 @@
+"""decode.cpp, built once per machine by whatever C++ compiler there is, and loaded."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("decode.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-ffast-math",
+    "-fno-finite-math-only",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
+TIMEOUT_SECONDS = 300
+
+
+class NoKernel(Exception):
+    """Why there is no native decoding here; nothing a user has to act on."""
+
+
+@cache
+def library() -> ctypes.CDLL | NoKernel:
+    """The loaded kernel, or why there is none. The first call on a machine takes some seconds."""
+    try:
+        loaded = ctypes.CDLL(str(_built()))
+    except (NoKernel, OSError) as problem:
+        return NoKernel(str(problem))
+    loaded.team.restype = ctypes.c_void_p
+    loaded.team.argtypes = [ctypes.c_int64]
+    loaded.dismiss.argtypes = [ctypes.c_void_p]
+    loaded.op_size.restype = ctypes.c_int64
+    loaded.step.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] + [ctypes.c_void_p] * 2 + [ctypes.c_int64]
+    return loaded
+
+
+def _built() -> Path:
+    """Where the library is: in the user's cache folder, under the digest of all that it depends on."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NoKernel(f"no C++ compiler ({', '.join(COMPILERS)}) on this machine")
+    made_of = [SOURCE.read_bytes(), " ".join((compiler, *FLAGS)).encode(), _processor().encode()]
+    digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+    folder = Path.home() / ".cache" / "rehead"
+    place = folder / f"decode-{digest}.so"
+    if place.exists():
+        return place
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    print("rehead: building the decoding kernel for this machine, once ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "decode.so"
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise NoKernel(f"{compiler} took longer than {TIMEOUT_SECONDS} s") from None
+        if done.returncode:
+            raise NoKernel(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
+        os.replace(made, place)  # whole or not at all, whoever else builds it
+    return place
+
+
+def _processor() -> str:
+    """What `-march=native` means here."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {platform.processor()} {flags}"

@@ -1,0 +1,350 @@
+// One token more of every row through a whole model: a list of operations, run by a few threads.
+//
+// Activations are float; weights and caches are float or bfloat16 and read where they are. Every row b has a position:
+// its token goes to cache row position % n_row, and sees min(position + 1, n_row) rows. No mask, no copy, no allocation.
+// Built by native.py with any C++20 compiler; vectors are the compiler's own, so it runs wherever one is.
+
+#include <atomic>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+constexpr int64_t W = 16;     // numbers in a vector
+constexpr int64_t TILE = 64;  // keys whose scores are held at once
+
+struct Bfloat16 { uint16_t bits; };
+
+inline float number(float x) { return x; }
+inline float number(Bfloat16 x) { uint32_t w = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &w, 4); return f; }
+inline Floats load(const float* p) { return *(const Floats*)p; }
+inline Floats load(const Bfloat16* p) { return (Floats)(__builtin_convertvector(*(const Halves*)p, Words) << 16); }
+inline void store(float* p, float x) { *p = x; }
+inline void store(Bfloat16* p, float x) {
+    uint32_t w; std::memcpy(&w, &x, 4);
+    p->bits = x != x ? 0x7fc0 : uint16_t((w + 0x7fff + ((w >> 16) & 1)) >> 16);
+}
+inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
+
+enum Kind : int64_t { EMBED, NORM, LINEAR, SPREAD, TURN, KEEP, ATTEND, GATE };
+enum Act : int64_t { NONE, GELU };
+
+struct Op {  // what the fields mean is said where they are read; native.py fills them in
+    int64_t kind, half, sync, act, add;
+    const void *w, *b, *w2;
+    const float* x;
+    float* y;
+    int64_t n, k, heads, group, rows;
+    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head;
+    double eps;
+};
+
+struct Call { const int64_t* ids; const int64_t* positions; int64_t batch; };
+
+// How `total` things are shared out: thread `id` of `n` does [from, to), in multiples of `step`.
+struct Share { int64_t from, to; };
+inline Share share(int64_t total, int64_t step, int64_t id, int64_t n) {
+    int64_t blocks = (total + step - 1) / step;
+    return {std::min(total, blocks * id / n * step), std::min(total, blocks * (id + 1) / n * step)};
+}
+
+template <class T> void embed(const Op& op, const Call& call, int64_t id, int64_t n) {  // w tokens, w2 positions
+    for (int64_t b = id; b < call.batch; b += n) {
+        const T* token = (const T*)op.w + call.ids[b] * op.n;
+        const T* place = op.w2 ? (const T*)op.w2 + call.positions[b] * op.n : nullptr;
+        for (int64_t i = 0; i < op.n; i++) op.y[b * op.y_row + i] = number(token[i]) + (place ? number(place[i]) : 0);
+    }
+}
+
+template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t n) {  // act: LayerNorm, else RMSNorm
+    for (int64_t at = id; at < call.batch * op.heads; at += n) {
+        const float* x = op.x + at / op.heads * op.x_row + at % op.heads * op.x_head;
+        float* y = op.y + at / op.heads * op.y_row + at % op.heads * op.y_head;
+        double mean = 0, square = 0;
+        if (op.act) { float s = 0; for (int64_t i = 0; i < op.n; i++) s += x[i]; mean = s / op.n; }
+        float part = 0, shift = float(mean);
+        for (int64_t i = 0; i < op.n; i++) part += (x[i] - shift) * (x[i] - shift);
+        square = part / op.n;
+        float scale = float(1 / std::sqrt(square + op.eps));
+        const T *w = (const T*)op.w, *b = (const T*)op.b;
+        for (int64_t i = 0; i < op.n; i++)
+            y[i] = (x[i] - shift) * scale * (w ? number(w[i]) : 1) + (b ? number(b[i]) : 0);
+    }
+}
+
+// x sigmoid(2 u), which is x (1 + tanh u) / 2: GELU's tanh form
+inline void gelu(float* x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] /= 1 + std::exp(-1.5957691216f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
+}
+
+// out[i][j] = sum over k of a[i][k] b[j][k], I x J numbers: the products of a linear layer and of scores
+template <int I, int J, class T>
+inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float out[I][J]) {
+    Floats s[I][J] = {};
+    int64_t at = 0;
+    for (; at + W <= k; at += W) {
+        Floats row[J];
+        for (int j = 0; j < J; j++) row[j] = load(b + j * ldb + at);
+        for (int j = 0; j < J; j++) __builtin_prefetch((const char*)(b + j * ldb + at) + 1024);
+        for (int i = 0; i < I; i++) {
+            Floats v = load(a + i * lda + at);
+            for (int j = 0; j < J; j++) s[i][j] += v * row[j];
+        }
+    }
+    for (int i = 0; i < I; i++)
+        for (int j = 0; j < J; j++) {
+            float rest = 0;
+            for (int64_t t = at; t < k; t++) rest += a[i * lda + t] * number(b[j * ldb + t]);
+            out[i][j] = sum(s[i][j]) + rest;
+        }
+}
+
+// y[b][h][n] (+)= act(sum over k of x[b][h][k] w[h / group][n][k] + bias[h / group][n]); act not with +=
+template <int I, int J, class T>
+inline void tile(const Op& op, const float* x, const T* w, const T* bias, float* y) {
+    float out[I][J];
+    dots<I, J>(x, op.x_row, w, op.k, op.k, out);
+    for (int i = 0; i < I; i++)
+        for (int j = 0; j < J; j++) {
+            float v = out[i][j] + (bias ? number(bias[j]) : 0);
+            float* to = y + i * op.y_row + j;
+            *to = op.add ? *to + v : v;
+        }
+}
+
+template <class T> void linear(const Op& op, const Call& call, int64_t id, int64_t n) {
+    for (int64_t h = 0; h < op.heads; h++) {
+        const T* w = (const T*)op.w + h / op.group * op.w_head;
+        const T* bias = op.b ? (const T*)op.b + h / op.group * op.rows : nullptr;  // rows: of a head's biases
+        Share mine = op.heads > 1 ? Share{0, h % n == id ? op.n : 0} : share(op.n, 4, id, n);
+        for (int64_t j = mine.from; j < mine.to;) {
+            bool four = j + 4 <= mine.to;
+            for (int64_t b = 0; b < call.batch;) {
+                const float* x = op.x + b * op.x_row + h * op.x_head;
+                float* y = op.y + b * op.y_row + h * op.y_head + j;
+                const T* part = bias ? bias + j : nullptr;
+                int64_t left = call.batch - b;
+                if (!four) { tile<1, 1>(op, x, w + j * op.k, part, y); b += 1; }
+                else if (left >= 4) { tile<4, 4>(op, x, w + j * op.k, part, y); b += 4; }
+                else if (left >= 2) { tile<2, 4>(op, x, w + j * op.k, part, y); b += 2; }
+                else { tile<1, 4>(op, x, w + j * op.k, part, y); b += 1; }
+            }
+            j += four ? 4 : 1;
+        }
+        if (op.act == GELU)
+            for (int64_t b = 0; b < call.batch; b++)
+                gelu(op.y + b * op.y_row + h * op.y_head + mine.from, mine.to - mine.from);
+    }
+}
+
+// y[b][h][k] = sum over n of x[b][h][n] w[h / group][n][k]: what moves an expansion to the query's side
+template <class T> void spread(const Op& op, const Call& call, int64_t id, int64_t n) {
+    for (int64_t at = id; at < call.batch * op.heads; at += n) {
+        int64_t b = at / op.heads, h = at % op.heads;
+        const float* x = op.x + b * op.x_row + h * op.x_head;
+        float* y = op.y + b * op.y_row + h * op.y_head;
+        const T* w = (const T*)op.w + h / op.group * op.w_head;
+        std::fill(y, y + op.k, 0.0f);
+        for (int64_t i = 0; i < op.n; i++)
+            for (int64_t k = 0; k < op.k; k++) y[k] += x[i] * number(w[i * op.k + k]);
+    }
+}
+
+// heads of n numbers turned; w, w2: cosines and signed sines by position; act: interleaved pairs
+void turn(const Op& op, const Call& call, int64_t id, int64_t n) {
+    for (int64_t at = id; at < call.batch * op.heads; at += n) {
+        int64_t b = at / op.heads, half = op.n / 2;
+        const float* x = op.x + b * op.x_row + at % op.heads * op.x_head;
+        float* y = op.y + b * op.y_row + at % op.heads * op.y_head;
+        const float *cos = (const float*)op.w + call.positions[b] * op.n;
+        const float *sin = (const float*)op.w2 + call.positions[b] * op.n;
+        for (int64_t i = 0; i < half; i++) {
+            int64_t p = op.act ? 2 * i : i, q = op.act ? p + 1 : p + half;
+            float first = x[p] * cos[p] + x[q] * sin[p], second = x[q] * cos[q] + x[p] * sin[q];
+            y[p] = first, y[q] = second;
+        }
+    }
+}
+
+// x[b][h] to the row of the cache (b, h, rows, k) that its position takes, from column n on
+template <class T> void keep(const Op& op, const Call& call, int64_t id, int64_t n) {
+    for (int64_t at = id; at < call.batch * op.heads; at += n) {
+        int64_t b = at / op.heads, row = at * op.rows + call.positions[b] % op.rows;
+        const float* x = op.x + b * op.x_row + at % op.heads * op.x_head;
+        for (int64_t i = 0; i < op.n; i++) store((T*)op.w + row * op.k + op.w_head + i, x[i]);
+    }
+}
+
+// Up to I query heads over some keys: scores, a running softmax, and the sum of values, O(TILE) memory.
+template <int I, class T>
+inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, const T* value, int64_t ldv, int64_t count,
+                 int64_t width, int64_t n_value, float scale, float* top, float* total, float* y, int64_t y_head) {
+    float p[I][TILE];
+    for (int64_t s = 0; s < count;) {
+        if (s + 4 <= count) {
+            float out[I][4];
+            dots<I, 4>(q, q_head, key + s * ldk, ldk, width, out);
+            for (int i = 0; i < I; i++) for (int j = 0; j < 4; j++) p[i][s + j] = out[i][j] * scale;
+            s += 4;
+        } else {
+            float out[I][1];
+            dots<I, 1>(q, q_head, key + s * ldk, ldk, width, out);
+            for (int i = 0; i < I; i++) p[i][s] = out[i][0] * scale;
+            s += 1;
+        }
+    }
+    for (int i = 0; i < I; i++) {
+        float high = top[i];
+        for (int64_t s = 0; s < count; s++) high = std::max(high, p[i][s]);
+        float shrink = std::exp(top[i] - high), more = 0;
+        for (int64_t s = 0; s < count; s++) more += p[i][s] = std::exp(p[i][s] - high);
+        if (shrink != 1) for (int64_t v = 0; v < n_value; v++) y[i * y_head + v] *= shrink;
+        top[i] = high, total[i] = total[i] * shrink + more;
+    }
+    int64_t v = 0;
+    for (; v + 2 * W <= n_value; v += 2 * W) {
+        Floats a[I][2];
+        for (int i = 0; i < I; i++) a[i][0] = load(y + i * y_head + v), a[i][1] = load(y + i * y_head + v + W);
+        for (int64_t s = 0; s < count; s++) {
+            Floats one = load(value + s * ldv + v), two = load(value + s * ldv + v + W);
+            for (int i = 0; i < I; i++) a[i][0] += p[i][s] * one, a[i][1] += p[i][s] * two;
+        }
+        for (int i = 0; i < I; i++) *(Floats*)(y + i * y_head + v) = a[i][0], *(Floats*)(y + i * y_head + v + W) = a[i][1];
+    }
+    for (; v < n_value; v++)
+        for (int i = 0; i < I; i++)
+            for (int64_t s = 0; s < count; s++) y[i * y_head + v] += p[i][s] * number(value[s * ldv + v]);
+}
+
+// Each of `heads` KV heads is read once by its `group` query heads. w keys (b, h, rows, k), w2 values of n numbers in
+// rows of w_head; x_head from one head of a group to the next, x_kv from group to group; eps: the scale.
+template <class T> void attend(const Op& op, const Call& call, int64_t id, int64_t n) {
+    int64_t units = call.batch * op.heads, parts = units >= n ? 1 : std::min(n, op.group);
+    std::vector<float> top(op.group), total(op.group);
+    for (int64_t unit = id; unit < units * parts; unit += n) {
+        int64_t at = unit / parts, b = at / op.heads, h = at % op.heads;
+        Share mine = share(op.group, 4, unit % parts, parts);
+        int64_t used = std::min(call.positions[b] + 1, op.rows);
+        const T* keys = (const T*)op.w + at * op.rows * op.k;
+        const T* values = (const T*)op.w2 + at * op.rows * op.w_head;
+        const float* q = op.x + b * op.x_row + h * op.x_kv;
+        float* y = op.y + b * op.y_row + h * op.y_kv;
+        for (int64_t g = mine.from; g < mine.to; g++) {
+            top[g] = -INFINITY, total[g] = 0;
+            std::fill(y + g * op.y_head, y + g * op.y_head + op.n, 0.0f);
+        }
+        for (int64_t s = 0; s < used; s += TILE) {
+            int64_t count = std::min(TILE, used - s);
+            for (int64_t g = mine.from; g < mine.to;) {
+                auto with = [&]<int I>() {
+                    meet<I>(q + g * op.x_head, op.x_head, keys + s * op.k, op.k, values + s * op.w_head, op.w_head, count,
+                            op.k, op.n, float(op.eps), &top[g], &total[g], y + g * op.y_head, op.y_head);
+                    g += I;
+                };
+                int64_t left = mine.to - g;
+                if (left >= 4) with.template operator()<4>();
+                else if (left >= 2) with.template operator()<2>();
+                else with.template operator()<1>();
+            }
+        }
+        for (int64_t g = mine.from; g < mine.to; g++)
+            for (int64_t v = 0; v < op.n; v++) y[g * op.y_head + v] /= total[g];
+    }
+}
+
+void gate(const Op& op, const Call& call, int64_t id, int64_t n) {  // y = silu(y) x
+    for (int64_t b = 0; b < call.batch; b++) {
+        Share mine = share(op.n, W, id, n);
+        const float* up = op.x + b * op.x_row;
+        float* y = op.y + b * op.y_row;
+        for (int64_t i = mine.from; i < mine.to; i++) y[i] = y[i] / (1 + std::exp(-y[i])) * up[i];
+    }
+}
+
+template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t n) {
+    switch (op.kind) {
+        case EMBED: return embed<T>(op, call, id, n);
+        case NORM: return norm<T>(op, call, id, n);
+        case LINEAR: return linear<T>(op, call, id, n);
+        case SPREAD: return spread<T>(op, call, id, n);
+        case TURN: return turn(op, call, id, n);
+        case KEEP: return keep<T>(op, call, id, n);
+        case ATTEND: return attend<T>(op, call, id, n);
+        case GATE: return gate(op, call, id, n);
+    }
+}
+
+// Threads that wait between calls and, for a moment only, by turning round.
+class Team {
+  public:
+    explicit Team(int64_t n) : n(n) {
+        for (int64_t id = 1; id < n; id++) threads.emplace_back([this, id] { serve(id); });
+    }
+    ~Team() {
+        ops = nullptr;
+        turn.fetch_add(1), turn.notify_all();
+        for (auto& thread : threads) thread.join();
+    }
+    void run(const Op* given, int64_t count, const Call& asked) {
+        ops = given, n_op = count, call = asked;
+        turn.fetch_add(1, std::memory_order_release), turn.notify_all();
+        work(0);
+    }
+
+  private:
+    void serve(int64_t id) {
+        for (int64_t seen = 0;;) {
+            for (int spin = 0; spin < 20000 && turn.load(std::memory_order_acquire) == seen; spin++) pause();
+            turn.wait(seen, std::memory_order_acquire);
+            seen++;
+            if (!ops) return;
+            work(id);
+        }
+    }
+    void work(int64_t id) {
+        for (int64_t i = 0; i < n_op; i++) {
+            if (ops[i].half) one<Bfloat16>(ops[i], call, id, n);
+            else one<float>(ops[i], call, id, n);
+            if (ops[i].sync) meet();
+        }
+    }
+    void meet() {
+        if (n == 1) return;
+        int64_t round = rounds.load(std::memory_order_acquire);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
+            arrived.store(0, std::memory_order_relaxed);
+            rounds.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int spin = 0; rounds.load(std::memory_order_acquire) == round; spin++)
+            if (spin < 2000) pause(); else std::this_thread::yield();
+    }
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+    int64_t n, n_op = 0;
+    const Op* ops = nullptr;
+    Call call{};
+    std::atomic<int64_t> turn{0}, arrived{0}, rounds{0};
+    std::vector<std::thread> threads;
+};
+
+}  // namespace
+
+extern "C" {
+void* team(int64_t n) { return new Team(n); }
+void dismiss(void* team) { delete (Team*)team; }
+int64_t op_size() { return sizeof(Op); }
+void step(void* team, const Op* ops, int64_t n_op, const int64_t* ids, const int64_t* positions, int64_t batch) {
+    ((Team*)team)->run(ops, n_op, {ids, positions, batch});
+}
+}

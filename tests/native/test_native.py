@@ -1,0 +1,279 @@
+"""Decoding in C++ is the model's own forward: every attention, both dtypes, alike and ragged rows, rings, threads."""
+
+import ctypes
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rehead import native
+from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
+from rehead.config import GPTConfig, ModelOptions, RNNConfig
+from rehead.errors import NumericError, UsageError
+from rehead.generation import generate
+from rehead.model import build
+from rehead.native import build as building
+from rehead.native.build import NoKernel, library
+from rehead.native.gpt import MOST_ROWS
+from rehead.native.program import Kind, Op, Program
+
+needs_kernel = pytest.mark.skipif(isinstance(library(), NoKernel), reason=str(library()))
+pytestmark = needs_kernel
+B, V, D, PREFILL, STEPS = 3, 23, 13, 90, 12
+EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
+WIDE = GroupedConfig(n_query_head=10, n_kv_head=2, head_dim=36, v_head_dim=50, rope=RopeConfig())
+EXAMPLES |= {
+    "wide": WIDE,  # whole vectors and a rest, groups of 4 and 1
+    "interleaved": replace(WIDE, rope=RopeConfig(layout="interleaved")),
+    "modular, rope": replace(WIDE, head_map="modular"),
+    "long window": replace(WIDE, window=70),  # a ring of more than a tile
+    "mla, wide": LatentConfig(
+        n_query_head=6, n_kv_head=3, kv_lora_rank=40, qk_nope_head_dim=20, qk_rope_head_dim=18, v_head_dim=34
+    ),
+}
+LEARNED = ("multiplicative", "concatenated", "additive")
+SLOW = {name for name in EXAMPLES if "rebuilt" in name or name.endswith(LEARNED)}
+each = pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in SLOW])
+alike_or_not = pytest.mark.parametrize("lengths", [None, [90, 2, 71]], ids=["alike", "ragged"])
+
+
+def gpt(*attention, **other):
+    settings = {
+        "vocab_size": V, "block_size": 256, "n_embd": D, "attention": attention,
+        "learned_positions": attention[0].rope is None, "norm": "layernorm", "norm_eps": 1e-5,
+        "mlp": "gelu", "n_hidden": 37, "mlp_bias": True,
+    }  # fmt: skip
+    return GPTConfig(**settings | other)
+
+
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "mlp_bias": False}
+
+
+def made(config, dtype=torch.float32):
+    model = build(config).eval()
+    for weight in model.parameters():
+        weight.data.add_(torch.randn_like(weight), alpha=0.3)
+    return model.to(dtype)
+
+
+def config_of(name):
+    kind = EXAMPLES[name]
+    return gpt(kind, kind, **(LLAMA if kind.rope else {}))
+
+
+def forward(model):
+    return lambda ids, cache: model(ids[:, None], cache=cache)[:, 0]
+
+
+@torch.no_grad()
+def logits(model, decode, lengths=None, batch=B, capacity=None, n_prefill=PREFILL):
+    ids = torch.randint(V, (batch, n_prefill + STEPS), generator=torch.Generator().manual_seed(1))
+    positions = None
+    if lengths is not None:
+        place = torch.arange(n_prefill)[None]
+        positions = torch.where(place < torch.tensor(lengths)[:, None], place, EMPTY)
+    cache = model.new_cache(batch, capacity)
+    model(ids[:, :n_prefill], positions, cache)
+    steps = [decode(one, cache) for one in ids[:, n_prefill:].T]
+    return torch.stack([*steps, model(ids[:, :3], cache=cache)[:, -1]]).double()  # and the cache goes on
+
+
+def errors(model, **given):
+    """Distance from float64 on average, over the largest logit: of the native way, and of `forward`."""
+    ways = [native.decoder(model), forward(model)]
+    got = [logits(model, way, **given) for way in ways]
+    exact = model.double()
+    truth = logits(exact, forward(exact), **given)
+    return [((one - truth).abs().mean() / truth.abs().max()).item() for one in got]
+
+
+def check(name, dtype=torch.float32, **given):
+    ours, theirs = errors(made(config_of(name), dtype), **given)
+    assert ours <= (1e-6 if dtype == torch.float32 else 5e-4) + 1.2 * theirs
+
+
+@each
+@alike_or_not
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_native_is_forward(name, dtype, lengths):
+    check(name, dtype, lengths=lengths)
+
+
+@each
+def test_one_row_and_five(name):
+    check(name, batch=1, capacity=110)
+    check(name, batch=5, n_prefill=3)
+
+
+@pytest.mark.parametrize("name", ["wide", "mla, wide", "mqa", "gqa, rope, window"])
+def test_threads_change_nothing(name):
+    model, one = made(config_of(name)), None
+    for n_thread in (1, 2, 3, 2, 3):
+        decode = native.decoder(model)
+
+        def with_threads(ids, cache, decode=decode, n_thread=n_thread):
+            torch.set_num_threads(n_thread)
+            logits = decode(ids, cache)
+            torch.set_num_threads(1)
+            return logits
+
+        got = logits(model, with_threads)
+        one = got if one is None else one
+        assert torch.equal(got, one)
+
+
+WRONG = {
+    Kind.NORM: {"eps": 0.5},
+    Kind.LINEAR: {"k": -1},
+    Kind.SPREAD: {"n": -1},
+    Kind.TURN: {"act": 1},
+    Kind.KEEP: {"rows": -1},
+    Kind.ATTEND: {"eps": 2.0},
+    Kind.GATE: {"n": -1},
+    Kind.EMBED: {"n": -1},
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_broken_operation_is_caught(kind, monkeypatch):
+    name = "mla, wide" if kind == Kind.SPREAD else "wide"
+    check(name)
+    add = Program.add
+
+    def wrong(self, of, **fields):
+        if of == kind:
+            fields |= {
+                field: fields[field] + value if value == -1 else value for field, value in WRONG[kind].items()
+            }
+        add(self, of, **fields)
+
+    monkeypatch.setattr(Program, "add", wrong)
+    with pytest.raises(AssertionError):
+        check(name)
+
+
+def test_a_wrong_position_is_caught(monkeypatch):
+    run = Program.run
+    monkeypatch.setattr(Program, "run", lambda self, ids, positions: run(self, ids, positions - 1))
+    with pytest.raises(AssertionError):
+        check("wide")
+
+
+def test_weights_are_read_where_they_are():
+    model = made(config_of("wide"))
+    decode = native.decoder(model)
+    before = logits(model, decode)
+    with torch.no_grad():
+        model.layers[1].self_attn.k_proj.weight.mul_(1.5)
+    after = logits(model, decode)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, logits(model, forward(model)), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_beyond_a_gap_are_not_decoded_natively():
+    """A row that does not hold all of its past has no short rule for what it sees."""
+    model = made(config_of("gqa, rope"))
+    positions = torch.tensor([[2, 3, 4], [0, 1, 2]])
+    ways = []
+    for decode in (native.decoder(model), forward(model)):
+        cache = model.new_cache(2, 20)
+        with torch.no_grad():
+            model(torch.tensor([[1, 2, 3], [4, 5, 6]]), positions, cache)
+            ways.append(decode(torch.tensor([7, 8]), cache))
+    torch.testing.assert_close(*ways, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_decoded_natively_says_why():
+    model = made(config_of("wide"))
+    assert native.why_not(model) is None
+    assert "float64" in native.why_not(model.double())
+    model.float()
+    hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert "watches" in native.why_not(model)
+    hook.remove()
+    for name in SLOW:
+        assert native.decoder(made(config_of(name))) is None
+    rnn = build(RNNConfig(vocab_size=V, block_size=9, n_embd=D, n_layer=1, n_hidden=9, n_output=V)).float()
+    assert "rnn" in native.why_not(rnn)
+
+    class Twice(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model.layers[0].mlp.up_proj = Twice(D, 37, dtype=torch.float32)
+    assert "Twice" in native.why_not(model)
+
+
+def test_many_rows_go_another_way(monkeypatch):
+    model = made(config_of("wide"))
+    monkeypatch.setattr(Program, "run", None)
+    logits(model, native.decoder(model), batch=MOST_ROWS + 1)
+    with pytest.raises(TypeError):
+        logits(model, native.decoder(model), batch=MOST_ROWS)
+
+
+def test_generation_takes_it(monkeypatch):
+    model, ran, run = made(config_of("wide")), [], Program.run
+    ids = torch.randint(V, (2, 5))
+    monkeypatch.setattr("rehead.native.gpt.library", lambda: NoKernel("switched off"))
+    wanted = generate(model, ids, 60, 0)
+    monkeypatch.undo()
+    monkeypatch.setattr(Program, "run", lambda self, *a: ran.append(1) or run(self, *a))
+    assert torch.equal(generate(model, ids, 60, 0), wanted)
+    assert len(ran) == 59
+    model.head.weight.data[3, 2] = float("nan")
+    with pytest.raises(NumericError):
+        generate(model, ids, 4, 0)
+
+
+def test_a_full_context_is_refused_natively_too():
+    model = made(gpt(EXAMPLES["gqa"], block_size=4))
+    decode, cache = native.decoder(model), model.new_cache(1)
+    for _ in range(4):
+        decode(torch.tensor([1]), cache)
+    with pytest.raises(UsageError, match="block_size=4"):
+        decode(torch.tensor([1]), cache)
+
+
+def test_both_sides_mean_the_same_operation():
+    assert library().op_size() == ctypes.sizeof(Op)
+    kinds = building.SOURCE.read_text().split("enum Kind : int64_t {")[1].split("}")[0]
+    assert [name.strip() for name in kinds.split(",")] == [kind.name for kind in Kind]
+    declared = building.SOURCE.read_text().split("struct Op {")[1].split("};")[0]
+    names = re.findall(r"(\w+)[,;]", declared.split("\n", 1)[1])  # after the comment
+    assert names == [name for name, _ in Op._fields_]
+
+
+# Building
+
+
+@pytest.fixture
+def _anew(monkeypatch, tmp_path):
+    monkeypatch.setattr(building.Path, "home", lambda: tmp_path)
+    library.cache_clear()
+    yield
+    library.cache_clear()
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("COMPILERS", ("no-such-compiler",), "no C++ compiler"),
+        ("FLAGS", ("--no-such-flag",), "failed"),
+        ("TIMEOUT_SECONDS", 0.001, "longer than"),
+    ],
+)
+def test_without_a_kernel_pytorch_decodes(name, value, why, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(building, name, value)
+    model = made(config_of("gqa"))
+    assert why in native.why_not(model)
+    assert native.decoder(model) is None
+    assert generate(model, torch.zeros(1, 2, dtype=torch.long), 3, 0).shape == (1, 5)
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_the_demo_model_is_decoded_natively():
+    options = ModelOptions(n_layer=2, n_query_head=2, n_embd=24)
+    assert native.why_not(build(options.resolve(V, 16)).float()) is None
