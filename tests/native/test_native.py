@@ -245,6 +245,13 @@ def test_both_sides_mean_the_same_operation():
     assert names == [name for name, _ in Op._fields_]
 
 
+def test_the_rest_of_the_process_still_has_small_numbers():
+    """A library linked with -ffast-math would flush them to zero in all of it."""
+    library()
+    assert (torch.tensor([2.0**-1070]) * 0.5).item() > 0
+    assert 2.0**-1070 * 0.5 > 0
+
+
 # Building
 
 

@@ -13,16 +13,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-ffast-math",
-    "-fno-finite-math-only",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-)
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-pthread")
+LINK = ("-shared", "-pthread")
+"""Apart from compiling: linking with -ffast-math would make the whole process flush small numbers to zero."""
 TIMEOUT_SECONDS = 300
 
 
@@ -50,7 +43,7 @@ def _built() -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise NoKernel(f"no C++ compiler ({', '.join(COMPILERS)}) on this machine")
-    made_of = [SOURCE.read_bytes(), " ".join((compiler, *FLAGS)).encode(), _processor().encode()]
+    made_of = [SOURCE.read_bytes(), " ".join((compiler, *FLAGS, *LINK)).encode(), _processor().encode()]
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     folder = Path.home() / ".cache" / "rehead"
     place = folder / f"decode-{digest}.so"
@@ -59,16 +52,19 @@ def _built() -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     print("rehead: building the decoding kernel for this machine, once ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "decode.so"
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise NoKernel(f"{compiler} took longer than {TIMEOUT_SECONDS} s") from None
-        if done.returncode:
-            raise NoKernel(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
+        parts, made = str(Path(scratch) / "decode.o"), Path(scratch) / "decode.so"
+        for command in (
+            [compiler, *FLAGS, "-c", str(SOURCE), "-o", parts],
+            [compiler, *LINK, parts, "-o", str(made)],
+        ):
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise NoKernel(f"{compiler} took longer than {TIMEOUT_SECONDS} s") from None
+            if done.returncode:
+                raise NoKernel(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
         os.replace(made, place)  # whole or not at all, whoever else builds it
     return place
 
