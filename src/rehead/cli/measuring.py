@@ -76,6 +76,7 @@ def bench(
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, Parameter(help="left out, as the model was saved")
     ] = None,
+    explain: Annotated[bool, Parameter(negative="", help="say which way is taken, and why")] = False,
     device: str = "auto",
     json: Json = False,
 ) -> None:
@@ -92,6 +93,7 @@ def bench(
     from rehead.checkpoint import load
     from rehead.measure.bench import bench as measure
     from rehead.measure.environment import environment
+    from rehead.measure.explain import explain as explained
     from rehead.report.bench import present
     from rehead.training.start import choose_device
 
@@ -108,7 +110,9 @@ def bench(
         "cases": [asdict(case) for case in cases],
         "environment": environment(),
     }
+    reasons = explained(read) if explain else []
     if json:
-        say(document, "", json)
+        say(document | {"explain": reasons} if explain else document, "", json)
     else:
+        print(*reasons, sep="\n", end="\n" * bool(reasons))
         present(f"{model} on {facts['device']} in {facts['dtype']}", cases)
