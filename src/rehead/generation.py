@@ -156,13 +156,13 @@ class Contexts:
         return -(-(length - self.limit) // stride) * stride
 
     def _whole(self, starts: list[int], use_cache: bool) -> Tensor:
-        """One pass over what each row sees, equal rows once, shorter ones padded on the right."""
+        """One pass over what each row sees, shorter rows padded on the right; with a cache, equal rows once."""
         spans = zip(self.ids, starts, self.lengths, strict=True)
         texts = [ids[start:length] for ids, start, length in spans]
-        first = {tuple(text.tolist()): None for text in texts}
-        distinct = {text: index for index, text in enumerate(first)}
-        which = torch.tensor([distinct[tuple(text.tolist())] for text in texts], device=self.ids.device)
-        rows = [torch.tensor(text, device=self.ids.device) for text in distinct]
+        numbers: dict[object, int] = {}  # of the texts that differ
+        keys = [tuple(text.tolist()) if use_cache else row for row, text in enumerate(texts)]
+        which = [numbers.setdefault(key, len(numbers)) for key in keys]
+        rows = [texts[which.index(number)] for number in range(len(numbers))]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         sizes = torch.tensor([len(row) for row in rows], device=ids.device)
         positions = None
@@ -173,9 +173,10 @@ class Contexts:
         hidden = self.model.hidden(ids, positions, cache)
         logits = self.model.head(hidden[torch.arange(len(rows), device=ids.device), sizes - 1])
         if len(rows) < len(texts):
+            sources = torch.tensor(which, device=ids.device)
+            logits = logits[sources]
             for remembered in cache or ():
-                remembered.take(which)
-            logits = logits[which]
+                remembered.take(sources)
         self.cache = cache or []
         return logits
 
