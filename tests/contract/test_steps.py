@@ -153,6 +153,7 @@ PATTERN = tuple(EXAMPLES[name] for name in ("gqa, rope", "mla", "gqa, rope, wind
 MODELS = {
     "gpt-2": gpt(EXAMPLES["gqa, modular, bias"], learned_positions=True, norm="layernorm"),
     "llama": gpt(LLAMA, LLAMA, mlp="swiglu", mlp_bias=False),
+    "scaled": gpt(LLAMA, LLAMA, embed_scale=3.0, residual_scale=0.7, logit_scale=0.4),
     "pattern": gpt(*PATTERN, mlp="swiglu"),
     "rebuilt": gpt(EXAMPLES["mla, rebuilt keys"], EXAMPLES["mla, rebuilt keys, window"]),
 }

@@ -71,7 +71,8 @@ class GPT(LanguageModel):
                 )
             for layer, remembered in zip(layers, cache, strict=True):
                 x = layer(x, remembered, moment)
-            return head(self.norm(x))
+            x = self.norm(x)
+            return head(x if self.config.logit_scale == 1 else x * self.config.logit_scale)
 
         return decode
 

@@ -35,9 +35,8 @@ def layer_step(block: Block) -> Step:
     first, second = block.input_layernorm, block.post_attention_layernorm
 
     def step(x: Tensor, cache: LayerCache, moment: Moment) -> Tensor:
-        x += attend(first(x), cache, moment)
-        x += mlp(second(x))
-        return x
+        x.add_(attend(first(x), cache, moment), alpha=block.scale)
+        return x.add_(mlp(second(x)), alpha=block.scale)
 
     return step
 

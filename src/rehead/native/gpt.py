@@ -30,6 +30,8 @@ def why_not(model: LanguageModel) -> str | None:
         return f"weights of {', '.join(sorted(map(str, dtypes)))}"
     if not isinstance(model, GPT):
         return f"a model of type {model.config.model_type}"
+    if model.config.scaled:
+        return "its residual stream is scaled"
     if is_watched(model) or torch.is_autocast_enabled("cpu"):
         return "somebody watches its parts, or autocast is on"
     plain = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList)
