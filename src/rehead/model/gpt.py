@@ -44,16 +44,10 @@ class GPT(LanguageModel):
         if cache is not None:
             start = cache[0].length
             positions = cache[0].next(ids.shape[1]) if positions is None else positions
-        x = self.embed_tokens(ids)
-        if self.config.embed_scale != 1:
-            x = x * self.config.embed_scale
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(self._places(ids, positions, start))
-        x = self.embd_dropout(x)
+        x = self.embd_dropout(self._embed(ids, positions, start))
         for index, layer in enumerate(self.layers):
             x = layer(x, positions, None if cache is None else cache[index])
-        x = self.norm(x)
-        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+        return self._normed(x)
 
     def decoder(self) -> Decode:
         """See `LanguageModel.decoder`."""
@@ -64,15 +58,10 @@ class GPT(LanguageModel):
 
         def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
             moment = Moment(cache[0])
-            x = self.embed_tokens(ids)
-            if self.embed_positions is not None:
-                x = x + self.embed_positions(
-                    self._places(ids[:, None], moment.positions, moment.start)[..., 0]
-                )
+            x = self._embed(ids[:, None], moment.positions, moment.start)[:, 0]
             for layer, remembered in zip(layers, cache, strict=True):
                 x = layer(x, remembered, moment)
-            x = self.norm(x)
-            return head(x if self.config.logit_scale == 1 else x * self.config.logit_scale)
+            return head(self._normed(x))
 
         return decode
 
@@ -85,6 +74,18 @@ class GPT(LanguageModel):
         """One tensor for the embedding and the head, if the config says so."""
         if self.config.tie_embeddings:
             self.head.weight = self.embed_tokens.weight
+
+    def _embed(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
+        x = self.embed_tokens(ids)
+        if self.config.embed_scale != 1:
+            x = x * self.config.embed_scale
+        if self.embed_positions is None:
+            return x
+        return x + self.embed_positions(self._places(ids, positions, start))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def _places(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
         """Rows of the position table; padding takes row 0, which nothing sees."""
