@@ -152,6 +152,17 @@ def test_a_change_is_told_from_rounding():
     assert not compare(first, second).unchanged
 
 
+def test_many_heads_are_summed_up(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["inspect", run, "--text", "Hope is", "--json"]) == 0
+    entropy = json.loads(capsys.readouterr().out)["layers"][1]["entropy"]
+    assert main(["inspect", run, "--text", "Hope is"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" 1 ")]
+    low, high = min(entropy), max(entropy)
+    assert rows[0][1:4] == [f"{low:.2f}", "(head", f"{entropy.index(low)})"]
+    assert rows[0][5:8] == [f"{high:.2f}", "(head", f"{entropy.index(high)})"]
+
+
 def test_shades_follow_the_bands():
     weights = torch.tensor([[1.0, 0, 0, 0, 0], [0.005, 0.05, 0.2, 0.5, 0.9]]).repeat(3, 1)[:5]
     lines = shades.picture(list("abcde"), weights, columns=30)

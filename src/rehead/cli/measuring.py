@@ -40,13 +40,7 @@ def inspect(
     texts = [text] if compare is None else [text, compare]
     seen = [inspection.inspect(read, tokenizer, one, max_tokens) for one in texts]
     change = None if compare is None else inspection.compare(*seen)
-    document = seen[0].document(layer, head)
-    if change is not None:
-        document["compared"] = seen[1].document(layer, head) | {
-            "shared_tokens": change.n_token,
-            "largest_change_per_layer": change.layers,
-            "unchanged": change.unchanged,
-        }
+    document = inspection.document(seen, change, layer, head)
     if html is not None:
         write_whole(html, [make_page(f"Attention of {model.name}", seen, change, layer, head).encode()])
         document["html"] = str(html)
@@ -92,6 +86,7 @@ def bench(
 
     from rehead.checkpoint import load
     from rehead.measure.bench import bench as measure
+    from rehead.measure.bench import usual_sizes
     from rehead.measure.environment import environment
     from rehead.measure.explain import explain as explained
     from rehead.report.bench import present
@@ -100,9 +95,8 @@ def bench(
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     read = load(model, device=choose_device(device))
     read = read if dtype is None else read.to(types[dtype])
-    size = read.config.block_size
-    lengths = prompt_lengths or (max(size // 8, 1), max(size // 2, 1))
-    n_new = min(32, max(size // 2, 2)) if new_tokens is None else new_tokens
+    usual_lengths, usual_new = usual_sizes(read.config)
+    lengths, n_new = prompt_lengths or usual_lengths, usual_new if new_tokens is None else new_tokens
     cases = [measure(read, length, many, n_new, rounds) for many in batch for length in lengths]
     facts = {"model": str(model), "device": str(read.device), "dtype": str(read.head.weight.dtype)[6:]}
     document = facts | {

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from rehead.config import ModelConfig
 from rehead.errors import ResourceError, UsageError
 from rehead.generation import stream
 from rehead.measure.memory import held_cache_bytes, physical_memory
@@ -92,6 +93,12 @@ class _Samples:
             tokens_per_second=batch_size * new_tokens / seconds,
             forwarded=max(self.forwarded),
         )
+
+
+def usual_sizes(config: ModelConfig) -> tuple[tuple[int, int], int]:
+    """Prompts of an eighth and half of a model's length; 32 new tokens, or as many as still have room."""
+    size = config.block_size
+    return (max(size // 8, 1), max(size // 2, 1)), min(32, max(size // 2, 2))
 
 
 def bench(

@@ -1,6 +1,7 @@
 """What a model's attention does with a text, and whether more text changes what came before (seeds C1, C2)."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class Inspection:
             raise UsageError(f"head={head}: layer {layer} has heads 0 to {len(self.maps[layer]) - 1}.")
         return self.maps[layer][head]
 
-    def document(self, layer: int, head: int) -> dict[str, Any]:
+    def figures(self, layer: int, head: int) -> dict[str, Any]:
         """All figures, and the weights of one head."""
         per_layer = zip(self.variants, self.windows, self.spreads, strict=True)
         return {
@@ -111,3 +112,18 @@ def compare(first: Inspection, second: Inspection) -> PrefixChange:
             "texts that share their first tokens."
         )
     return PrefixChange(n_token=n_token, layers=prefix_change(first.maps, second.maps, n_token))
+
+
+def document(
+    inspections: Sequence[Inspection], change: PrefixChange | None, layer: int, head: int
+) -> dict[str, Any]:
+    """The figures of a text, and under `compared` those of another and what became of their shared tokens."""
+    first, *others = (one.figures(layer, head) for one in inspections)
+    if change is None:
+        return first
+    outcome = {
+        "shared_tokens": change.n_token,
+        "largest_change_per_layer": change.layers,
+        "unchanged": change.unchanged,
+    }
+    return first | {"compared": others[0] | outcome}

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from statistics import median
 from textwrap import fill
 
 from rehead.measure.inspection import Inspection, PrefixChange
@@ -24,21 +25,30 @@ def present(inspections: Sequence[Inspection], change: PrefixChange | None, laye
         print(f"layer {layer}, head {head} ({one.variants[layer]}{_window(one.windows[layer])})\n")
         print("\n".join(picture(labels(one.tokens), weights, columns)) + "\n")
     spreads = inspections[0].spreads
-    heads = [str(index) for index in range(max(len(figures.entropy) for figures in spreads))]
-    for title, name, place in (("entropy (nats)", "entropy", 0), ("distance (tokens)", "distance", 1)):
-        rows = [
-            [
-                str(index),
-                *(f"{figure:.2f}" for figure in getattr(figures, name)),
-                f"{figures.even[place]:.2f}",
-            ]
-            for index, figures in enumerate(spreads)
-        ]
-        show(f"{title} of each head, mean over the tokens", ("layer", *heads, "even"), rows)
+    for unit, name, place in (("nats", "entropy", 0), ("tokens", "distance", 1)):
+        figures = [getattr(one, name) for one in spreads]
+        head_names, rows = _rows(figures, columns)
+        even = [f"{one.even[place]:.2f}" for one in spreads]
+        rows = [[str(index), *row, even[index]] for index, row in enumerate(rows)]
+        show(f"{name} ({unit}) of each head, mean over the tokens", ("layer", *head_names, "even"), rows)
     print("even: what a head has that weighs all it may see alike")
     if change is not None:
         print(f"\n{said(change)}")
         print(fill(PREFIX, min(columns, 110)))
+
+
+def _rows(figures: Sequence[Sequence[float]], columns: int) -> tuple[list[str], list[list[str]]]:
+    """A column for each head where they fit; else the least, the median and the most of each layer."""
+    most = max(map(len, figures))
+    if 7 * (most + 2) <= columns:
+        rows = [[f"{figure:.2f}" for figure in row] + [""] * (most - len(row)) for row in figures]
+        return [str(head) for head in range(most)], rows
+    rows = []
+    for row in figures:
+        order = sorted(range(len(row)), key=row.__getitem__)
+        low, high = (f"{row[head]:.2f} (head {head})" for head in (order[0], order[-1]))
+        rows.append([low, f"{median(row):.2f}", high])
+    return ["least", "median", "most"], rows
 
 
 def said(change: PrefixChange) -> str:
