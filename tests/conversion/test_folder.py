@@ -384,12 +384,10 @@ def test_a_full_disk_leaves_nothing(owner, name, number, model, capfd, monkeypat
 
 
 def test_no_space_for_the_weights(model, capfd, monkeypatch):
-    from safetensors import SafetensorError
-
     def full(*args, **kwargs):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("rehead.checkpoint.native.save_file", full)
+    monkeypatch.setattr("rehead.checkpoint.writing.bytes_of", full)
     refused(capfd, [model, "new", "--to", "mha"], 5, "cannot write new", "No space left", "Free some space")
 
 

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rehead.checkpoint import stock
+from rehead.checkpoint.deferred import changed, made
 from rehead.checkpoint.find import read_at
 from rehead.checkpoint.publish import MANIFEST, publish, verify
 from rehead.checkpoint.shards import SINGLE, Shards, strict_json
+from rehead.checkpoint.writing import write_weights
 from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput
-from rehead.model import LanguageModel, build
+from rehead.model import LanguageModel, skeleton
 
 FORMAT = "rehead-1"
 LARGEST_CONFIG = 4 * 2**20
@@ -50,8 +51,7 @@ def write(
     `special` are ids that generation_config.json keeps for whoever reads the folder next.
     """
     tied = {name for name, _ in model.named_parameters()}  # a shared tensor has one name here
-    weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k in tied}
-    save_file(weights, folder / SINGLE, metadata={"format": "pt"})
+    write_weights(folder, {name: weight for name, weight in model.state_dict().items() if name in tied})
     config = {"format": FORMAT, **encode(model.config), "dtype": str(model.head.weight.dtype)[6:]}
     limit = model.config.context_limit
     generation = (
@@ -64,12 +64,14 @@ def write(
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageModel:
+def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True) -> LanguageModel:
     """The model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.families`; a path
     that is nowhere and reads org/name@commit is fetched from the Hub.
-    Weights keep the dtype they were saved in, the widest of them where there are several. Raises
+    Weights keep the dtype they were saved in, the widest of them where there are several. With
+    `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
+    time: slower, for models larger than the memory. Raises
     InvalidInput for a folder that is no model and for weights that do not fit the config, IntegrityError
     for a damaged file.
     """
@@ -79,16 +81,15 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageMod
             verify(folder)
         table = _table(folder)
         config = _config(table, str(folder / "config.json"))
-        with torch.device("meta"):
-            model = build(config)
+        model = skeleton(config)
         if table.get("format") == FORMAT:
             shards = Shards(folder)
-            weights = {name: shards.read(name) for name in shards.entries}
+            weights: dict[str, Tensor] = {name: shards.deferred(name) for name in shards.entries}
         else:
             assert isinstance(config, GPTConfig)
             weights = stock.read_weights(folder, table, config)
-        _assign(model, weights, folder)
-        _warn_of_damage(weights, folder)
+        _assign(model, weights, folder, in_memory)
+        _warn_of_damage(model, folder)
         return model
 
     return read_at(Path(path), read).to(device).eval()
@@ -122,7 +123,7 @@ def _config(table: dict[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path) -> None:
+def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path, in_memory: bool) -> None:
     """Put `weights` in place of the model's own, name by name and shape by shape."""
     expected = dict(model.named_parameters())
     for problem, names in (
@@ -143,13 +144,15 @@ def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path) -> N
     widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(weight.to(widest)))
+        wide = weight if weight.dtype == widest else changed(lambda narrow: narrow.to(widest), weight)
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(made(wide) if in_memory else wide))
     model.tie()
 
 
-def _warn_of_damage(weights: dict[str, Tensor], folder: Path) -> None:
+def _warn_of_damage(model: LanguageModel, folder: Path) -> None:
     """Say which weights hold NaN or infinity; what uses them will refuse to go on."""
-    damaged = [name for name, weight in weights.items() if not torch.stack(weight.aminmax()).isfinite().all()]
+    ranges = ((name, torch.stack(made(weight).aminmax())) for name, weight in model.named_parameters())
+    damaged = [name for name, range_ in ranges if not range_.isfinite().all()]
     if damaged:
         listed = ", ".join(sorted(damaged)[:10])
         warnings.warn(f"{folder}: {len(damaged)} weights hold NaN or infinity: {listed:.300}", stacklevel=2)

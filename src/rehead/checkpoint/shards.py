@@ -5,18 +5,20 @@ A header that the format allows and no writer makes (holes, duplicates, absurd s
 
 import json
 import math
+import mmap
 import os
 import re
 import stat
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rehead.checkpoint.deferred import Deferred
 from rehead.errors import IntegrityError, InvalidInput
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,6 +31,7 @@ LARGEST_HEADER = 16 * 2**20
 MOST_TENSORS = 100_000
 PICKLES = (".bin", ".pt", ".pth")
 LARGEST_INDEX = 16 * 2**20
+MUCH = 2**20
 BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull`, or download the file itself",
     b"<!doctype html": "a web page: download the file itself",
@@ -46,6 +49,13 @@ class Entry:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes from there on."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Shards:
@@ -54,24 +64,44 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
+        self._handles: dict[Path, int] = {}
         try:
             self._open()
+            for file in {entry.file for entry in self.entries.values()}:  # now: a run may drop its checkpoint
+                self._handles[file] = os.open(file, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._handles[file])
         except OSError as error:  # such as a checkpoint that its run has just dropped
             raise InvalidInput(f"{folder}: {error.strerror}: expected the model's weights there.") from error
 
+    def deferred(self, name: str) -> Deferred:
+        """One tensor that stays in its file until it is used."""
+        entry = self._readable(name)
+        return Deferred(lambda: self.read(name), entry.shape, entry.dtype)
+
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
-        file, dtype = self.entries[name].file, self.entries[name].dtype
-        if not dtype.is_floating_point:
-            kind = next(key for key, value in OTHERS.items() if value == dtype)
-            raise InvalidInput(
-                f"{file}: {name} holds {kind!r}: rehead reads {', '.join(DTYPES)}, nothing quantised."
-            )
+        entry = self._readable(name)
+        tensor = _room(entry.n_bytes).view(entry.dtype).view(entry.shape)
+        rest = bytes_of(tensor)
+        offset = entry.offset
         try:
-            with safe_open(file, framework="pt") as opened:
-                return opened.get_tensor(name).clone()  # the file may change later
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise IntegrityError(f"{file} has changed or cannot be read: {error}.") from error
+            while rest:  # one call reads 2 GiB at most
+                count = os.preadv(self._handles[entry.file], [rest], offset)
+                if not count:
+                    raise IntegrityError(f"{entry.file} was cut short while it was read.")
+                rest, offset = rest[count:], offset + count
+        except OSError as error:
+            raise IntegrityError(f"{entry.file} cannot be read: {error.strerror}.") from error
+        return tensor
+
+    def _readable(self, name: str) -> Entry:
+        entry = self.entries[name]
+        if not entry.dtype.is_floating_point:
+            kind = next(key for key, value in OTHERS.items() if value == entry.dtype)
+            raise InvalidInput(
+                f"{entry.file}: {name} holds {kind!r}: rehead reads {', '.join(DTYPES)}, nothing quantised."
+            )
+        return entry
 
     def _open(self) -> None:
         index, single = self.folder / INDEX, self.folder / SINGLE
@@ -119,6 +149,19 @@ class Shards:
             )
 
 
+def _room(n_bytes: int) -> Tensor:
+    """Memory that goes back to the system when it is dropped, where it is much; malloc would keep it."""
+    if n_bytes < MUCH:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, n_bytes), dtype=torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    array: Any = tensor.flatten().view(torch.uint8).numpy()
+    return memoryview(array)
+
+
 def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
     """Names, types and shapes of a file's tensors. Raises before any of them is read."""
     require_regular(path)
@@ -143,10 +186,9 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise InvalidInput(f"{path}: __metadata__ holds something other than text.")
-    found = {name: _entry(path, name, value) for name, value in header.items()}
-    _require_gapless(path, found, size - 8 - length)
-    for name, (entry, _) in found.items():
-        yield name, entry
+    found = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
+    _require_gapless(path, found, 8 + length, size)
+    yield from found.items()
 
 
 def strict_json(path: Path, largest: int) -> Any:
@@ -187,7 +229,7 @@ def _refuse_others(path: Path, begin: bytes) -> None:
             raise InvalidInput(f"{path} is {what}.")
 
 
-def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
+def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
     where = f"{path}: {name!r:.100}"
     if not NAME.fullmatch(name):
         raise InvalidInput(f"{where}: expected a name of letters, digits, dots, - and _.")
@@ -203,24 +245,28 @@ def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
             raise InvalidInput(
                 f"{where}: shape {shape!r:.80} and offsets {offsets!r:.80}: expected whole numbers."
             )
+    if len(offsets) != 2:
+        raise InvalidInput(f"{where}: data_offsets {offsets!r:.80}: expected a beginning and an end.")
     dtype = (DTYPES | OTHERS)[value["dtype"]]
-    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+    entry = Entry(file=path, dtype=dtype, shape=tuple(shape), offset=begin + offsets[0])
+    if offsets[1] - offsets[0] != entry.n_bytes:
         raise InvalidInput(f"{where}: shape {shape!r:.80} does not fill the bytes {offsets!r:.80}.")
-    return Entry(file=path, dtype=dtype, shape=tuple(shape)), (offsets[0], offsets[1])
+    return entry
 
 
-def _require_gapless(path: Path, found: dict[str, tuple[Entry, tuple[int, int]]], size: int) -> None:
+def _require_gapless(path: Path, found: dict[str, Entry], begin: int, size: int) -> None:
     """Tensors one after another, from the header to the end of the file."""
-    end = 0
-    for name, (_, (start, stop)) in sorted(found.items(), key=lambda item: item[1][1]):
-        if start != end:
+    end = begin
+    for name, entry in sorted(found.items(), key=lambda item: (item[1].offset, item[1].n_bytes)):
+        if entry.offset != end:
             raise InvalidInput(
-                f"{path}: {name} begins at byte {start:,}, expected {end:,}: a hole or an overlap."
+                f"{path}: {name} begins at byte {entry.offset - begin:,}, expected {end - begin:,}: a hole or an "
+                "overlap."
             )
-        end = stop
+        end += entry.n_bytes
     if end != size:
         raise IntegrityError(
-            f"{path} has {size:,} bytes of weights, its header describes {end:,}: download it again."
+            f"{path} has {size - begin:,} bytes of weights, its header describes {end - begin:,}: download it again."
         )
 
 

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rehead.checkpoint.family import Family, Fields, Table, families, require_plain
+from rehead.checkpoint.deferred import changed
+from rehead.checkpoint.family import Family, Fields, Table, Weight, families, require_plain
 from rehead.checkpoint.publish import publish
-from rehead.checkpoint.shards import SINGLE, Shards, strict_json
+from rehead.checkpoint.shards import Shards, strict_json
+from rehead.checkpoint.writing import write_weights
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError, InvalidInput
 from rehead.model import LanguageModel
@@ -46,7 +48,10 @@ def read_config(table: Table, where: str) -> GPTConfig:
 
 
 def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Tensor]:
-    """All weights under our names. Every tensor of the folder has its place, or InvalidInput says which not."""
+    """All weights under our names, deferred.
+
+    Every tensor of the folder has its place, or InvalidInput says which not.
+    """
     family = family_of(table, str(folder))
     shards = Shards(folder)
     require_plain(shards.entries, str(folder))
@@ -64,42 +69,64 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
             )
     found: dict[str, Tensor] = {}
     for theirs, weight in wanted.items():
-        tensor = shards.read(there[theirs])
-        tensor = tensor.mT if weight.transposed and tensor.dim() == 2 else tensor
-        if len(tensor) % len(weight.ours):
+        tensor = shards.deferred(there[theirs])
+        side = -1 if weight.transposed else 0
+        if not tensor.shape or tensor.shape[side] % len(weight.ours):
             raise InvalidInput(
-                f"{folder}: {theirs} has {len(tensor)} rows, expected {len(weight.ours)} equal parts."
+                f"{folder}: {theirs} has shape {list(tensor.shape)}, expected {len(weight.ours)} equal parts."
             )
-        found |= dict(zip(weight.ours, tensor.chunk(len(weight.ours)), strict=True))
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+        for index, name in enumerate(weight.ours):
+            found[name] = changed(partial(_part, weight=weight, index=index), tensor)
+    return found
+
+
+def _part(theirs: Tensor, weight: Weight, index: int) -> Tensor:
+    """One of our weights, of those that one of theirs holds."""
+    upright = theirs.mT if weight.transposed and theirs.dim() == 2 else theirs
+    return upright.chunk(len(weight.ours))[index].contiguous()
+
+
+def _whole(*ours: Tensor, transposed: bool) -> Tensor:
+    """Theirs, from all of our weights that it holds."""
+    upright = torch.cat(ours) if len(ours) > 1 else ours[0]
+    return (upright.mT if transposed and upright.dim() == 2 else upright).contiguous()
 
 
 def export(
     model: LanguageModel, path: Path, family: Family, files: dict[str, str], special: Table | None = None
 ) -> None:
-    """Write a folder that `transformers` loads as `family`, with further `files` such as tokenizer.json.
+    """Write a folder that `transformers` loads as `family`. It appears whole or not at all."""
+    with publish(path) as folder:
+        write(model, folder, family, files, special)
+
+
+def write(
+    model: LanguageModel, folder: Path, family: Family, files: dict[str, str], special: Table | None = None
+) -> None:
+    """The files of such a folder, into one being published, with further `files` such as tokenizer.json.
 
     `special` are the ids of `special_ids`; without one, config.json says that there is none, where the
-    class would take its own. The folder appears whole or not at all. Raises ConfigError for what the class cannot say.
+    class would take its own. Raises ConfigError for what the class cannot say.
     """
     assert isinstance(model.config, GPTConfig)
     dtype = str(model.head.weight.dtype).removeprefix("torch.")
     ids = dict.fromkeys(SPECIAL) | (special or {})
     table = family.write(model.config) | {"dtype": dtype} | ids
-    with publish(path) as folder:
-        state = model.state_dict()
-        tensors = {}
-        for weight in family.weights(model.config):
-            tensor = torch.cat([state[name].detach().cpu() for name in weight.ours])
-            tensors[weight.theirs] = (tensor.mT if weight.transposed else tensor).contiguous()
-        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-        generation = {"max_length": model.config.block_size, "do_sample": True, "temperature": 1.0, **ids}
-        texts = {"config.json": _json(table), "generation_config.json": _json(generation), **files}
-        if "tokenizer.json" in files:
-            own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
-            texts["tokenizer_config.json"] = _json(own)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    state = model.state_dict()
+    weights = {
+        weight.theirs: changed(
+            partial(_whole, transposed=weight.transposed), *(state[name] for name in weight.ours)
+        )
+        for weight in family.weights(model.config)
+    }
+    write_weights(folder, weights)
+    generation = {"max_length": model.config.block_size, "do_sample": True, "temperature": 1.0, **ids}
+    texts = {"config.json": _json(table), "generation_config.json": _json(generation), **files}
+    if "tokenizer.json" in files:
+        own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
+        texts["tokenizer_config.json"] = _json(own)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def special_ids(folder: Path) -> Table:

@@ -5,36 +5,43 @@ value head and of the output columns that read it. With rope a turn must commute
 every pair of numbers, so it is one angle per pair.
 
 Each function takes the M heads of one group, M x E x C with the bias as the last column, and the second
-moment of [x; 1]. It gives the turned heads, their turns (M E E) and the head that stands for them.
+moment of [x; 1], the identity where it is None. It gives the turned heads, their turns (M E E) and the head
+that stands for them.
 """
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+Moment = Float64[Tensor, "C C"] | None
 Aligned = tuple[Float64[Tensor, "M E C"], Float64[Tensor, "M E E"], Float64[Tensor, "E C"]]
 ROUNDS = 30
 """Of aligning to the mean and taking the mean again; it stops improving long before."""
 
 
-def energy(rows: Float64[Tensor, "*M E C"], moment: Float64[Tensor, "C C"]) -> Float64[Tensor, "*M E"]:
+def energy(rows: Float64[Tensor, "*M E C"], moment: Moment) -> Float64[Tensor, "*M E"]:
     """E[(w.x)^2] of every row w."""
-    return torch.einsum("...c,cd,...d->...", rows, moment, rows)
+    return (_seen(rows, moment) * rows).sum(dim=-1)
 
 
-def procrustes(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, "C C"]) -> Aligned:
+def _seen(rows: Tensor, moment: Moment) -> Tensor:
+    """Rows times the moment: what their products with other rows are taken of."""
+    return rows if moment is None else rows @ moment
+
+
+def procrustes(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligned:
     """Any orthogonal turn: the nearest to the mean, by SVD."""
     turned, turns = heads, torch.eye(heads.shape[1], dtype=heads.dtype).repeat(len(heads), 1, 1)
-    mean = heads[0]
+    mean, seen = heads[0], _seen(heads, moment).mT
     for _ in range(ROUNDS):
-        left, _, right = torch.linalg.svd(mean @ moment @ heads.mT)
+        left, _, right = torch.linalg.svd(mean @ seen)
         turns = left @ right
         turned = turns @ heads
         mean = turned.mean(dim=0)
     return turned, turns, _restored(turned, mean, moment, per_row=False)
 
 
-def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, "C C"]) -> Aligned:
+def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligned:
     """An angle per pair (i, i + E/2)."""
     width = heads.shape[1]
     pairs = torch.complex(heads[:, : width // 2], heads[:, width // 2 :])
@@ -47,7 +54,7 @@ def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, "
     return rows, turns, _restored(rows, rows.mean(dim=0), moment, per_row=True)
 
 
-def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, "C C"]) -> Aligned:
+def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligned:
     """An angle per pair (2i, 2i + 1)."""
     width = heads.shape[1]
     order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
@@ -56,11 +63,12 @@ def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Float64[Tensor, 
     return rows[:, back], turns[:, back][:, :, back], one[back]
 
 
-def _planar(pairs: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
+def _planar(pairs: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
     """Complex rows (M F C) turned by a phase each, and the phases (M F)."""
     mean, turned, phases = pairs[0], pairs, torch.ones_like(pairs[..., 0])
+    seen = torch.complex(_seen(pairs.real, moment), -_seen(pairs.imag, moment))
     for _ in range(ROUNDS):
-        along = torch.einsum("fc,cd,mfd->mf", mean, moment.to(pairs.dtype), pairs.conj())
+        along = (mean * seen).sum(dim=-1)
         size = along.abs()
         phases = torch.where(size > 0, along / size.clamp(min=1e-300), torch.ones_like(along))
         turned = phases[..., None] * pairs
@@ -68,7 +76,7 @@ def _planar(pairs: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
     return turned, phases
 
 
-def _restored(heads: Tensor, mean: Tensor, moment: Tensor, *, per_row: bool) -> Tensor:
+def _restored(heads: Tensor, mean: Tensor, moment: Moment, *, per_row: bool) -> Tensor:
     """`mean` with the energy the heads have on average: of each rotated pair, or of the head."""
     have, want = energy(mean, moment), energy(heads, moment).mean(dim=0)
     if per_row:

@@ -140,8 +140,10 @@ class Outcome:
     converted: Sequence[Converted]
 
     def after(self, method: str, done: Converted) -> "Outcome":
-        """With one more step taken."""
-        return replace(self, methods=[*self.methods, method], converted=[*self.converted, done])
+        """With one more step taken; its weights are not kept."""
+        return replace(
+            self, methods=[*self.methods, method], converted=[*self.converted, replace(done, weights={})]
+        )
 
     @property
     def lost(self) -> float:
@@ -227,7 +229,7 @@ def _output_errors(
     source.eval(), result.eval()
     try:
         for ids, _ in blocks:
-            source(ids.to(source.device))
+            source.hidden(ids.to(source.device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,8 +1,10 @@
 """A whole model into another, in memory, with its certificate."""
 
 import copy
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,18 @@ import torch
 from torch import Tensor
 
 from rehead.attention import Attention, AttentionConfig
+from rehead.checkpoint.deferred import changed, made
+from rehead.checkpoint.shards import Shards
+from rehead.checkpoint.writing import write_weights
 from rehead.config import GPTConfig, ModelConfig
-from rehead.conversion.base import Evidence, Weights, require_method
+from rehead.conversion.base import Converted, Evidence, Step, Weights, require_method
 from rehead.conversion.certificate import Certificate, Outcome, Text, certify, require_different
 from rehead.conversion.moments import attentions, gather
 from rehead.conversion.path import path
 from rehead.conversion.target import Wish
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.errors import ConfigError, NumericError
-from rehead.model import LanguageModel, build
+from rehead.model import LanguageModel, skeleton
 from rehead.registry import nearest
 
 CALIBRATION_TOKENS = 32_768
@@ -28,6 +33,8 @@ LONGEST_BLOCK = 2048
 """However far the model reads."""
 BATCH_TOKENS, BATCH_LOGITS = 4096, 2**27
 RANDOM_BLOCKS = 4
+FEW = 2**22
+"""Numbers looked at together."""
 
 Layers = list[tuple[AttentionConfig, Weights]]
 
@@ -40,6 +47,7 @@ def convert(
     calibration: Ids | None = None,
     test: Ids | None = None,
     seed: int = 0,
+    scratch: Path | None = None,
     **wish: Any,
 ) -> tuple[LanguageModel, Certificate]:
     """Turn every layer of a GPT into the attention asked for; the source is left as it is.
@@ -48,7 +56,8 @@ def convert(
     reduced, with the fields of `Wish` (`n_kv_head`, `kv_rank`, `kv_fraction`, `head_map`,
     `rope_layout`) beside it. `calibration` and `test` are token ids (N,); approximations fit themselves to
     the first, the certificate measures on the second (without it, logits on random tokens). `method` is
-    one of `rehead.conversion.methods()`; without it the best that has what it needs.
+    one of `rehead.conversion.methods()`; without it the best that has what it needs. In a folder
+    `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
@@ -58,7 +67,7 @@ def convert(
         raise ConfigError(f"seed={seed}. Use 0 up to {2**63 - 1}.")
     texts = [None if ids is None else Text.of(ids, limit) for ids, limit in limits]
     require_different(*texts)
-    converter = Converter(model, method, calibration)
+    converter = Converter(model, method, calibration, scratch)
     shared, outcomes = converter.follow(_targets(converter.config, to, wish))
     measured = random_blocks(converter.config, seed) if test is None else blocks_of(model, test, TEST_TOKENS)
     result = copy.deepcopy(shared)
@@ -74,7 +83,7 @@ def require_heads(model: LanguageModel) -> GPTConfig:
             f"a model of type {model.config.model_type} has no heads to convert: only a gpt does."
         )
     for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
+        if not _finite(made(weight)):
             raise NumericError(
                 f"{name} holds NaN or infinity: this model is damaged. Go back to one that is not."
             )
@@ -101,13 +110,19 @@ def random_blocks(config: GPTConfig, seed: int) -> list[Batch]:
     return list(evaluation_blocks(ids, length, 1 if length == LONGEST_BLOCK else RANDOM_BLOCKS))
 
 
-def _rounded(weight: Tensor, like: Tensor, name: str) -> Tensor:
-    """In the model's dtype, which must be able to hold it."""
-    rounded = weight.to(like)
-    if not rounded.isfinite().all():
-        kind = str(like.dtype).removeprefix("torch.")
-        raise NumericError(f"{name} leaves the range of {kind}: convert the model in bfloat16 or float32.")
-    return rounded
+def _finite(weight: Tensor) -> bool:
+    """Whether all numbers are; looked at in parts, for what a comparison makes on its way."""
+    return all(bool(part.isfinite().all()) for part in weight.flatten().split(FEW))
+
+
+def _require_holds(weights: Weights, dtype: torch.dtype, where: str) -> None:
+    """Refuse new weights that the model's dtype cannot hold."""
+    for name, weight in weights.items():
+        if not _finite(made(weight).to(dtype)):
+            kind = str(dtype).removeprefix("torch.")
+            raise NumericError(
+                f"{where}.{name} leaves the range of {kind}: convert the model in bfloat16 or float32."
+            )
 
 
 def _targets(
@@ -140,9 +155,13 @@ class Converter:
     """A model on its way to others. What the text shows of it is gathered once."""
 
     def __init__(
-        self, model: LanguageModel, method: str | None = None, calibration: Ids | None = None
+        self,
+        model: LanguageModel,
+        method: str | None = None,
+        calibration: Ids | None = None,
+        scratch: Path | None = None,
     ) -> None:
-        self.model, self.method = model, method
+        self.model, self.method, self.scratch = model, method, scratch
         self.config = require_heads(model)
         self.blocks = None if calibration is None else blocks_of(model, calibration)
         self._evidence: dict[bool, list[Evidence]] = {}
@@ -157,7 +176,13 @@ class Converter:
         paths = [path(old, new, self.config.n_embd) for old, new in pairs]
         require_method(self.method, [step for steps in paths for step in steps])
         layers: Layers = [
-            (one.config, {name: weight.detach().cpu().double() for name, weight in one.named_parameters()})
+            (
+                one.config,
+                {
+                    name: changed(Tensor.double, weight.detach().cpu())
+                    for name, weight in one.named_parameters()
+                },
+            )
             for one in attentions(self.model)
         ]
         outcomes = [Outcome(steps=steps, methods=[], converted=[]) for steps in paths]
@@ -173,12 +198,23 @@ class Converter:
             if any(chosen.values()):
                 seen = self._gather(layers, turn, gradients="outputs" in needs)
             for index, step in at.items():
-                done = step.conversion.convert(
-                    layers[index][1], step.source, step.result, seen[index], chosen[index]
-                )
+                done = self._take(step, layers[index][1], seen[index], chosen[index])
+                if step is paths[index][-1]:
+                    _require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
                 layers[index] = step.result, done.weights
                 outcomes[index] = outcomes[index].after(chosen[index], done)
         return with_layers(self.model, layers), outcomes
+
+    def _take(self, step: Step, weights: Weights, seen: Evidence, method: str) -> Converted:
+        """One step of one layer; its weights in memory, or in a file that goes away with the last of them."""
+        weights = {name: made(weight) for name, weight in weights.items()}
+        done = step.conversion.convert(weights, step.source, step.result, seen, method)
+        if self.scratch is None:
+            return done
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            write_weights(Path(folder), done.weights)
+            shards = Shards(Path(folder))
+        return replace(done, weights={name: shards.deferred(name) for name in shards.entries})
 
     def _gather(self, layers: Layers, turn: int, *, gradients: bool) -> list[Evidence]:
         if self.blocks is None:
@@ -194,9 +230,8 @@ def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, We
     """`model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
     layers = list(layers)
     assert isinstance(model.config, GPTConfig)
-    with torch.device("meta"):
-        made = build(replace(model.config, attention=tuple(config for config, _ in layers)))
-    like = model.head.weight
+    other = skeleton(replace(model.config, attention=tuple(config for config, _ in layers)))
+    dtype, device = model.head.weight.dtype, model.device
     names = {module: name for name, module in model.named_modules() if isinstance(module, Attention)}
     state = {
         name: weight.detach()
@@ -205,8 +240,9 @@ def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, We
     }
     for prefix, (_, weights) in zip(names.values(), layers, strict=True):
         state |= {
-            f"{prefix}.{name}": _rounded(weight, like, f"{prefix}.{name}") for name, weight in weights.items()
+            f"{prefix}.{name}": changed(lambda exact: exact.to(dtype), weight).to(device)
+            for name, weight in weights.items()
         }
-    made.load_state_dict(state, assign=True)
-    made.tie()
-    return made.eval()
+    other.load_state_dict(state, assign=True)
+    other.tie()
+    return other.eval()

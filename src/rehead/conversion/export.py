@@ -1,8 +1,9 @@
 """A model folder as one that other software loads: stock classes, their names, a card."""
 
+import tempfile
 from pathlib import Path
 
-from rehead.checkpoint import Family, families, load, read_at, stock
+from rehead.checkpoint import Family, families, load, publish, read_at, stock
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.folder import require_apart, tokenizer_of
@@ -44,25 +45,27 @@ def export_folder(
     every engine. Raises ConfigError naming what the class or the engine cannot say.
     """
     require_apart(source, destination)
-    model, tokenizer, special = read_at(
-        source, lambda place: (load(place), tokenizer_of(place), stock.special_ids(place))
-    )
-    model, family, certificate = _as_stock(model, kind, engine)
-    proof = (
-        "" if certificate is None else "\n" + page(certificate).replace("# Conversion", "## Conversion", 1)
-    )
-    card = CARD.format(name=destination.name, architecture=family.architecture, certificate=proof)
-    files = {"README.md": card}
-    if certificate is not None:
-        files |= {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
-    if tokenizer is not None:
-        files["tokenizer.json"] = tokenizer.to_json()
-    stock.export(model, destination, family, files, special)
+    with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
+        model, tokenizer, special = read_at(
+            source,
+            lambda place: (load(place, in_memory=False), tokenizer_of(place), stock.special_ids(place)),
+        )
+        model, family, certificate = _as_stock(model, kind, engine, Path(scratch))
+        proof = ""
+        if certificate is not None:
+            proof = "\n" + page(certificate).replace("# Conversion", "## Conversion", 1)
+        card = CARD.format(name=destination.name, architecture=family.architecture, certificate=proof)
+        files = {"README.md": card}
+        if certificate is not None:
+            files |= {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
+        if tokenizer is not None:
+            files["tokenizer.json"] = tokenizer.to_json()
+        stock.write(model, aside, family, files, special)
     return family.architecture, certificate
 
 
 def _as_stock(
-    model: LanguageModel, kind: str, engine: Engine | None
+    model: LanguageModel, kind: str, engine: Engine | None, scratch: Path
 ) -> tuple[LanguageModel, Family, Certificate | None]:
     """The model as one of a family, converted where it must be."""
     try:
@@ -71,7 +74,7 @@ def _as_stock(
         if kind not in ("auto", DEEPSEEK):
             raise
         try:
-            model, certificate = to_deepseek(model, engine or "vllm")
+            model, certificate = to_deepseek(model, engine or "vllm", scratch)
         except ConfigError as other:
             raise ConfigError(str(other) if kind == DEEPSEEK else f"{error} {other}") from error
         return model, families[DEEPSEEK], certificate

@@ -55,13 +55,22 @@ def convert_folder(
     require_apart(source, destination)
     with publish(destination) as aside:
         model, tokenizer, special = read_at(
-            source, lambda place: (load(place), tokenizer_of(place), stock.special_ids(place))
+            source,
+            lambda place: (load(place, in_memory=False), tokenizer_of(place), stock.special_ids(place)),
         )
-        with tempfile.TemporaryDirectory() as scratch:
-            texts = _texts(source, model, tokenizer, calibration, test, Path(scratch))
-            to = _layers(model, wish, texts, method, measured_ranks, max_loss)
+        with tempfile.TemporaryDirectory(dir=aside) as folder:
+            scratch = Path(folder)
+            texts = _texts(source, model, tokenizer, calibration, test, scratch)
+            converter = Converter(model, method, texts.calibration, scratch)
+            to = _layers(converter, wish, texts, measured_ranks, max_loss)
             result, certificate = convert(
-                model, to, method=method, calibration=texts.calibration, test=texts.test, seed=seed
+                model,
+                to,
+                method=method,
+                calibration=texts.calibration,
+                test=texts.test,
+                seed=seed,
+                scratch=scratch,
             )
         if not (certificate.exact or allow_loss):
             raise UsageError(_refusal(certificate, can_read=tokenizer is not None))
@@ -150,10 +159,9 @@ def _own_texts(source: Path, model: LanguageModel, ids: Callable[[Source, str], 
 
 
 def _layers(
-    model: LanguageModel, wish: Wish, texts: Texts, method: str | None, measured: bool, max_loss: float | None
+    converter: Converter, wish: Wish, texts: Texts, measured: bool, max_loss: float | None
 ) -> Sequence[AttentionConfig]:
     """The attention wished for each layer: all alike, or each with a rank of its own."""
-    converter = Converter(model, method, texts.calibration)
     if not measured and max_loss is None:
         return [wish.target(layer, converter.config.n_embd) for layer in converter.config.attention]
     if texts.calibration is None:

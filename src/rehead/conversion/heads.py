@@ -94,8 +94,6 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
         """Pool keys and values of every group of neighbours."""
         pooled = dict(weights)
         moment = evidence.inputs
-        if moment is None:
-            moment = torch.eye(weights["k_proj.weight"].shape[1] + 1, dtype=torch.float64)
         readers = {"k_proj": ("q_proj", 0), "v_proj": ("o_proj", 1)}
         lost = energy = apart = size = 0.0
         for name, (reader, side) in readers.items():
@@ -123,7 +121,7 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
 
 
 def _aligned(
-    heads: Float64[Tensor, "K M E C"], moment: Tensor, source: GroupedConfig, *, keys: bool
+    heads: Float64[Tensor, "K M E C"], moment: align.Moment, source: GroupedConfig, *, keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turned heads, the turn of each as an E x E matrix, and the one head that stands for a group."""
     if keys and not isinstance(source.score, ScaledDot):  # a learned score would have to turn too

@@ -52,12 +52,13 @@ def gather(
             seen: list[Tensor] = []
             stacks: list[list[Tensor]] = []
             with _watching(layers, seen, stacks):
-                logits = model(ids.to(model.device))
+                hidden = model.hidden(ids.to(model.device))
             for moment, x in zip(inputs, seen, strict=True):
                 rows = x.flatten(0, 1)[counts]
                 moment.add(torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))
             if not gradients:
                 continue
+            logits = model.head(hidden)
             exact = torch.promote_types(logits.dtype, torch.float32)
             loss = F.cross_entropy(
                 logits.flatten(0, 1).to(exact), targets.to(model.device).flatten(), reduction="sum"

@@ -1,14 +1,19 @@
 """A model as one that stock engines serve: attention in DeepSeek's shape, norms with DeepSeek's eps."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
+from rehead.checkpoint.deferred import changed
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
 from rehead.conversion.certificate import Certificate, describe
@@ -19,7 +24,7 @@ from rehead.conversion.stock import side_by_side
 from rehead.errors import ConfigError
 from rehead.measure import parameters
 from rehead.measure.fidelity import compare
-from rehead.model import LanguageModel, build
+from rehead.model import LanguageModel, skeleton
 
 Engine = Literal["transformers", "vllm"]
 ROWS = (320, 512, 576)
@@ -29,7 +34,9 @@ RANK, HEAD, ROPE = 512, 128, 64
 """DeepSeek's own sizes, the ones every engine's MLA kernels know: vLLM's on a CPU know no others."""
 
 
-def to_deepseek(model: LanguageModel, engine: Engine = "vllm") -> tuple[LanguageModel, Certificate]:
+def to_deepseek(
+    model: LanguageModel, engine: Engine = "vllm", scratch: Path | None = None
+) -> tuple[LanguageModel, Certificate]:
     """`model` for plain `DeepseekV3ForCausalLM`, exactly, and its certificate, measured on random tokens.
 
     For vLLM MQA with rope (heads of 64, 32 or 16), and every model without rope; for transformers any
@@ -49,7 +56,7 @@ def to_deepseek(model: LanguageModel, engine: Engine = "vllm") -> tuple[Language
                 "its own way, and vLLM has one rotary part of 64. Use --for transformers, or convert it to mqa and "
                 "heal it."
             )
-    converted, certificate = convert(model, wide)
+    converted, certificate = convert(model, wide, scratch=scratch)
     found = (
         for_vllm(converted)
         if engine == "vllm"
@@ -180,16 +187,18 @@ def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
     factor = math.sqrt(eps / config.norm_eps)
     if factor == 1 and not config.scaled and config.tie_embeddings <= tied:
         return model
-    state = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-    state["head.weight"] = model.head.weight.detach().clone()
-    for name in state:
-        times = factor * config.residual_scale if ".o_proj." in name or ".down_proj." in name else 1.0
-        times = {"embed_tokens.weight": factor * config.embed_scale, "head.weight": config.logit_scale}.get(
-            name, times
-        )
-        state[name] = (state[name].double() * times).to(state[name].dtype)
+    state = {name: weight.detach() for name, weight in model.state_dict().items()}
+    state["head.weight"] = model.head.weight.detach()
+    times = {"embed_tokens.weight": factor * config.embed_scale, "head.weight": config.logit_scale}
+    for name, weight in state.items():
+        writes = ".o_proj." in name or ".down_proj." in name
+        scale = factor * config.residual_scale if writes else times.get(name, 1.0)
+        state[name] = changed(partial(_times, scale=scale), weight)
     plain: Any = dict.fromkeys(SCALES, 1.0)
-    with torch.device("meta"):
-        made = build(replace(config, norm_eps=eps, tie_embeddings=False, **plain))
-    made.load_state_dict(state, assign=True)
-    return made.eval()
+    scaled = skeleton(replace(config, norm_eps=eps, tie_embeddings=False, **plain))
+    scaled.load_state_dict(state, assign=True)
+    return copy.deepcopy(scaled).eval()
+
+
+def _times(weight: Tensor, scale: float) -> Tensor:
+    return weight if scale == 1 else (weight.double() * scale).to(weight.dtype)

@@ -1,6 +1,6 @@
 """How closely one model's predictions follow another's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,8 @@ from rehead.data import IGNORE
 from rehead.errors import NumericError
 from rehead.model import LanguageModel
 
-ROWS = 512
-"""Logits taken into float64 at a time; a large vocabulary would fill the memory."""
+LOGITS, EXACT = 2**25, 2**19
+"""Numbers held at a time, and taken into float64: those of a large vocabulary would fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +48,18 @@ def compare(
     sums = torch.zeros(4, dtype=torch.float64)  # kl, flips, both losses
     count = 0
     try:
-        for ids, targets in blocks:
-            counts = (targets != IGNORE).flatten()
-            logits = [model.eval()(ids.to(model.device)).flatten(0, 1).cpu()[counts] for model in models]
-            for here, there, wanted in zip(
-                *(one.split(ROWS) for one in logits), targets.flatten()[counts].split(ROWS), strict=True
-            ):
-                if not (here.isfinite().all() and there.isfinite().all()):
-                    which = "first" if not here.isfinite().all() else "second"
-                    raise NumericError(
-                        f"the {which} model's logits are not finite on this text: it is damaged."
-                    )
-                one, other = (part.double() - part.double().mean(-1, keepdim=True) for part in (here, there))
-                largest = max(largest, float(one.abs().max()))
-                error = max(error, float((one - other).abs().max()))
-                logs = one.log_softmax(-1), other.log_softmax(-1)
-                sums[0] += (logs[0].exp() * (logs[0] - logs[1])).sum()
-                sums[1] += (one.argmax(-1) != other.argmax(-1)).sum()
-                sums[2:] += torch.stack([F.nll_loss(log, wanted, reduction="sum") for log in logs])
-                count += len(wanted)
+        for here, there, wanted in _logits(models, blocks):
+            if not (here.isfinite().all() and there.isfinite().all()):
+                which = "first" if not here.isfinite().all() else "second"
+                raise NumericError(f"the {which} model's logits are not finite on this text: it is damaged.")
+            one, other = (part.double() - part.double().mean(-1, keepdim=True) for part in (here, there))
+            largest = max(largest, float(one.abs().max()))
+            error = max(error, float((one - other).abs().max()))
+            logs = one.log_softmax(-1), other.log_softmax(-1)
+            sums[0] += (logs[0].exp() * (logs[0] - logs[1])).sum()
+            sums[1] += (one.argmax(-1) != other.argmax(-1)).sum()
+            sums[2:] += torch.stack([F.nll_loss(log, wanted, reduction="sum") for log in logs])
+            count += len(wanted)
     finally:
         for model, mode in zip(models, modes, strict=True):
             model.train(mode)
@@ -79,3 +72,20 @@ def compare(
         losses=(losses[0], losses[1]),
         tokens=count,
     )
+
+
+def _logits(
+    models: tuple[LanguageModel, LanguageModel], blocks: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, ...]]:
+    """The logits of both and the targets, of a few of the tokens that count at a time."""
+    width = models[0].head.out_features
+    for ids, targets in blocks:
+        counts = (targets != IGNORE).flatten()
+        hidden = [model.eval().hidden(ids.to(model.device)).flatten(0, 1)[counts] for model in models]
+        for first, second, wanted in _split(LOGITS // width, *hidden, targets.flatten()[counts]):
+            logits = (models[0].head(first).cpu(), models[1].head(second).cpu())
+            yield from _split(EXACT // width, *logits, wanted)
+
+
+def _split(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(max(1, rows)) for tensor in tensors), strict=True)

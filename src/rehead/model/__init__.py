@@ -1,7 +1,7 @@
 """Language models: a GPT with any attention, and an Elman network."""
 
-from rehead.model.base import LanguageModel, build
+from rehead.model.base import LanguageModel, build, skeleton
 from rehead.model.gpt import GPT
 from rehead.model.rnn import RNN, StateCache, both_seen
 
-__all__ = ["GPT", "RNN", "LanguageModel", "StateCache", "both_seen", "build"]
+__all__ = ["GPT", "RNN", "LanguageModel", "StateCache", "both_seen", "build", "skeleton"]

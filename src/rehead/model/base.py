@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rehead.config import ModelConfig
 from rehead.errors import UsageError
@@ -82,6 +83,22 @@ def build(config: ModelConfig) -> LanguageModel:
     from rehead.config import model_types
 
     return models[model_types.name_of(type(config))](config)
+
+
+def skeleton(config: ModelConfig) -> LanguageModel:
+    """A model of `config` without numbers: every weight is on the meta device."""
+    with torch.device("meta"), _Undrawn():
+        return build(config)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Without `nn.init.normal_`, which on the meta device draws nothing but imports torch's compiler."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """All but that one."""
+        return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
 def require_length(n_token: int, limit: int) -> None:

@@ -1,0 +1,55 @@
+"""Weights that are made when they are used and not kept, so that a model may be larger than the memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class Deferred(Tensor):
+    """A tensor of known shape and dtype whose numbers are made anew for every operation that reads them.
+
+    Modules take it as any other weight. Where gradients are computed, autograd keeps the numbers until then.
+    """
+
+    make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> "Deferred":
+        """`make` returns the numbers, in this shape and dtype."""
+        empty: Deferred = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        empty.make = make
+        return empty
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Deferred":
+        """The same recipe: nothing can change it."""
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub says so of a disabled one
+        cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any operation but a mere copy of the reference, on the numbers."""
+        if operation is torch.ops.aten.detach.default:
+            return cls(args[0].make, args[0].shape, args[0].dtype)
+        args, kwargs = tree_map_only(cls, made, (args, kwargs or {}))
+        return operation(*args, **kwargs)
+
+
+def made(weight: Tensor) -> Tensor:
+    """A weight's numbers, in memory."""
+    return weight.make() if isinstance(weight, Deferred) else weight
+
+
+def changed(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
+    """`change(*weights)`, deferred if one of them is: later, every time it is read.
+
+    `change` is also asked once about tensors without numbers, to learn the shape and dtype of what it makes.
+    """
+    if not any(isinstance(weight, Deferred) for weight in weights):
+        return change(*weights)
+    with torch.device("meta"):
+        like = change(*(torch.empty(weight.shape, dtype=weight.dtype) for weight in weights))
+    return Deferred(lambda: change(*map(made, weights)), like.shape, like.dtype)

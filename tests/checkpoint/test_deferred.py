@@ -1,0 +1,121 @@
+"""A model whose weights stay in their files computes what it computes in memory."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import rehead
+from rehead.attention import GroupedConfig
+from rehead.checkpoint.deferred import Deferred, changed, made
+from rehead.checkpoint.shards import Shards
+from rehead.checkpoint.writing import write_file, write_weights
+from rehead.config import GPTConfig
+from rehead.errors import IntegrityError
+from rehead.model import build
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    layer = GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=4, rope=True, qkv_bias=True)
+    config = GPTConfig(
+        vocab_size=31,
+        block_size=13,
+        n_embd=20,
+        attention=(layer,) * 2,
+        learned_positions=False,
+        norm="rmsnorm",
+        norm_eps=1e-5,
+        mlp="swiglu",
+        n_hidden=28,
+        mlp_bias=False,
+        tie_embeddings=True,
+    )
+    rehead.save(build(config).double(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_same_function(folder):
+    inside, outside = rehead.load(folder), rehead.checkpoint.load(folder, in_memory=False)
+    assert all(isinstance(weight, Deferred) for weight in outside.parameters())
+    ids = torch.randint(31, (5, 11))
+    assert torch.allclose(outside(ids), inside(ids), rtol=0, atol=1e-13)
+    assert outside.head.weight is outside.embed_tokens.weight
+    for name, weight in inside.state_dict().items():
+        assert torch.equal(made(outside.state_dict()[name]), weight)
+
+
+def test_read_at_every_use_and_not_kept():
+    calls = []
+
+    def make():
+        calls.append(1)
+        return torch.arange(6.0).view(2, 3)
+
+    weight = Deferred(make, (2, 3), torch.float32)
+    assert weight.shape == (2, 3)
+    assert weight.detach().dtype == torch.float32
+    assert not calls
+    assert (weight @ torch.ones(3)).tolist() == [3, 12]
+    assert len(calls) == 1
+    turned = changed(lambda one, other: torch.cat([one, other]).T.double(), weight, torch.ones(1, 3))
+    assert isinstance(turned, Deferred)
+    assert turned.shape == (3, 3)
+    assert turned.dtype == torch.float64
+    assert len(calls) == 1
+    assert made(turned).tolist() == [[0, 3, 1], [1, 4, 1], [2, 5, 1]]
+    assert copy.deepcopy(turned) is turned
+    assert not isinstance(changed(torch.neg, torch.ones(2)), Deferred)
+
+
+def test_files_stay_readable_when_their_folder_goes(folder):
+    """A run drops its older checkpoints while one of them is being converted."""
+    import shutil
+
+    outside, ids = rehead.checkpoint.load(folder, in_memory=False), torch.arange(7)[None]
+    before = outside(ids)
+    shutil.rmtree(folder)
+    assert torch.equal(outside(ids), before)
+
+
+def test_a_file_cut_short_meanwhile(folder):
+    outside = rehead.checkpoint.load(folder, in_memory=False)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(IntegrityError, match="cut short"):
+        outside(torch.arange(7)[None])
+
+
+def some_weights():
+    torch.manual_seed(1)
+    return {
+        "b": torch.randn(3, 5),
+        "a.weight": torch.randn(7).bfloat16(),
+        "c": torch.randn(2, 2, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "number": torch.tensor(2.5),
+        "half": torch.randn(4, 3).half().T,
+    }
+
+
+def test_files_are_those_of_safetensors(tmp_path):
+    weights = some_weights()
+    save_file({k: v.contiguous() for k, v in weights.items()}, tmp_path / "theirs", metadata={"format": "pt"})
+    write_file(tmp_path / "ours", weights)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize(("most_bytes", "n_file"), [(10**6, 1), (60, 3), (1, 6)])
+def test_sharded_and_read_again(most_bytes, n_file, tmp_path):
+    weights = some_weights()
+    write_weights(tmp_path, weights, most_bytes)
+    assert len(list(tmp_path.glob("*.safetensors"))) == n_file
+    assert (tmp_path / "model.safetensors.index.json").exists() == (n_file > 1)
+    shards = Shards(tmp_path)
+    assert shards.entries.keys() == weights.keys()
+    for name, weight in weights.items():
+        again = shards.read(name)
+        assert again.dtype == weight.dtype
+        assert torch.equal(again, weight)

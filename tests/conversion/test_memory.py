@@ -1,0 +1,83 @@
+"""Converting and exporting take the memory of a few tensors, not of a model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rehead.attention import GroupedConfig
+from rehead.checkpoint import families, publish
+from rehead.checkpoint.deferred import Deferred
+from rehead.checkpoint.writing import write_weights
+from rehead.config import GPTConfig
+from rehead.model import skeleton
+
+WIDTH, N_LAYER, N_TOKEN = 768, 30, 16_384
+BASE = 300 * 10**6
+RUN = """
+import sys
+from pathlib import Path
+from rehead.cli import main
+code = main(sys.argv[1:])
+lines = Path("/proc/self/status").read_text().splitlines()
+print(code, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
+"""
+"""Not ru_maxrss, which begins with that of the process it was forked from."""
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder of 0.7 GB in float32 whose largest tensor has 50 MB."""
+    layer = GroupedConfig(n_query_head=12, n_kv_head=2, head_dim=64, rope=True)
+    config = GPTConfig(
+        vocab_size=N_TOKEN,
+        block_size=16,
+        n_embd=WIDTH,
+        attention=(layer,) * N_LAYER,
+        learned_positions=False,
+        norm="rmsnorm",
+        norm_eps=1e-5,
+        mlp="swiglu",
+        n_hidden=2 * WIDTH,
+        mlp_bias=False,
+        tie_embeddings=False,
+    )
+    shapes = {name: weight.shape for name, weight in skeleton(config).state_dict().items()}
+
+    def drawn(shape):
+        return torch.full(shape, 0.02) if len(shape) == 1 else torch.randn(shape) / WIDTH**0.5
+
+    folder = tmp_path_factory.mktemp("large") / "llama"
+    weights = {
+        weight.theirs: Deferred(
+            lambda shape=shapes[weight.ours[0]]: drawn(shape), shapes[weight.ours[0]], torch.float32
+        )
+        for weight in families["llama"].weights(config)
+    }
+    with publish(folder) as aside:
+        write_weights(aside, weights, 200 * 10**6)
+        (aside / "config.json").write_text(json.dumps(families["llama"].write(config)))
+    return folder, max(shape.numel() * 4 for shape in shapes.values())
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_peak_memory(command, llama, tmp_path):
+    folder, largest = llama
+    options = {"convert": ["--to", "mqa", "--allow-loss"], "export": ["--format", "llama"]}[command]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, command, folder, tmp_path / "new", *options],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    code, peak = map(int, done.stdout.split()[-2:])
+    whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert code == 0
+    assert whole > 1.4 * (3 * largest + BASE)  # or it would show nothing
+    assert peak <= 3 * largest + BASE, f"{peak / 1e6:.0f} MB for tensors of {largest / 1e6:.0f} MB"
