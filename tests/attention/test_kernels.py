@@ -196,16 +196,16 @@ def test_gradients_are_the_reference(kernel):
 
 
 def test_attend_uses_every_kernel(monkeypatch):
-    """Few queries fold, many go to SDPA, many keys to what is put together of it, a learned score to the reference."""
+    """Few queries fold, many go to SDPA, many keys to what is made of it; dropout, learned scores."""
     used = []
-    for name in ("reference", "folded", "sdpa", "windowed", "continued"):
+    for name in ("reference", "folded", "sdpa", "windowed", "continued", "blocked"):
         real = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _n=name, _k=real, **kw: used.append(_n) or _k(*a, **kw))
     score = Additive(width=3).build(K, H // K, E)
     for n_query, options in ((1, {}), (16, {}), (17, {}), (1, {"pdrop": 0.5}), (17, {"score": score})):
         call = sample(L=n_query, S=n_query)
         kernels.attend(*call, Mask(n_query=n_query, n_key=n_query), **options)
-    assert used == ["folded", "folded", "sdpa", "sdpa", "reference"]
+    assert used == ["folded", "folded", "sdpa", "blocked", "reference"]
     used.clear()
     for n_query, n_key, window, pdrop in (
         (17, 512, 256, 0.0),
@@ -223,8 +223,10 @@ def test_attend_uses_every_kernel(monkeypatch):
         for positions in (None, torch.arange(512)[None]):
             mask = Mask(n_query=17, n_key=512, key_positions=positions)
             kernels.attend(*sample(L=17, S=512), mask)
-    sdpas = ["sdpa"] * 5
-    assert used == ["windowed", "sdpa", "sdpa", "folded", *sdpas[:4], "continued", "sdpa"]
+    assert used == [
+        *["windowed", "sdpa", "sdpa", "folded", "sdpa", "sdpa", "sdpa", "blocked"],
+        *["continued", "sdpa"],
+    ]
 
 
 DTYPES = {  # budgets: max, mean, phi out, phi grads, u

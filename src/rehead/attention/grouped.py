@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rehead.attention import kernels
 from rehead.attention.base import FILLED, Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache
+from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig, Rotary
 from rehead.attention.score import ScoreConfig, scores
@@ -158,10 +159,10 @@ class GroupedAttention(Attention):
         self.config: GroupedConfig = config
         q, k, v, o = config._widths()
         d_context = config.d_context or d_model
-        self.q_proj = nn.Linear(d_model, q, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(d_context, k, bias=config.qkv_bias)
-        self.v_proj = None if config.tie_kv else nn.Linear(d_context, v, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(o, d_model, bias=config.o_bias)
+        self.q_proj = Linear(d_model, q, bias=config.qkv_bias)
+        self.k_proj = Linear(d_context, k, bias=config.qkv_bias)
+        self.v_proj = None if config.tie_kv else Linear(d_context, v, bias=config.qkv_bias)
+        self.o_proj = Linear(o, d_model, bias=config.o_bias)
         norm, eps = config.qk_norm_eps is not None, config.qk_norm_eps
         self.q_norm = nn.RMSNorm(config.head_dim, eps=eps) if norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=eps) if norm else None

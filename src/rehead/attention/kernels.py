@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rehead.attention.blocked import blocked
 from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
 
@@ -107,6 +108,8 @@ def attend(
         return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
     if query.shape[1] <= FEW_QUERIES and pdrop == 0:
         return folded(query, key, value, mask, scale=scale)
+    if pdrop and query.device.type == "cpu":
+        return blocked(query, key, value, mask.dense(), scale=scale, pdrop=pdrop)
     if pdrop == 0 and mask.n_key >= LONG:
         if mask.is_band and mask.n_key >= 2 * (mask.window or 0):
             return windowed(query, key, value, mask, scale=scale)

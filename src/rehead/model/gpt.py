@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import LayerCache
+from rehead.attention.dropout import Dropout
 from rehead.attention.step import Moment, Product
 from rehead.config import GPTConfig
 from rehead.model.base import Decode, LanguageModel, models, require_length
@@ -26,7 +27,7 @@ class GPT(LanguageModel):
         self.embed_positions = (
             nn.Embedding(config.block_size, config.n_embd) if config.learned_positions else None
         )
-        self.embd_dropout = nn.Dropout(config.embd_pdrop)
+        self.embd_dropout = Dropout(config.embd_pdrop)
         self.layers = nn.ModuleList([Block(config, attention) for attention in config.attention])
         self.norm = NORMS[config.norm](config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

@@ -7,6 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
+from rehead.attention.dropout import Dropout
+from rehead.attention.linear import Linear
 from rehead.config import GPTConfig
 
 NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
@@ -17,8 +19,8 @@ class GELU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
+        self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
+        self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         """Each position for itself."""
@@ -30,9 +32,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
+        self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
+        self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         """Each position for itself."""
@@ -52,7 +54,7 @@ class Block(nn.Module):
         self.self_attn = attention.build(config.n_embd)
         self.post_attention_layernorm = norm(config.n_embd, config.norm_eps)
         self.mlp = MLPS[config.mlp](config)
-        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        self.resid_dropout = Dropout(config.resid_pdrop)
         self.scale = config.residual_scale
 
     def forward(

@@ -14,6 +14,7 @@ from rehead.data import Batch
 from rehead.errors import NumericError
 from rehead.measure import memory
 from rehead.model import LanguageModel
+from rehead.training.allocator import keep_freed_memory
 from rehead.training.optimizer import build_optimizer, learning_rate
 
 
@@ -28,6 +29,7 @@ class Trainer:
         self, model: LanguageModel, options: TrainerOptions, teacher: LanguageModel | None = None
     ) -> None:
         self.model, self.options, self.teacher = model, options, teacher
+        keep_freed_memory()
         self.optimizer = build_optimizer(model, options)
         self.step = 0
         self._forward: nn.Module = model

@@ -1,0 +1,56 @@
+"""Linear layers in training: the same function, computed by oneDNN."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rehead.attention.linear import Linear
+
+onednn = pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="oneDNN is used on x86 only"
+)
+
+
+def operators(layer, x):
+    with torch.profiler.profile() as profiled:
+        layer(x)
+    return {event.name for event in profiled.events()}
+
+
+@onednn
+@pytest.mark.parametrize("bias", [True, False])
+def test_training_is_nn_linear(bias):
+    """Outputs and gradients within float32's rounding of float64, as nn.Linear's."""
+    layer = Linear(37, 53, bias=bias, dtype=torch.float32)
+    plain = nn.Linear(37, 53, bias=bias, dtype=torch.float32)
+    plain.load_state_dict(layer.state_dict())
+    gold = copy.deepcopy(plain).double()
+    x = torch.randn(3, 11, 37, dtype=torch.float32)
+    assert "mkldnn::_linear_pointwise" in operators(layer, x)
+    results = []
+    for one in (layer, plain, gold):
+        given = x.to(one.weight.dtype).requires_grad_()
+        out = one(given)
+        torch.manual_seed(1)
+        gradient = torch.randn(out.shape, dtype=torch.float32).to(out.dtype)
+        results.append([out.detach(), *torch.autograd.grad(out, [given, *one.parameters()], gradient)])
+    for ours, theirs, exact in zip(*results, strict=True):
+        largest = exact.abs().max()
+        assert (ours - theirs).abs().max() <= 1e-5 * largest
+        assert (ours - exact).abs().max() <= 5 * max((theirs - exact).abs().max(), 1e-6 * largest)
+
+
+def test_everything_else_is_nn_linear_to_the_bit():
+    x = torch.randn(3, 11, 37, dtype=torch.float32)
+    layer = Linear(37, 53, dtype=torch.float32)
+    expected = nn.functional.linear(x, layer.weight, layer.bias)
+    assert torch.equal(layer.eval()(x), expected)
+    assert "mkldnn::_linear_pointwise" not in operators(layer, x)
+    with torch.no_grad():
+        assert torch.equal(layer.train()(x), expected)
+        assert "mkldnn::_linear_pointwise" not in operators(layer, x)
+    assert "mkldnn::_linear_pointwise" not in operators(layer.double(), x.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.float()(x).dtype == torch.bfloat16
