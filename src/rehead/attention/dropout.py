@@ -57,13 +57,9 @@ def dropout(x: Float[Tensor, "..."], pdrop: float) -> Float[Tensor, "..."]:
     return _Dropout.apply(x, pdrop) if x.device.type == "cpu" else F.dropout(x, pdrop)
 
 
-class Dropout(nn.Module):
+class Dropout(nn.Dropout):
     """`dropout` in training, nothing otherwise."""
 
-    def __init__(self, pdrop: float) -> None:
-        super().__init__()
-        self.pdrop = pdrop
-
-    def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The same shape."""
-        return dropout(x, self.pdrop) if self.training else x
+        return dropout(input, self.p) if self.training else input
