@@ -11,6 +11,7 @@ from rehead.attention import kernels
 from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
 from rehead.attention.latent_config import LatentConfig
+from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import Rotary
 from rehead.attention.step import Moment, Product, Step, weigh_one
@@ -30,17 +31,17 @@ class LatentAttention(Attention):
         if config.qk_rope_head_dim and config.rope is not None and config.rope.scaling is not None:
             self.scale *= config.rope.scaling.score_scale
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(d_model, query, bias=config.qkv_bias)
+            self.q_proj = Linear(d_model, query, bias=config.qkv_bias)
         else:
-            self.q_a_proj = nn.Linear(d_model, config.q_lora_rank, bias=False)
+            self.q_a_proj = Linear(d_model, config.q_lora_rank, bias=False)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=NORM_EPS)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, query, bias=config.qkv_bias)
-        self.kv_a_proj_with_mqa = nn.Linear(config.d_context or d_model, down, bias=False)
+            self.q_b_proj = Linear(config.q_lora_rank, query, bias=config.qkv_bias)
+        self.kv_a_proj_with_mqa = Linear(config.d_context or d_model, down, bias=False)
         self.kv_a_layernorm = (
             nn.RMSNorm(config.kv_lora_rank, eps=NORM_EPS) if config.latent_norm else nn.Identity()
         )
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, up, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(o, d_model, bias=config.o_bias)
+        self.kv_b_proj = Linear(config.kv_lora_rank, up, bias=config.qkv_bias)
+        self.o_proj = Linear(o, d_model, bias=config.o_bias)
         turned = config.qk_rope_head_dim or config.qk_nope_head_dim
         self.rotary = Rotary(config.rope, turned) if config.rope else None
 
