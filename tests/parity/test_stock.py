@@ -376,6 +376,15 @@ def test_what_vllm_cannot_say_is_refused_by_name(fields, why, tmp_path):
     assert export_folder(tmp_path / "mla", tmp_path / "out", "auto", "transformers")[1] is None
 
 
+def test_scaled_angles_are_nothing_for_vllm(tmp_path):
+    """Its class would take llama3's factors for yarn's, without a word."""
+    fields = {"num_key_value_heads": 1, "head_dim": 64, "rope_parameters": LLAMA3}
+    made("Llama", BASE | fields, tmp_path / "mqa")
+    for engine in ("vllm", None):
+        with pytest.raises(ConfigError, match=r"^scaled rope: .* --for transformers"):
+            export_folder(tmp_path / "mqa", tmp_path / "out", "deepseek_v3", engine)
+
+
 def test_gqa_with_rope_is_nothing_for_vllm(tmp_path):
     made("Llama", BASE | {"num_key_value_heads": 2}, tmp_path / "gqa")
     for engine in ("vllm", None):

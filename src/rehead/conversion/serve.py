@@ -86,8 +86,13 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
         needed = layer.v_head_dim if layer.n_kv_head == 1 else RANK  # of more heads nothing is exact
         if layer.n_kv_head == 1 and ROPE % layer.head_dim:
             raise ConfigError(
-                f"head_dim={layer.head_dim} with rope: the rotary part that engines know is {ROPE} wide. Use heads of "
-                "64, 32 or 16, or --format llama."
+                f"head_dim={layer.head_dim} with rope: the rotary part that vLLM knows is {ROPE} wide. Use heads of "
+                "64, 32 or 16, --for transformers, or --format llama."
+            )
+        if layer.rope.scaling is not None:
+            raise ConfigError(
+                "scaled rope: vLLM's DeepseekV3ForCausalLM computes other angles. Use --for transformers, or --format "
+                "llama."
             )
     _require_no_window(layer)
     if needed > RANK:
