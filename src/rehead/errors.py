@@ -57,3 +57,7 @@ class Interrupted(ReheadError):
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal
+
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[str, int]]:
+        """From one process to another, as both arguments."""
+        return Interrupted, (str(self), self.exit_code - 128)

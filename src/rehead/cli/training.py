@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from rehead.cli.app import Json, app, say
+from rehead.errors import UsageError
 
 if TYPE_CHECKING:
     from rehead.config import RunOptions
+    from rehead.study import Job
 
 
 @app.command
@@ -70,27 +72,47 @@ def heal(
 def study(
     *flags: str,
     preset: Annotated[
-        str, Parameter(help="a study that comes with rehead, or a YAML file like one")
+        str, Parameter(help="demo, homework, frontier, grid, or a YAML file like them (docs/study.md)")
     ] = "demo",
+    jobs: Annotated[int, Parameter(help="runs at once, each with its share of the threads")] = 1,
+    fraction: Annotated[float, Parameter(help="of every run's iterations; the report says so")] = 1.0,
     json: Json = False,
 ) -> None:
-    """Train several variants of one run and set them side by side: losses, cache bytes, speed, samples.
+    """Train variants of one model, or convert and heal them, and set them side by side in a report.
 
-    Flags are those of `rehead train` and hold for every variant; system.work_dir
-    is where all of it goes (runs/PRESET). Variants that are done are not trained
-    again.
+    Flags are those of `rehead train` and hold for every variant; one with several values gives a
+    variant for each, system.seed repeats them. All goes to system.work_dir (runs/PRESET): report.html,
+    pictures, results.json, CSV. What is done is not done again. For example:
+
+    rehead study --preset grid model.n_kv_head=[1,2,3,6] system.seed=[0,1]
     """
-    from rehead.report.progress import watch
-    from rehead.report.side_by_side import present
-    from rehead.study import Preset
+    from rehead.report.progress import Board
+    from rehead.report.study import present, require_packages, write
+    from rehead.study import Preset, maps
+    from rehead.study import jobs as jobs_of
     from rehead.study import study as run
 
+    require_packages()
+    if jobs < 1:
+        raise UsageError(f"--jobs {jobs}: runs at once. Use 1 or more.")
     chosen = Preset.read(preset)
-    document = run(chosen, list(flags), watch)
+    found = jobs_of(chosen, list(flags), fraction)
+    command = ["rehead", "study", "--preset", preset, *flags]
+    command += [] if fraction == 1 else ["--fraction", str(fraction)]
+    several = len({job.seed for job in found}) > 1
+    with Board() as board:
+
+        def watch(job: "Job", record: dict[str, Any]) -> None:
+            title = f"{job.variant}, seed {job.seed}" if several else job.variant
+            board.show(record, job.options.trainer.max_iters, title)
+
+        document = run(chosen, found, watch, command=command, n_process=jobs, fraction=fraction)
+    place = found[0].place
+    write(document, maps(found), place)
     if json:
         say(document, "", json)
     else:
-        present(document, chosen.work_dir(list(flags)))
+        present(document, place)
 
 
 def _train(options: "RunOptions", json: bool) -> None:

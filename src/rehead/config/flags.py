@@ -1,6 +1,7 @@
 """Dotted flags and YAML over the defaults: `data.block_size=64 --model.rope=True --config FILE`."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -31,15 +32,7 @@ def read(
         merged = _merge(merged, table, "preset")
     for path in files:
         merged = _merge(merged, _yaml(path), str(path))
-    seen: set[str] = set()
-    for flag in flags:
-        match = FLAG.fullmatch(flag)
-        if match is None:
-            raise ConfigError(f"{flag!r} is no flag: write group.key=value, for example model.n_kv_head=3.")
-        key, value = match.groups()
-        if key in seen:
-            raise ConfigError(f"{key} is given twice. Leave one out.")
-        seen.add(key)
+    for flag, key, value in _split(flags):
         merged = _merge(merged, _nest(key, _value(flag, key, value)), flag)
     try:
         options = OmegaConf.to_object(merged)
@@ -49,11 +42,38 @@ def read(
     return options
 
 
+def values(flags: list[str]) -> dict[str, Any]:
+    """What each of `flags` says, by its key; [a, b] is a list whatever the key."""
+    found: dict[str, Any] = {}
+    for flag, key, text in _split(flags):
+        try:
+            found[key] = parse(text) if text.strip().startswith("[") else _value(flag, key, text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{flag}: {_first_line(error)}") from error
+        if found[key] == []:
+            raise ConfigError(f"{flag}: an empty list names no value. Give one or more.")
+    return found
+
+
 def write(options: RunOptions) -> str:
     """The options as YAML that `read` takes back."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(options))
+
+
+def _split(flags: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Every flag with its key and its text."""
+    seen: set[str] = set()
+    for flag in flags:
+        match = FLAG.fullmatch(flag)
+        if match is None:
+            raise ConfigError(f"{flag!r} is no flag: write group.key=value, for example model.n_kv_head=3.")
+        key, value = match.groups()
+        if key in seen:
+            raise ConfigError(f"{key} is given twice. Leave one out.")
+        seen.add(key)
+        yield flag, key, value
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,36 +1,105 @@
-"""Pictures. One colour per variant everywhere, told apart by colour-blind readers (Okabe and Ito)."""
+"""Charts as PNG pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rehead.errors import UsageError
+from rehead.report.chart import Chart, Panel
+from rehead.report.text import harmless
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#000000")
-STYLES = ("-", "--", "-.", ":")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LONGEST = 40
+"""Characters of a name; more would leave no room for the picture."""
+STYLES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":"}
+MARKERS = {"circle": "o", "diamond": "D", "star": "*"}
 
 
-def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, title: str) -> None:
-    """Validation loss over steps, one line per name; written to `path` as PNG."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError('plots need matplotlib: pip install "rehead[report]".') from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for index, (name, points) in enumerate(curves.items()):
-        steps, losses = zip(*points, strict=True)
+def draw(panel: Panel, path: Path) -> None:
+    """All charts of a panel side by side, as one picture."""
+    from matplotlib.figure import Figure
+
+    wide = 8.0 if len(panel.charts) == 1 else 4.6 * len(panel.charts)
+    tall = max(4.8 if chart.kind != "bars" else 1.6 + 0.42 * len(_names(chart)) for chart in panel.charts)
+    figure = Figure(figsize=(wide, tall), layout="constrained")
+    for index, (axes, chart) in enumerate(
+        zip(figure.subplots(1, len(panel.charts), squeeze=False)[0], panel.charts, strict=True)
+    ):
+        {"lines": _lines, "points": _points, "bars": _bars}[chart.kind](axes, chart, named=index == 0)
+        axes.set_xlabel(chart.x)
+        axes.grid(alpha=0.25, axis="x" if chart.kind == "bars" else "both")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(chart.title, loc="left", fontsize=10)
+    figure.suptitle(_text(panel.title), x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def _lines(axes: "Axes", chart: Chart, *, named: bool) -> None:
+    for series in chart.series:
+        colour, style = series.look.colour, STYLES["dot" if series.faint else series.look.dash]
+        last = next((y for y in reversed(series.y) if isinstance(y, float)), None)
+        label = None if series.faint else _text(f"{series.name}{'' if last is None else f'  {last:.3f}'}")
+        marker = "o" if len(series.x) == 1 else None
         axes.plot(
-            steps,
-            losses,
-            label=f"{name}  {losses[-1]:.3f}",
-            color=COLOURS[index % len(COLOURS)],
-            linestyle=STYLES[index // len(COLOURS) % len(STYLES)],
-            linewidth=1.8,
-        )
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("validation loss (nats per token)")
-    axes.set_title(title, loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, title="variant, last loss")
-    figure.savefig(path, dpi=120)
+            series.x, _gaps(series.y), label=label, color=colour, linestyle=style, marker=marker,
+            linewidth=0.9 if series.faint else 1.8, alpha=0.7 if series.faint else 1,
+        )  # fmt: skip
+        if series.spans:
+            axes.fill_between(
+                series.x, _gaps(series.low), _gaps(series.high), color=colour, alpha=0.15, linewidth=0
+            )
+    axes.set_ylabel(chart.y)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _points(axes: "Axes", chart: Chart, *, named: bool) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    for series in chart.series:
+        colour = series.look.colour
+        if series.faint:
+            axes.plot(series.x, series.y, color=colour, linestyle=":", linewidth=0.8)
+            continue
+        filled = "full" if series.look.dash == "solid" else "none"
+        axes.plot(
+            series.x, series.y, MARKERS[series.marker], color=colour, label=_text(series.name),
+            markersize=8, fillstyle=filled,
+        )  # fmt: skip
+        if series.spans:
+            axes.vlines(series.x, series.low, series.high, color=colour, linewidth=1.2)
+    if chart.log_x:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_ylabel(chart.y)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, ncols=2)
+
+
+def _bars(axes: "Axes", chart: Chart, *, named: bool) -> None:
+    names = _names(chart)
+    shades = sorted({series.pale for series in chart.series})
+    thick = 0.75 / len(shades)
+    for series in chart.series:
+        shift = (shades.index(series.pale) - (len(shades) - 1) / 2) * thick
+        places = [names.index(str(name)) + shift for name in series.y]
+        axes.barh(places, series.x, thick, color=series.look.colour, alpha=0.45 if series.pale else 1)
+        if series.spans:
+            axes.hlines(places, series.low, series.high, color="#444444", linewidth=1.2)
+    axes.set_yticks(range(len(names)), [_text(name) for name in names] if named else [""] * len(names))
+    axes.invert_yaxis()
+
+
+def _names(chart: Chart) -> list[str]:
+    return list(dict.fromkeys(str(name) for series in chart.series for name in series.y))
+
+
+def _gaps(values: Sequence[Any]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
+
+
+def _text(text: str) -> str:
+    """As it is; matplotlib would read formulas between dollars."""
+    return harmless(text, LONGEST).replace("$", r"\$")

@@ -1,48 +1,71 @@
-"""A run's records as one live line on a terminal, or as a line now and then elsewhere."""
+"""The records of one or several runs as live lines on a terminal, or as a line now and then elsewhere."""
 
 import sys
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 Record = dict[str, Any]
 
 
-def watch(records: Iterable[Record], total: int, title: str = "train") -> Iterator[Record]:
-    """Pass `records` on, showing them on stderr: loss, validation loss, time per step, time left."""
-    console = Console(stderr=True, highlight=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    if not sys.stderr.isatty():
-        yield from _lines(records, total, title, console)
-        return
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=total, state="")
-        seen: Record = {}
-        for record in records:
-            seen |= {k: v for k, v in record.items() if k in ("loss", "val_loss", "seconds")}
-            progress.update(task, completed=record["step"], state=_state(seen))
-            if record.get("event") in ("start", "save"):
-                console.print(_event(record), style="dim", soft_wrap=True)
-            yield record
+class Board:
+    """A line per run on stderr: loss, validation loss, time per step, time left."""
 
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._tasks: dict[str, TaskID] = {}
+        self._seen: dict[str, Record] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+        )
+        self._live = Progress(*columns, console=self._console) if sys.stderr.isatty() else None
 
-def _lines(records: Iterable[Record], total: int, title: str, console: Console) -> Iterator[Record]:
-    for record in records:
+    def __enter__(self) -> "Board":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, record: Record, total: int, title: str) -> None:
+        """One more record of the run called `title`, which is to take `total` steps."""
+        if self._live is None:
+            self._print(record, total, title)
+            return
+        if title not in self._tasks:
+            self._tasks[title] = self._live.add_task(title, total=total, state="")
+        seen = self._seen.setdefault(title, {})
+        seen |= {key: value for key, value in record.items() if key in ("loss", "val_loss", "seconds")}
+        self._live.update(self._tasks[title], completed=record["step"], state=_state(seen))
+        if record.get("event") in ("start", "save"):
+            self._console.print(_event(record), style="dim", soft_wrap=True)
+
+    def _print(self, record: Record, total: int, title: str) -> None:
         if "train_loss" in record and record.get("event") != "end":
             losses = (key for key in ("train_loss", "val_loss") if key in record)
             state = "  ".join(f"{key.replace('_', ' ')} {record[key]:.4f}" for key in losses)
-            console.print(f"{title}  step {record['step']}/{total}  {state}", soft_wrap=True)
+            self._console.print(f"{title}  step {record['step']}/{total}  {state}", soft_wrap=True)
         elif record.get("event") in ("start", "save"):
-            console.print(f"{title}  {_event(record)}", soft_wrap=True)
-        yield record
+            self._console.print(f"{title}  {_event(record)}", soft_wrap=True)
+
+
+def watch(records: Iterable[Record], total: int, title: str = "train") -> Iterator[Record]:
+    """Pass the `records` of one run on, showing them."""
+    with Board() as board:
+        for record in records:
+            board.show(record, total, title)
+            yield record
 
 
 def _state(seen: Record) -> str:

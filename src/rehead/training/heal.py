@@ -20,6 +20,7 @@ from rehead.model import LanguageModel
 DEFAULTS = {
     "max_iters": 300,
     "learning_rate": 1e-4,
+    "min_learning_rate": 0.0,
     "schedule": "cosine",
     "warmup_iters": 20,
     "weight_decay": 0.0,

@@ -1,0 +1,178 @@
+"""The panels of a study's report, from its document."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rehead.report.chart import Chart, Look, Marker, Panel, Series
+from rehead.report.text import harmless
+
+Record = dict[str, Any]
+MARKERS: dict[str, Marker] = {"trained": "circle", "converted": "diamond", "healed": "star"}
+FLAT = 0.05
+"""Values within this share of each other are called flat."""
+
+
+class Figures:
+    """Draws the variants of one document, each with the same look everywhere."""
+
+    def __init__(self, document: Record) -> None:
+        self.variants: dict[str, Record] = {one["variant"]: one for one in document["variants"]}
+        self.looks = {name: Look.of(index) for index, name in enumerate(self.variants)}
+
+    def panel(self, kind: str, of: Sequence[str]) -> Panel | None:
+        """One of PANELS for the variants `of`; None where they have nothing to show there."""
+        found: Panel = getattr(self, kind)([self.variants[name] for name in of])
+        return found if any(chart.series for chart in found.charts) else None
+
+    def loss(self, variants: Sequence[Record]) -> Panel:
+        """Losses over steps: validation as a line, over several seeds their mean and span; training dotted."""
+        series = []
+        for one in variants:
+            for key, faint in ((1, True), (2, False)):
+                x, mean, low, high = _over_seeds(one["runs"], key)
+                if x:
+                    series.append(
+                        Series(
+                            name=one["variant"], x=x, y=mean, low=[] if faint else low, high=[] if faint else high,
+                            look=self.looks[one["variant"]], faint=faint,
+                        )
+                    )  # fmt: skip
+        notes = ["Lines: validation loss. Dotted: training loss, without dropout, on as many fixed blocks."]
+        if any(len(one["runs"]) > 1 for one in variants):
+            notes.append("Of several seeds the line is the mean, the band from the lowest to the highest.")
+        if any(one["steps_before"] for one in variants):
+            notes.append("What goes on from another variant begins at the step that one had reached.")
+        chart = Chart(kind="lines", x="optimizer steps", y="loss (nats per token)", series=series)
+        return Panel(name="loss", title="Loss over training", charts=[chart], notes=notes)
+
+    def frontier(self, variants: Sequence[Record]) -> Panel:
+        """Validation loss against KV bytes per token."""
+        names = [one["variant"] for one in variants]
+        series = [
+            self._point([self.variants[one["from"]], one], one, faint=True)
+            for one in variants
+            if one["from"] in names
+        ]
+        series += [self._point([one], one) for one in variants]
+        notes = [
+            "Lower and further left is better. Circles were trained, diamonds converted, stars healed; a dotted line "
+            "leads from what a variant was made of.",
+            f"On the frontier, with no other both smaller and better: {', '.join(map(harmless, frontier(variants)))}.",
+        ]
+        chart = Chart(
+            kind="points",
+            x="KV cache, bytes per token of a whole context",
+            y="validation loss (nats per token)",
+            series=series,
+            log_x=True,
+        )
+        return Panel(name="frontier", title="Which attention for how many bytes", charts=[chart], notes=notes)
+
+    def memory(self, variants: Sequence[Record]) -> Panel:
+        """KV cache, weights, activations and peak, each by its name."""
+        trained = [one for one in variants if one["costs"]["memory"]]
+        parts = [
+            ("KV cache", "MiB, one sequence", [(one, one["costs"]["cache_bytes_held"]) for one in variants]),
+            ("Weights", "MiB", [(one, 4 * one["costs"]["parameters_counted"]) for one in variants]),
+            (
+                "Activations",
+                "MiB, one training step",
+                [(one, one["costs"]["memory"]["activations"]) for one in trained],
+            ),
+            ("Peak", "MiB, one training step", [(one, one["costs"]["memory"]["peak"]) for one in trained]),
+        ]
+        charts = [self._bars(title, unit, pairs, 2**20) for title, unit, pairs in parts]
+        kept = [one["costs"]["memory"]["activations"] for one in trained]
+        flat = len(kept) > 1 and max(kept) - min(kept) <= FLAT * max(kept)
+        notes = [
+            "KV cache: held after a whole context, in generation. Activations: tensors kept for the backward pass. "
+            "Peak: all tensors at the fullest moment of a training step: weights, gradients, optimizer moments, "
+            "activations and temporaries; without Python's and torch's own memory.",
+            "Fewer KV heads shrink the cache and, a little, the weights. They do not shrink the activations: every "
+            "query head still has its own row of scores and its own output, so a flat curve is expected there, and a "
+            "peak that hardly moves." + (" Here the activations are flat." if flat else ""),
+        ]
+        return Panel(
+            name="memory",
+            title="Memory, by what holds it",
+            charts=charts,
+            notes=notes,
+        )
+
+    def speed(self, variants: Sequence[Record]) -> Panel:
+        """Time per training step, tokens per second with and without a cache."""
+        timed = [one for one in variants if "seconds_per_step" in one["costs"]]
+        steps = [
+            self._bar(one, "ms per step", [1000 * v for v in one["costs"]["seconds_per_step"]])
+            for one in timed
+        ]
+        decode = [
+            self._bar(
+                one, f"tokens/s, {how}", one["costs"][f"tokens_per_second_{how}"], pale=how == "uncached"
+            )
+            for one in variants
+            for how in ("cached", "uncached")
+        ]
+        lengths = variants[0]["costs"]["input_lengths"]
+        notes = [
+            "Medians, and the span, of rounds in which every variant has its turn, so that what slows the machine "
+            "slows all. Decoding: greedy, one sequence, from one token to the context's end.",
+            "Pale bars: without a cache. Tokens that went through the first model for each new one: with a cache "
+            f"{_list(lengths['cached'])}, without {_list(lengths['uncached'])}.",
+        ]
+        charts = [
+            Chart(kind="bars", title="Training step", x="milliseconds", y="", series=steps),
+            Chart(kind="bars", title="Decoding", x="tokens per second", y="", series=decode),
+        ]
+        return Panel(name="speed", title="Time", charts=charts, notes=notes)
+
+    def _point(self, path: Sequence[Record], one: Record, *, faint: bool = False) -> Series:
+        losses = [place["val_loss"] for place in path]
+        return Series(
+            name=one["variant"],
+            x=[per_token(place) for place in path],
+            y=[loss[0] for loss in losses],
+            low=[] if faint else [loss[1] for loss in losses],
+            high=[] if faint else [loss[2] for loss in losses],
+            look=self.looks[one["variant"]],
+            marker=MARKERS[one["kind"]],
+            faint=faint,
+        )
+
+    def _bars(self, title: str, unit: str, pairs: Iterable[tuple[Record, int]], scale: int) -> Chart:
+        series = [self._bar(one, f"{title} ({unit})", [size / scale]) for one, size in pairs]
+        return Chart(kind="bars", title=title, x=unit, y="", series=series)
+
+    def _bar(self, one: Record, name: str, values: Sequence[float], *, pale: bool = False) -> Series:
+        """A bar of one value, or of [middle, lowest, highest]."""
+        look = self.looks[one["variant"]]
+        low, high = [[value] for value in values[1:]] or ((), ())
+        return Series(name=name, x=[values[0]], y=[one["variant"]], low=low, high=high, look=look, pale=pale)
+
+
+def per_token(variant: Record) -> float:
+    """Bytes the cache of a whole context holds, divided by its length: less than a token's where windows are full."""
+    return variant["costs"]["cache_bytes_held"] / variant["costs"]["context"]
+
+
+def frontier(variants: Sequence[Record]) -> list[str]:
+    """Names of those that no other beats in both loss and bytes, from small to large."""
+    points = [(per_token(one), one["val_loss"][0], one["variant"]) for one in variants]
+    best, lowest = [], float("inf")
+    for _, loss, name in sorted(points):
+        if loss < lowest:
+            best.append(name)
+            lowest = loss
+    return best
+
+
+def _over_seeds(runs: Sequence[Record], key: int) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps all runs were evaluated at, and the mean, lowest and highest value there."""
+    by_step = [{point[0]: point[key] for point in run["curve"] if point[key] is not None} for run in runs]
+    steps = sorted(set(by_step[0]).intersection(*by_step[1:])) if by_step else []
+    values = [[one[step] for one in by_step] for step in steps]
+    return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
+def _list(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values)) + ", ..."

@@ -1,0 +1,184 @@
+"""What a study found: a table on the terminal, pictures, and one page that has everything in it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rehead.data.files import write_whole
+from rehead.errors import UsageError
+from rehead.report import maps, page
+from rehead.report.chart import Look, Panel
+from rehead.report.figures import Figures, frontier, per_token
+from rehead.report.interactive import figure
+from rehead.report.plot import draw
+from rehead.report.table import show
+from rehead.report.text import harmless
+from rehead.study import Maps
+
+Record = dict[str, Any]
+REPORT = "report.html"
+HEADER = (
+    "variant",
+    "val loss",
+    "parameters",
+    "KV B/token\npredicted",
+    "\nheld",
+    "tok/s\ncached",
+    "\nuncached",
+)
+MOST_SAMPLE = 1000
+"""Characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A question, its panels, and what may be said of the losses."""
+
+    ask: str
+    findings: Sequence[str]
+    panels: Sequence[Panel]
+
+
+def require_packages() -> None:
+    """Refuse to begin what could not be reported."""
+    missing = [name for name in ("jinja2", "matplotlib", "plotly") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f'a report needs {" and ".join(missing)}: pip install "rehead[report]".')
+
+
+def present(document: Record, folder: Path) -> None:
+    """Print the table of all variants, and where everything is."""
+    variants = document["variants"]
+    rows = [
+        (
+            harmless(one["variant"], 60),
+            _loss(one["val_loss"]),
+            f"{one['costs']['parameters']:,}",
+            f"{one['costs']['cache_bytes'] / one['costs']['context']:,.0f}",
+            f"{per_token(one):,.0f}",
+            f"{one['costs']['tokens_per_second_cached'][0]:,.0f}",
+            f"{one['costs']['tokens_per_second_uncached'][0]:,.0f}",
+        )
+        for one in variants
+    ]
+    seeds = max(len(one["runs"]) for one in variants)
+    notes = (
+        f"val loss in nats per token{f', mean and span of {seeds} seeds' if seeds > 1 else ''}. KV bytes in float32 "
+        "over all layers, the cache after the whole context divided by its length; an RNN keeps one state instead. "
+        "tok/s: greedy, one sequence, medians."
+    )
+    show(document["about"], HEADER, rows, notes)
+    for finding in findings(document):
+        print(finding)
+    print(f"report   {folder / REPORT}\nnumbers  {folder / 'results.json'}, runs.csv, curves.csv")
+
+
+def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None:
+    """`folder`/report.html, and a PNG of every panel beside it."""
+    found = answers(document)
+    for number, answer in enumerate(found, 1):
+        for panel in answer.panels:
+            draw(panel, folder / f"{number}-{panel.name}.png")
+    write_whole(folder / REPORT, [html(document, attention).encode()])
+
+
+def html(document: Record, attention: Mapping[str, Maps]) -> str:
+    """The whole page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("rehead.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters |= {"harmless": harmless, "loss": _loss, "figure": figure, "per_token": per_token}
+    variants = document["variants"]
+    figures = [
+        (name, Markup(maps.fragment(harmless(name), one.tokens, one.weights, one.windows)))
+        for name, one in attention.items()
+    ]
+    body = environment.get_template("study.html").render(
+        document=document,
+        variants=variants,
+        looks={one["variant"]: Look.of(index) for index, one in enumerate(variants)},
+        answers=answers(document),
+        facts=facts(document),
+        findings=findings(document),
+        maps=figures,
+        most_sample=MOST_SAMPLE,
+    )
+    style, script = ((files("rehead.report") / name).read_text() for name in ("study.css", "study.js"))
+    head = f"<style>{style}</style>\n{page.plotly()}{maps.script()}<script>{script}</script>\n"
+    return page.page(f"Study: {harmless(document['study'])}", head + body)
+
+
+def answers(document: Record) -> list[Answer]:
+    """Every question with what is shown for it."""
+    figures = Figures(document)
+    found = []
+    for question in document["questions"]:
+        panels = [panel for kind in question["show"] if (panel := figures.panel(kind, question["of"]))]
+        findings = _findings(question["claims"]) if {"loss", "frontier"} & set(question["show"]) else []
+        found.append(Answer(ask=question["ask"], findings=findings, panels=panels))
+    return found
+
+
+def findings(document: Record) -> list[str]:
+    """What the answers say, each once."""
+    return list(dict.fromkeys(finding for answer in answers(document) for finding in answer.findings))
+
+
+def facts(document: Record) -> list[tuple[str, str, str]]:
+    """What one sees first: name, value, and whose it is."""
+    variants = document["variants"]
+    seeds = sorted({run["seed"] for one in variants for run in one["runs"]})
+    best = min(variants, key=lambda one: one["val_loss"][0])
+    small = min(variants, key=per_token)
+    front = frontier(variants)
+    return [
+        (
+            "Models",
+            str(sum(len(one["runs"]) for one in variants)),
+            f"{len(variants)} variants, {_seeds(seeds)}",
+        ),
+        (
+            "Lowest validation loss",
+            f"{best['val_loss'][0]:.4f}",
+            f"nats per token: {harmless(best['variant'])}",
+        ),
+        ("Smallest KV cache", f"{per_token(small):,.0f} B", f"per token: {harmless(small['variant'])}"),
+        ("On the frontier", str(len(front)), ", ".join(map(harmless, front))),
+    ]
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
+
+
+def _findings(claims: Sequence[Record]) -> list[str]:
+    """What may be said of the losses of a question."""
+    if any(claim["seeds"] < 2 for claim in claims):
+        return ["One seed each: no difference between losses is claimed."]
+    return [_said(claim) for claim in claims]
+
+
+def _said(claim: Record) -> str:
+    one, other, by = harmless(claim["variant"]), harmless(claim["against"]), claim["difference"]
+    seeds = f"{claim['seeds']} seeds"
+    if not claim["told_apart"]:
+        return (
+            f"{one} and {other} are not told apart: {by:+.4f} nats per token, within the spread of {seeds}."
+        )
+    side = "above" if by > 0 else "below"
+    return f"{one} ends {abs(by):.4f} nats per token {side} {other}, over {seeds} that do not overlap."
+
+
+def _loss(values: Sequence[float]) -> str:
+    """A mean with what it spans."""
+    mean, low, high = values
+    return f"{mean:.4f}" if low == high else f"{mean:.4f} ({low:.4f} to {high:.4f})"

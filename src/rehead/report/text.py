@@ -1,0 +1,19 @@
+"""Strings of unknown origin (names, prompts, generated text), made fit to be shown."""
+
+import unicodedata
+
+LONGEST = 200
+SHOWN = {"\n", "\t"}
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Control and format characters, such as those that turn the direction of what follows."""
+
+
+def harmless(text: object, most: int = LONGEST) -> str:
+    """`text` with invisible characters written out, and cut after `most` characters with a count of the rest."""
+    kept = str(text)
+    rest = len(kept) - most
+    shown = "".join(
+        f"\\u{ord(letter):04x}" if unicodedata.category(letter) in HIDDEN and letter not in SHOWN else letter
+        for letter in kept[:most]
+    )
+    return f"{shown} … and {rest:,} more characters" if rest > 0 else shown

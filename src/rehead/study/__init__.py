@@ -1,0 +1,8 @@
+"""Studies: variants of one run, trained or made from each other, measured alike and set side by side."""
+
+from rehead.study.grid import Job, jobs
+from rehead.study.maps import Maps, maps
+from rehead.study.preset import Preset
+from rehead.study.run import study
+
+__all__ = ["Job", "Maps", "Preset", "jobs", "maps", "study"]

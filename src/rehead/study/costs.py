@@ -1,0 +1,90 @@
+"""What each variant costs: sizes by formula and as held, memory of a training step, and time.
+
+Times are taken with all variants in turn, so that what slows the machine slows all of them.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_per_token, parameters
+from rehead.measure.memory import held_cache_bytes
+from rehead.measure.speed import input_lengths
+from rehead.measure.training import step_memory
+from rehead.study.grid import Job
+from rehead.study.work import load
+from rehead.training.loop import Trainer
+
+ROUNDS = 3
+SHOWN_LENGTHS = 8
+
+
+def costs(jobs: Sequence[Job], rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
+    """By variant. Times are [median, lowest, highest] of `rounds` rounds.
+
+    A step is one of the variant's own batch size and length, on random tokens; decoding is greedy, one
+    sequence, from one token to the context's end. What was converted is not trained.
+    """
+    subjects = [_Subject(job) for job in jobs]
+    found = {subject.job.variant: subject.sizes() for subject in subjects}
+    times: dict[str, dict[str, list[float]]] = {subject.job.variant: {} for subject in subjects}
+    for _ in range(rounds):
+        for subject in subjects:
+            for key, value in subject.times().items():
+                times[subject.job.variant].setdefault(key, []).append(value)
+    for name, measured in times.items():
+        found[name] |= {
+            key: [median(several), min(several), max(several)] for key, several in measured.items()
+        }
+    return found
+
+
+class _Subject:
+    """A model whose costs are taken, and what trains it; its weights are not saved again."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.model = job, load(job)
+        self.trainer = None if job.convert is not None else Trainer(self.model, job.options.trainer)
+        self.n_token = job.options.data.block_size
+
+    def sizes(self) -> dict[str, Any]:
+        """What formulas say and what is there."""
+        model, n_token = self.model, self.n_token
+        config = model.config
+        memory = None
+        if self.trainer is not None:
+            memory = step_memory(model, self.trainer.optimizer, self._ids())
+        return {
+            "context": n_token,
+            "parameters": parameters(config),
+            "parameters_counted": sum(weight.numel() for weight in model.parameters()),
+            "kv_bytes_per_token": kv_bytes_per_token(config),
+            "cache_bytes": cache_bytes(config, n_token),
+            "cache_bytes_held": held_cache_bytes(model, n_token),
+            "flops_per_token": forward_flops(config, n_token),
+            "input_lengths": {
+                "cached": input_lengths(model, min(SHOWN_LENGTHS, n_token - 1), use_cache=True),
+                "uncached": input_lengths(model, min(SHOWN_LENGTHS, n_token - 1), use_cache=False),
+            },
+            "memory": memory,
+        }
+
+    def times(self) -> dict[str, float]:
+        """Tokens per second, and seconds per step, measured once."""
+        found = {
+            "tokens_per_second_cached": decode_speed(self.model, self.n_token - 1, use_cache=True, repeats=1),
+            "tokens_per_second_uncached": decode_speed(
+                self.model, self.n_token - 1, use_cache=False, repeats=1
+            ),
+        }
+        if self.trainer is not None:
+            ids = self._ids()
+            found["seconds_per_step"] = self.trainer.advance(lambda: (ids[:, :-1], ids[:, 1:]))["seconds"]
+        return found
+
+    def _ids(self) -> Tensor:
+        shape = self.job.options.trainer.batch_size, self.n_token + 1
+        return torch.randint(self.model.config.vocab_size, shape)

@@ -1,0 +1,52 @@
+"""Attention maps of every variant on the same words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rehead import checkpoint
+from rehead.data import split
+from rehead.measure.attention_maps import attention_maps
+from rehead.model import GPT
+from rehead.study.grid import Job
+from rehead.study.work import load
+from rehead.tokenizer import Tokenizer
+from rehead.training.start import read_text
+
+TOKENS = 24
+"""Of the validation text, its first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps:
+    """A text's tokens, and for every layer the weights (H, L, L) and the window, if it has one."""
+
+    tokens: list[str]
+    weights: list[Tensor]
+    windows: list[int | None]
+
+
+def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
+    """By variant, of the first job of each; a model without attention has none."""
+    found: dict[str, Maps] = {}
+    tokenizer, tokens = read_text(jobs[0].options, jobs[0].folder, checkpoint.resolve(jobs[0].model))
+    data = jobs[0].options.data
+    text = tokenizer.decode(
+        [int(token) for token in split(tokens.ids, data.block_size, data.val_fraction).val[:TOKENS]]
+    )
+    for job in jobs:
+        if job.variant in found:
+            continue
+        model = load(job)
+        if not isinstance(model, GPT):
+            continue
+        own = Tokenizer.load(checkpoint.resolve(job.model))
+        ids = torch.from_numpy(own.encode(text)).long()[: model.config.block_size]
+        found[job.variant] = Maps(
+            tokens=[own.decode([int(token)]) for token in ids],
+            weights=attention_maps(model, ids),
+            windows=[layer.window for layer in model.config.attention],
+        )
+    return found

@@ -1,0 +1,110 @@
+"""Several jobs at once, each in a process of its own with its share of the threads."""
+
+import multiprocessing
+import os
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from rehead.errors import Interrupted, ReheadError, ResourceError
+from rehead.study.grid import Job
+from rehead.study.preset import Preset
+from rehead.study.work import work
+from rehead.training.interrupt import stop_signals
+
+Record = dict[str, Any]
+TURN = 0.2
+"""Seconds between two looks at whether a signal has come."""
+
+
+def at_once(
+    jobs: Sequence[Job], preset: Preset, n_process: int, watch: Callable[[Job, Record], None]
+) -> None:
+    """`work` every job, `n_process` at a time, a parent before its children; pass their records to `watch`.
+
+    SIGINT and SIGTERM are handed on: every process saves and ends, then Interrupted is raised. The first
+    error of one stops the others in the same way and is raised here.
+    """
+    threads = max(1, torch.get_num_threads() // n_process)
+    context = multiprocessing.get_context("spawn")
+    waiting, running = list(jobs), dict[Connection, tuple[Job, BaseProcess]]()
+    failure: Exception | None = None
+    with stop_signals() as stop:
+        while running or (waiting and failure is None):
+            while failure is None and len(running) < n_process and (job := _ready(waiting, running)):
+                waiting.remove(job)
+                here, there = context.Pipe()
+                process: BaseProcess = context.Process(target=_process, args=(job, preset, threads, there))
+                process.start()
+                there.close()
+                running[here] = job, process
+            if stop.signal is not None and failure is None:
+                failure = Interrupted("stopped, with every run saved: the same command goes on.", stop.signal)
+                _stop(running)
+            for connection in wait(list(running), timeout=TURN):
+                assert isinstance(connection, Connection)
+                job, process = running[connection]
+                try:
+                    message = connection.recv()
+                except EOFError:
+                    process.join()
+                    message = None if process.exitcode == 0 else _lost(job, process.exitcode)
+                    del running[connection]
+                if isinstance(message, Exception) and failure is None:
+                    failure = message
+                    _stop(running)
+                elif isinstance(message, str):
+                    warnings.warn(f"{job.variant}: {message}", stacklevel=2)
+                elif isinstance(message, dict):
+                    watch(job, message)
+    if failure is not None:
+        raise failure
+
+
+def _ready(waiting: Sequence[Job], running: dict[Connection, tuple[Job, BaseProcess]]) -> Job | None:
+    """The first whose parent is neither waiting nor being made."""
+    busy = [*waiting, *(job for job, _ in running.values())]
+    return next((job for job in waiting if job.parent not in busy), None)
+
+
+def _stop(running: dict[Connection, tuple[Job, BaseProcess]]) -> None:
+    for _, process in running.values():
+        process.terminate()
+
+
+def _lost(job: Job, status: int | None) -> ResourceError:
+    return ResourceError(
+        f"{job.variant}: its process ended with status {status}, as when memory runs out: use fewer --jobs, then the "
+        "same command goes on."
+    )
+
+
+def _process(job: Job, preset: Preset, threads: int, out: Connection) -> None:
+    """The whole life of one process: send records and warnings as they come, and an error at the end."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *where, **more: out.send(str(message))
+        try:
+            for record in work(job, preset):
+                out.send(record)
+        except ReheadError as error:
+            out.send(error)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            out.send(error)
+    out.close()
+
+
+def _end_with_parent() -> None:
+    """Nobody is left to read what this process does, not even after SIGKILL."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

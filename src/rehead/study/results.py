@@ -1,0 +1,143 @@
+"""What a study found, in one document: every variant over its seeds, and what may be claimed of them."""
+
+import csv
+import io
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rehead.measure.environment import environment
+from rehead.study.grid import Job
+from rehead.study.preset import Preset
+from rehead.study.work import measured
+
+Record = dict[str, Any]
+PER_RUN = ("val_loss", "train_loss", "seconds_per_step", "torn_lines")
+
+
+def gather(
+    preset: Preset, jobs: Sequence[Job], costs: Mapping[str, Record], command: Sequence[str], fraction: float
+) -> Record:
+    """The document that is written as results.json and drawn as a report.
+
+    A `claim` compares a variant's validation losses with those of the question's first: `told_apart` only
+    where both have at least two seeds and no run of one lies within the runs of the other.
+    """
+    by_variant: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_variant.setdefault(job.variant, []).append(job)
+    variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
+    losses = {one["variant"]: [run["val_loss"] for run in one["runs"]] for one in variants}
+    questions = []
+    for question in preset.questions:
+        of = [name for name, several in by_variant.items() if several[0].of in question.of]
+        of.sort(key=lambda name: question.of.index(by_variant[name][0].of))
+        claims = [
+            {"variant": name, "against": of[0], **compare(losses[of[0]], losses[name])} for name in of[1:]
+        ]
+        questions.append({"ask": question.ask, "of": of, "show": list(question.show), "claims": claims})
+    return {
+        "study": preset.name,
+        "about": preset.about,
+        "command": shlex.join(command),
+        "fraction": fraction,
+        "environment": environment(),
+        "variants": variants,
+        "questions": questions,
+    }
+
+
+def compare(base: Sequence[float], other: Sequence[float]) -> Record:
+    """How much the second lies above the first, in the mean, and whether the runs allow to say so."""
+    apart = min(other) > max(base) or max(other) < min(base)
+    return {
+        "difference": sum(other) / len(other) - sum(base) / len(base),
+        "seeds": min(len(base), len(other)),
+        "told_apart": apart and min(len(base), len(other)) >= 2,
+    }
+
+
+def _variant(jobs: Sequence[Job], costs: Record) -> Record:
+    first = jobs[0]
+    runs = [
+        {
+            "seed": job.seed,
+            "folder": str(job.model),
+            "command": job.command(),
+            "steps": 0 if job.convert is not None else job.options.trainer.max_iters,
+            **measured(job),
+        }
+        for job in jobs
+    ]
+    for run in runs:
+        del run["of"]
+    return {
+        "variant": first.variant,
+        "kind": first.kind,
+        "from": None if first.parent is None else first.parent.variant,
+        "steps_before": first.steps_before,
+        "batch_tokens": first.options.trainer.batch_size
+        * first.options.trainer.grad_accumulation
+        * first.options.data.block_size,
+        "val_loss": spread([run["val_loss"] for run in runs]),
+        "train_loss": spread([run["train_loss"] for run in runs]),
+        "costs": costs,
+        "runs": runs,
+    }
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """[mean, lowest, highest]."""
+    return [sum(values) / len(values), min(values), max(values)]
+
+
+def runs_csv(document: Record) -> str:
+    """One row per run: its losses, and its variant's costs."""
+    rows = []
+    for variant in document["variants"]:
+        costs = {key: value for key, value in variant["costs"].items() if isinstance(value, int | float)}
+        times = {key: value[0] for key, value in variant["costs"].items() if isinstance(value, list)}
+        for run in variant["runs"]:
+            rows.append(
+                {
+                    "variant": variant["variant"],
+                    "kind": variant["kind"],
+                    "seed": run["seed"],
+                    "steps": run["steps"],
+                    "train_loss": run["train_loss"],
+                    "val_loss": run["val_loss"],
+                    **costs,
+                    **(variant["costs"]["memory"] or {}),
+                    **times,
+                    "folder": run["folder"],
+                    "command": run["command"],
+                }
+            )
+    return _csv(rows)
+
+
+def curves_csv(document: Record) -> str:
+    """One row per evaluation: variant, seed, step, train_loss, val_loss."""
+    return _csv(
+        {
+            "variant": variant["variant"],
+            "seed": run["seed"],
+            "step": step,
+            "train_loss": train,
+            "val_loss": val,
+        }
+        for variant in document["variants"]
+        for run in variant["runs"]
+        for step, train, val in run["curve"]
+    )
+
+
+def _csv(rows: Any) -> str:
+    rows = list(rows)
+    file = io.StringIO()
+    writer = csv.DictWriter(
+        file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()

@@ -1,0 +1,65 @@
+"""A study from beginning to end: its jobs, one after another or several at once, then the document."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rehead.data.files import write_whole
+from rehead.study.costs import costs
+from rehead.study.grid import Job
+from rehead.study.parallel import at_once
+from rehead.study.preset import Preset
+from rehead.study.results import curves_csv, gather, runs_csv
+from rehead.study.work import is_done, work
+
+Record = dict[str, Any]
+Watch = Callable[[Job, Record], None]
+
+
+def study(
+    preset: Preset,
+    jobs: Sequence[Job],
+    watch: Watch,
+    *,
+    command: Sequence[str],
+    n_process: int = 1,
+    fraction: float = 1.0,
+) -> Record:
+    """Do what is not done yet of `jobs`, and write results.json, runs.csv and curves.csv beside them.
+
+    `watch` is given every record of every job. Returns what results.json holds. Stopped anywhere and
+    begun again, it finishes the rest.
+    """
+    open_jobs = [job for job in jobs if not is_done(job, preset)]
+    if n_process > 1 and len(open_jobs) > 1:
+        at_once(open_jobs, preset, n_process, watch)
+    else:
+        for job in open_jobs:
+            for record in work(job, preset):
+                watch(job, record)
+    document = gather(preset, jobs, _costs(jobs), command, fraction)
+    place = jobs[0].place
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    for name, content in (
+        ("results.json", text),
+        ("runs.csv", runs_csv(document)),
+        ("curves.csv", curves_csv(document)),
+    ):
+        write_whole(place / name, [content.encode()])
+    return document
+
+
+def _costs(jobs: Sequence[Job]) -> dict[str, Record]:
+    """Of every variant's first job; measured again only where one of them is another."""
+    first = list({job.variant: job for job in reversed(jobs)}.values())[::-1]
+    file = jobs[0].place / "costs.json"
+    told = [job.description() for job in first]
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        if known["of"] == told:
+            return dict(known["costs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    found = costs(first)
+    write_whole(file, [json.dumps({"of": told, "costs": found}).encode()])
+    return found

@@ -1,0 +1,149 @@
+"""One job: make the model, measure it, and write down what was found, each unless it is done."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rehead import checkpoint
+from rehead.conversion.certificate import Certificate
+from rehead.conversion.folder import convert_folder
+from rehead.data import Split, evaluation_blocks, split
+from rehead.data.files import write_whole
+from rehead.errors import InvalidInput
+from rehead.generation import stream
+from rehead.measure import evaluate
+from rehead.model import LanguageModel
+from rehead.study.grid import Job
+from rehead.study.metrics import read_metrics
+from rehead.study.preset import Preset
+from rehead.tokenizer import Tokenizer
+from rehead.training import train
+from rehead.training.run import PROMPT_TOKENS
+from rehead.training.start import choose_device, read_text
+
+Record = dict[str, Any]
+BEGUN, MEASURED = "job.json", "measured.json"
+FORMAT = 1
+"""Of measured.json; one of another format is measured anew."""
+TEMPERATURE = 0.8
+
+
+def is_done(job: Job, preset: Preset) -> bool:
+    """Whether `work` has nothing left to do."""
+    found = _read(job.folder / MEASURED)
+    return found is not None and found["of"] == _asked(job, preset)
+
+
+def measured(job: Job) -> Record:
+    """What `work` found."""
+    found = _read(job.folder / MEASURED)
+    assert found is not None
+    return found
+
+
+def work(job: Job, preset: Preset) -> Iterator[Record]:
+    """Train, convert or heal, then measure; yields the records of a training.
+
+    A training that was stopped goes on from its last checkpoint, what is whole is not made again.
+    """
+    if is_done(job, preset):
+        return
+    _begin(job)
+    if job.convert is None:
+        yield from train(job.options)
+    elif not job.model.exists():
+        assert job.parent is not None
+        method = job.convert.get("method")
+        convert_folder(job.parent.model, job.model, job.wish, method=method, allow_loss=True, seed=job.seed)
+    found = {"of": _asked(job, preset), **_measure(job, preset)}
+    write_whole(job.folder / MEASURED, [json.dumps(found).encode()])
+
+
+def load(job: Job) -> LanguageModel:
+    """The model a job made, where it was trained."""
+    return checkpoint.load(job.model, device=choose_device(job.options.trainer.device))
+
+
+def _begin(job: Job) -> None:
+    """Note what the folder is for; refuse one whose model was made of something else."""
+    told = job.description()
+    begun = _read(job.folder / BEGUN)
+    for key in ("from", "convert", "heal"):
+        if begun is not None and begun[key] != told[key]:
+            raise InvalidInput(
+                f"{job.folder} was made of another model or in another way than {job.variant!r} is now: remove it, "
+                "or choose another system.work_dir."
+            )
+    write_whole(job.folder / BEGUN, [json.dumps(told, indent=1).encode()])
+
+
+def _read(file: Path) -> Record | None:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _asked(job: Job, preset: Preset) -> Record:
+    return {
+        "format": FORMAT,
+        "job": job.description(),
+        "prompt": preset.prompt,
+        "new_tokens": preset.new_tokens,
+    }
+
+
+def _measure(job: Job, preset: Preset) -> Record:
+    model = load(job)
+    tokenizer = Tokenizer.load(checkpoint.resolve(job.model))
+    texts = _texts(job)
+    found = read_metrics(job.folder / "metrics.jsonl")
+    losses = found.losses[-1][1:] if found.losses else _losses(job, model, texts)
+    return {
+        "train_loss": losses[0],
+        "val_loss": losses[1],
+        "curve": [(step + job.steps_before, *both) for step, *both in found.losses],
+        "seconds_per_step": found.seconds_per_step,
+        "torn_lines": found.torn,
+        "sample": _sample(model, tokenizer, preset, texts),
+        "certificate": _certificate(job),
+    }
+
+
+def _texts(job: Job) -> Split:
+    _, tokens = read_text(job.options, job.folder, checkpoint.resolve(job.model))
+    return split(tokens.ids, job.options.data.block_size, job.options.data.val_fraction)
+
+
+def _losses(job: Job, model: LanguageModel, texts: Split) -> tuple[float, float]:
+    """As a training evaluates, on the same blocks, for what was not trained."""
+    size, trainer = job.options.data.block_size, job.options.trainer
+    train_loss, val_loss = (
+        evaluate(
+            model, evaluation_blocks(ids, size, trainer.batch_size, trainer.batch_size * trainer.eval_batches)
+        )[0]
+        for ids in texts
+    )
+    return train_loss, val_loss
+
+
+def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: Split) -> str:
+    """What follows the preset's prompt or, where the text has other letters, the validation text's beginning."""
+    prompt = [int(token) for token in texts.val[:PROMPT_TOKENS]]
+    if preset.prompt is not None:
+        with suppress(InvalidInput):
+            prompt = tokenizer.encode(preset.prompt).tolist()
+    tokens = stream(model, [torch.tensor(prompt)], preset.new_tokens, TEMPERATURE, seed=0)
+    return tokenizer.decode([*prompt, *(int(token) for token in tokens)])
+
+
+def _certificate(job: Job) -> Record | None:
+    """What a conversion says it kept."""
+    if job.convert is None:
+        return None
+    found = Certificate.read(job.model)
+    return {"exact": found.exact, "kl": found.logits["kl"], "loss": found.loss}

@@ -1,0 +1,187 @@
+"""From a preset and flags to jobs: lists, seeds, variants made from variants, and what is refused."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rehead.cli import main
+from rehead.config import flags
+from rehead.errors import ConfigError, InvalidInput
+from rehead.study import Preset, jobs
+
+TABLE = {"about": "x", "run": {"trainer": {"max_iters": 60, "warmup_iters": 5}}}
+
+
+def preset(**more):
+    return Preset.of("p", {**TABLE, **more})
+
+
+def names(found):
+    return [job.variant for job in found]
+
+
+def test_a_list_is_a_variant_each_and_seeds_repeat_them():
+    found = jobs(preset(), ["model.n_kv_head=[1,2,3]", "model.rope=[true,false]", "system.seed=[7,8]"])
+    assert names(found[:6]) == names(found[6:])
+    assert names(found[:2]) == ["n_kv_head=1, rope=true", "n_kv_head=1, rope=false"]
+    assert [job.seed for job in found] == [7] * 6 + [8] * 6
+    assert found[3].options.model.n_kv_head == 2
+    assert found[3].options.model.rope is False
+    assert len({job.folder for job in found}) == 12
+    assert found[0].folder == Path("runs/p/n_kv_head=1-rope=true/seed-7")
+
+
+def test_lists_may_hold_names_and_lists():
+    found = jobs(preset(), ["model.score=[scaled_dot, additive]"])
+    assert [job.options.model.score for job in found] == ["scaled_dot", "additive"]
+    found = jobs(preset(), ["model.layers=[[{window: 4}, {}], [{window: 8}]]", "model.n_layer=2"])
+    assert [job.options.model.layers for job in found] == [[{"window": 4}, {}], [{"window": 8}]]
+    one = {"a": {"model": {"layers": [{"window": 4}, {}]}}, "b": {"model": {"n_kv_head": [1, 2]}}}
+    assert names(jobs(preset(variants=one), [])) == ["a", "b, n_kv_head=1", "b, n_kv_head=2"]
+
+
+STAGES = {
+    "Base": {"model": {"n_kv_head": 2}, "trainer": {"learning_rate": [0.1, 0.2]}},
+    "Longer": {"from": "Base", "data": {"block_size": 256}, "trainer": {"max_iters": 20}},
+    "Latent": {"from": "Base", "convert": {"to": "mla", "kv_fraction": 0.25, "method": "svd"}},
+    "Healed": {"from": "Latent", "heal": True, "trainer": {"max_iters": 10}},
+    "Further": {"from": "Healed", "trainer": {"max_iters": 6}},
+}
+
+
+def test_variants_follow_from_variants():
+    found = {job.variant: job for job in jobs(preset(variants=STAGES), ["trainer.batch_size=3"])}
+    assert len(found) == 10
+    base, longer, latent, healed, further = (found[f"{name}, learning_rate=0.2"] for name in STAGES)
+    assert [one.parent for one in (base, longer, latent, healed, further)] == [
+        None,
+        base,
+        base,
+        latent,
+        healed,
+    ]
+    assert longer.options.model.pretrained_folder == str(base.folder)
+    assert (longer.options.model.n_kv_head, longer.options.trainer.learning_rate) == (2, 0.2)
+    assert (longer.options.data.block_size, longer.options.trainer.max_iters) == (256, 20)
+    assert latent.model == latent.folder / "model"
+    assert healed.options.model.folder == str(latent.model)
+    assert healed.options.trainer.teacher == str(base.model)
+    assert (healed.options.trainer.schedule, healed.options.trainer.learning_rate) == ("cosine", 1e-4)
+    assert further.options.model.folder == str(healed.folder)
+    assert further.options.trainer.teacher is None
+    assert [one.steps_before for one in (base, longer, latent, healed, further)] == [0, 60, 60, 60, 70]
+    assert [one.kind for one in (base, latent, healed)] == ["trained", "converted", "healed"]
+    assert {job.options.trainer.batch_size for job in found.values()} == {3}
+
+
+def test_the_users_flags_go_before_a_variants_own():
+    found = jobs(preset(variants=STAGES), ["trainer.max_iters=8", "trainer.learning_rate=0.3"])
+    assert names(found) == list(STAGES)
+    assert {job.options.trainer.max_iters for job in found} == {8}
+    assert {job.options.trainer.learning_rate for job in found} == {0.3}
+
+
+def test_a_fraction_shortens_every_training():
+    found = {job.variant: job for job in jobs(preset(variants=STAGES), ["trainer.learning_rate=1e-3"], 0.25)}
+    steps = {name: job.options.trainer.max_iters for name, job in found.items() if job.convert is None}
+    assert steps == {"Base": 15, "Longer": 5, "Healed": 3, "Further": 2}
+    assert found["Base"].options.trainer.warmup_iters == 2
+    assert found["Further"].steps_before == 15 + 3
+
+
+def test_commands_say_all_of_a_job():
+    found = {job.variant: job for job in jobs(preset(variants=STAGES), ["trainer.learning_rate=1e-3"])}
+    for name in ("Base", "Longer", "Healed"):
+        words = shlex.split(found[name].command())
+        told = flags.read(words[2:])
+        told.trainer.resume = True
+        assert words[:2] == ["rehead", "train"]
+        assert told == found[name].options
+    assert shlex.split(found["Latent"].command()) == [
+        "rehead", "convert", "runs/p/base/seed-3407", "runs/p/latent/seed-3407/model", "--allow-loss",
+        "--to=mla", "--kv-fraction=0.25", "--method=svd",
+    ]  # fmt: skip
+
+
+BAD = [
+    ({"variants": {"a": {"model": {"n_kv_head": 4}}}}, ConfigError, ["a:", "n_kv_head=4", "[1, 2, 3, 6]"]),
+    ({"variants": {"a": {"modle": {}}}}, InvalidInput, ["'modle'", "'model'"]),
+    ({"variants": {"a": {}, "b": {"from": "c"}}}, InvalidInput, ["'c'", "above", "Known: a"]),
+    ({"variants": {"a": {}, "b": {"convert": {"to": "mla"}}}}, InvalidInput, ["from:"]),
+    ({"variants": {"a": {}, "b": {"from": "a", "convert": {"too": "mla"}}}}, InvalidInput, ["'too'", "'to'"]),
+    (
+        {"variants": {"a": {}, "b": {"from": "a", "convert": {"to": "mlaa"}}}},
+        ConfigError,
+        ["b:", "mlaa", "mla"],
+    ),
+    ({"variants": {"a": {}, "b": {"from": "a", "convert": {"to": "gqa"}}}}, ConfigError, ["--n-kv-head"]),
+    (
+        {"variants": {"a": {}, "b": {"from": "a", "convert": {"to": "mla", "method": "best"}}}},
+        ConfigError,
+        ["'best'", "whitened"],
+    ),
+    ({"variants": {"a": {}, "b": {"from": "a", "heal": True}}}, ConfigError, ["b:", "conversion"]),
+    (
+        {
+            "variants": {"a": {}, "b": {"from": "a", "convert": {}, "trainer": {}}},
+            "run": {"data": {"val_fraction": 0}},
+        },
+        ConfigError,
+        ["val_fraction"],
+    ),
+    ({"variants": {"a": {}, "b": {"from": "a", "heal": True, "convert": {}}}}, InvalidInput, ["of its own"]),
+    ({"variants": {"a b": {}, "a-b": {}}}, ConfigError, ["a-b", "apart"]),
+    ({"variants": {"a": {"model": {"ropee": True}}}}, ConfigError, ["a:", "ropee", "rope"]),
+    ({"questions": [{"ask": "x", "show": ["losses"]}]}, InvalidInput, ["'losses'", "'loss'"]),
+    ({"variants": {"a": {}}, "questions": [{"ask": "x", "of": ["b"]}]}, InvalidInput, ["'b'"]),
+    ({"variants": {"a": {}}, "questions": [{"of": ["a"]}]}, InvalidInput, ["ask is missing"]),
+    ({"run": {"modle": {}}}, InvalidInput, ["modle"]),
+    ({"run": {"model": 5}}, InvalidInput, ["model=5", "dict"]),
+    ({"prompt": 5}, InvalidInput, ["prompt=5", "str"]),
+    ({"variants": {"a": [1]}}, InvalidInput, ["a:", "table"]),
+    ({}, ConfigError, ["one variant", "n_kv_head=[1,2,3]"]),
+]
+
+
+@pytest.mark.parametrize(("table", "kind", "named"), BAD, ids=[" ".join(row[2]) for row in BAD])
+def test_what_is_wrong_is_said_before_anything_is_trained(table, kind, named):
+    with pytest.raises(kind) as error:
+        jobs(preset(**table), [])
+    assert all(word in str(error.value) for word in named), error.value
+
+
+@pytest.mark.parametrize("name", ["demo", "homework", "frontier"])
+def test_shipped_presets(name):
+    found = Preset.read(name)
+    assert len(jobs(found, [])) >= len(found.variants)
+    assert all(question.of for question in found.questions)
+
+
+def test_homework_asks_what_the_homework_asks():
+    found = {job.variant: job.options for job in jobs(Preset.read("homework"), ["system.seed=1"])}
+    steps = {name: (options.data.block_size, options.trainer.max_iters) for name, options in found.items()}
+    assert steps["Absolute"] == steps["Rotary"] == (128, 600)
+    for name in ("Absolute", "Rotary"):
+        assert (steps[f"{name} at 128"], steps[f"{name} to 256"]) == ((128, 400), (256, 200))
+    heads = {options.model.n_kv_head for options in found.values()}
+    assert heads == {None, 1, 2, 3}
+    assert found["Rotary, 3 KV heads"].model.rope
+    assert {options.trainer.batch_size for options in found.values()} == {64}
+
+
+def test_mistakes_on_the_command_line(here, capsys):
+    for words, status, named in (
+        (["--preset", "hommework"], 3, ["hommework", "'homework'"]),
+        (["--preset", "input.txt"], 3, ["input.txt: ", "table"]),
+        (["--preset", "grid"], 2, ["n_kv_head=[1,2,3]"]),
+        (["--preset", "grid", "model.n_kv_head=[1,2"], 2, ["model.n_kv_head=[1,2"]),
+        (["--preset", "grid", "model.n_kv_head=[]"], 2, ["empty"]),
+        (["--preset", "grid", "model.nkv_head=[1,2]"], 2, ["model.nkv_head=1", "n_kv_head"]),
+        (["--fraction", "0"], 2, ["fraction=0.0", "above 0"]),
+        (["--jobs", "0"], 2, ["--jobs 0"]),
+    ):
+        assert main(["study", *words]) == status, words
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+        assert all(word in said for word in named), said

@@ -1,0 +1,299 @@
+"""A study from its command to its files: resumed, killed, in parallel, and what its numbers are."""
+
+import csv
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from rehead import checkpoint
+from rehead.cli import main
+from rehead.study import Preset, jobs
+from rehead.study.metrics import MOST_POINTS, read_metrics, thin
+from rehead.study.results import compare
+
+TINY = ["study", "--preset", "tiny.yaml"]
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def losses(folder):
+    """All that may not depend on how often a study was stopped."""
+    return [
+        [one["variant"], run["seed"], run["val_loss"], run["train_loss"], run["curve"], run["sample"]]
+        for one in results(folder)["variants"]
+        for run in one["runs"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """A study that was never stopped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        torch.set_default_dtype(torch.float32)
+        assert main([*TINY, "system.work_dir=whole"]) == 0
+    return place / "whole"
+
+
+def test_a_study_leaves_everything_in_its_folder(whole):
+    held = {entry.name for entry in whole.iterdir() if entry.is_file()}
+    assert held == {
+        "results.json", "runs.csv", "curves.csv", "costs.json", "report.html",
+        "1-loss.png", "1-memory.png", "1-speed.png", "2-frontier.png",
+    }  # fmt: skip
+    found = results(whole)
+    assert [one["variant"] for one in found["variants"]] == [
+        "Two heads",
+        "One head",
+        "Longer",
+        "Latent",
+        "Healed",
+    ]
+    assert [[run["seed"] for run in one["runs"]] for one in found["variants"]] == [[3, 4]] * 5
+    assert found["command"] == "rehead study --preset tiny.yaml system.work_dir=whole"
+
+
+def test_numbers_are_those_of_the_models(whole, here):
+    for one in results(whole)["variants"]:
+        costs = one["costs"]
+        assert costs["parameters"] == costs["parameters_counted"]
+        assert costs["cache_bytes"] == costs["cache_bytes_held"]
+        assert costs["input_lengths"] == {"cached": [1] * 8, "uncached": [1, 2, 3, 4, 5, 6, 7, 8]}
+        low, middle, high = (costs["tokens_per_second_cached"][index] for index in (1, 0, 2))
+        assert 0 < low <= middle <= high
+        assert ("seconds_per_step" in costs) == (one["kind"] != "converted") == (costs["memory"] is not None)
+        for run in one["runs"]:
+            assert run["sample"].startswith("O God")
+            assert len(run["sample"]) == 10
+            line = (
+                (Path(run["folder"]) / "metrics.jsonl").read_text().splitlines()[-1] if run["steps"] else None
+            )
+            if line:
+                assert run["val_loss"] == json.loads(line)["val_loss"]
+    two, one_head, longer, latent, healed = results(whole)["variants"]
+    assert one_head["costs"]["kv_bytes_per_token"] * 2 == two["costs"]["kv_bytes_per_token"]
+    assert (longer["costs"]["context"], longer["steps_before"]) == (24, 4)
+    assert [point[0] for point in longer["runs"][0]["curve"]] == [4, 6, 7]
+    assert latent["runs"][0]["certificate"]["kl"] > 0
+    assert latent["costs"]["kv_bytes_per_token"] * 4 == two["costs"]["kv_bytes_per_token"]
+    assert (healed["from"], healed["kind"], latent["kind"]) == ("Latent", "healed", "converted")
+
+
+def test_what_is_converted_is_measured_as_what_is_trained(whole, here):
+    """The loss of a conversion is evaluated on the blocks of its source's trainings."""
+    from rehead.study import work
+
+    job = next(
+        job for job in jobs(Preset.read("tiny.yaml"), ["system.work_dir=whole"]) if job.variant == "Two heads"
+    )
+    trained = work.measured(job)
+    model, texts = work.load(job), work._texts(job)
+    assert work._losses(job, model, texts) == (trained["train_loss"], trained["val_loss"])
+
+
+def test_commands_make_the_same_models(whole, here):
+    """The command shown for each, run by itself in an empty folder."""
+    shown = {one["variant"]: one["runs"][0]["command"] for one in results(whole)["variants"]}
+    Path("again").mkdir()
+    for name in ("Two heads", "Longer", "Latent", "Healed"):
+        assert main(shlex.split(shown[name].replace("whole/", "again/"))[1:]) == 0, shown[name]
+    for name in ("longer/seed-3", "healed/seed-3", "latent/seed-3/model"):
+        one, other = (checkpoint.load(Path(place) / name).state_dict() for place in ("whole", "again"))
+        assert all(torch.equal(weight, other[key]) for key, weight in one.items())
+    shutil.rmtree("again")
+
+
+def stamps(folder):
+    """When anything below was last written."""
+    files = [*folder.rglob("measured.json"), *folder.rglob("metrics.jsonl"), folder / "costs.json"]
+    return {file: file.stat().st_mtime_ns for file in files}
+
+
+def test_what_is_done_is_not_done_again(whole, here, monkeypatch):
+    before = stamps(whole)
+    monkeypatch.setattr("rehead.study.work.train", lambda options: 1 / 0)
+    monkeypatch.setattr("rehead.study.run.costs", lambda jobs: 1 / 0)
+    assert main([*TINY, "system.work_dir=whole"]) == 0
+    assert stamps(whole) == before
+
+
+def test_a_seed_more_trains_only_that_one(whole, here):
+    shutil.copytree(whole, "more")
+    before = stamps(here / "more")
+    flags = ["system.work_dir=more", "system.seed=[3,4,5]"]
+    assert main([*TINY, *flags]) == 0
+    after = stamps(here / "more")
+    assert {file: after[file] for file in before if file.name != "costs.json"} == {
+        file: stamp for file, stamp in before.items() if file.name != "costs.json"
+    }
+    assert sum("seed-5" in str(file) for file in after) == 5 + 4
+    shutil.rmtree("more")
+
+
+def test_another_parent_is_another_child(whole, here, capsys):
+    """A run that goes on changes what was made of it; that is said and not silently mixed."""
+    shutil.copytree(whole, "other")
+    assert main([*TINY, "system.work_dir=other", "trainer.learning_rate=1e-3"]) == 3
+    assert "made of another model" in capsys.readouterr().err
+    shutil.rmtree("other")
+
+
+def killed_when(file, lines, words):
+    """Run `words` in a process of its own, SIGKILL it once `file` has that many lines; whether it was."""
+    child = os.fork()
+    if not child:
+        os.closerange(1, 3)
+        os._exit(main(words))
+    try:
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if file.exists() and len(file.read_bytes().splitlines()) >= lines:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return True
+            time.sleep(0.002)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_anywhere_it_finishes_the_rest_and_repeats_nothing(whole, here):
+    words = [*TINY, "system.work_dir=killed"]
+    places = [
+        ("two-heads/seed-3/metrics.jsonl", 3),
+        ("one-head/seed-3/metrics.jsonl", 1),
+        ("longer/seed-3/job.json", 1),
+        ("latent/seed-3/job.json", 1),
+        ("healed/seed-3/metrics.jsonl", 2),
+        ("longer/seed-4/metrics.jsonl", 4),
+        ("costs.json", 1),
+    ]
+    done = {}
+    for name, lines in places:
+        assert killed_when(Path("killed") / name, lines, words), f"{name} was not seen"
+        now = {file: file.stat().st_mtime_ns for file in Path("killed").rglob("measured.json")}
+        assert {file: now[file] for file in done} == done
+        done = now
+    assert main(words) == 0
+    assert losses(Path("killed")) == losses(whole)
+    for file in Path("killed").rglob("metrics.jsonl"):
+        steps = [json.loads(line).get("step") for line in file.read_text().splitlines() if '"loss"' in line]
+        assert steps == list(range(1, len(steps) + 1)), file
+    shutil.rmtree("killed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_several_at_once_and_killed(whole, here):
+    """SIGKILL of the parent takes its processes along; the rest is done by the next; SIGINT saves."""
+    command = [sys.executable, "-m", "rehead", *TINY, "--jobs", "2", "system.work_dir=both"]
+    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not list(Path("both").rglob("metrics.jsonl")):
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    time.sleep(0.5)
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not Path("both/one-head/seed-3/measured.json").exists() and running.poll() is None:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate()[1]
+    assert running.returncode == 130, said
+    assert "the same command goes on" in said.splitlines()[-1]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert losses(Path("both")) == losses(whole)
+    shutil.rmtree("both")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_no_step_and_one_step_give_a_report(here, steps):
+    common = Path("tiny.yaml").read_text().partition("variants:")[0]
+    Path("few.yaml").write_text(common + "variants: {Two heads: {}, One head: {model: {n_kv_head: 1}}}")
+    flags = ["system.seed=1", f"trainer.max_iters={steps}", f"system.work_dir=few{steps}"]
+    assert main(["study", "--preset", "few.yaml", *flags]) == 0
+    curve = results(Path(f"few{steps}"))["variants"][0]["runs"][0]["curve"]
+    assert [point[0] for point in curve] == list(range(steps + 1))
+    assert "<h1>" in Path(f"few{steps}/report.html").read_text()
+
+
+def test_a_torn_line_is_left_out_and_counted(tmp_path):
+    lines = [
+        {"event": "start", "step": 0},
+        {"step": 0, "train_loss": 3.5, "val_loss": 3.0},
+        {"step": 1, "loss": 2.5, "seconds": 0.5},
+        {"step": 2, "loss": 2.5, "seconds": 0.7},
+        {"step": 2, "train_loss": 2.5, "val_loss": 2.0},
+        {"event": "end", "step": 2, "train_loss": 2.5, "val_loss": 2.0},
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
+    found = read_metrics(file)
+    assert (found.losses, found.torn) == ([(0, 3.5, 3.0), (2, 2.5, 2.0)], 1)
+    assert found.seconds_per_step == pytest.approx(0.6)
+    assert read_metrics(tmp_path / "nowhere").losses == []
+
+
+def test_a_million_steps_are_thinned(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with file.open("w") as out:
+        out.writelines(
+            f'{{"step": {step}, "train_loss": 1.0, "val_loss": {step}}}\n' for step in range(1_000_001)
+        )
+    found = read_metrics(file).losses
+    steps = [step for step, _, _ in found]
+    assert (len(steps), steps[0], steps[-1]) == (MOST_POINTS, 0, 1_000_000)
+    assert max(later - step for step, later in pairwise(steps)) <= 1002
+    assert thin([1, 2, 3], 3) == [1, 2, 3]
+    assert thin([1, 2, 3, 4], 2) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "apart"),
+    [
+        ([1.0, 1.1], [1.2, 1.3], True),
+        ([1.2, 1.3], [1.0, 1.1], True),
+        ([1.0, 1.2], [1.1, 1.3], False),
+        ([1.0, 1.3], [1.1, 1.2], False),
+        ([1.0], [2.0], False),
+        ([1.0, 1.1], [2.0], False),
+        ([1.0, 1.1], [1.1, 1.2], False),
+    ],
+)
+def test_a_difference_is_claimed_over_seeds_that_do_not_overlap(base, other, apart):
+    assert compare(base, other)["told_apart"] is apart
+
+
+def test_a_prompt_of_other_letters_is_the_texts_beginning(here):
+    """Not an error after an hour of training."""
+    common = Path("tiny.yaml").read_text().partition("variants:")[0] + "variants: {A: {}}\nprompt: 漢字\n"
+    Path("other.yaml").write_text(common)
+    assert (
+        main(["study", "--preset", "other.yaml", "system.seed=1", "trainer.max_iters=1", "system.work_dir=o"])
+        == 0
+    )
+    text = Path("input.txt").read_text()
+    begin = text[int(0.9 * len(text)) :][:8]
+    assert results(Path("o"))["variants"][0]["runs"][0]["sample"].startswith(begin)
+
+
+def test_csv_has_a_row_per_run_and_per_evaluation(whole):
+    rows = list(csv.DictReader((whole / "runs.csv").read_text().splitlines()))
+    assert len(rows) == 10
+    found = results(whole)["variants"]
+    assert float(rows[0]["val_loss"]) == found[0]["runs"][0]["val_loss"]
+    assert {row["peak"] for row in rows if row["variant"] == "Latent"} == {""}
+    curves = list(csv.DictReader((whole / "curves.csv").read_text().splitlines()))
+    assert len(curves) == sum(len(run["curve"]) for one in found for run in one["runs"])
