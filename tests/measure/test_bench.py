@@ -16,6 +16,7 @@ from rehead.measure import cache_bytes, parameters, roofline
 from rehead.measure.bench import Arm, Case, Times, bench
 from rehead.measure.roofline import Roofline, matmul_rate, read_rate
 from rehead.model import build
+from rehead.model.step import is_watched
 from rehead.report.bench import present
 
 CPU = torch.device("cpu")
@@ -44,7 +45,27 @@ def test_the_uncached_arm_is_uncached(model, machine):
     assert case.cache_bytes_predicted == case.cache_bytes_held == cache_bytes(model.config, 9, 3, dtype)
     held = parameters(model.config) * dtype.itemsize + case.cache_bytes_held
     assert held < case.peak_bytes < held + 3 * 5 * 5000 * dtype.itemsize
-    assert not any(one._forward_pre_hooks for one in model.modules())
+    assert "hidden" not in vars(model)
+
+
+def test_what_is_timed_decodes_as_generation_does(machine, monkeypatch):
+    """No hook slows it down, and with a cache only the prompt goes through the whole model."""
+    watched, whole = [], []
+    real = module.stream
+
+    def stream(model, *given, **named):
+        watched.append(is_watched(model))
+        tokens = real(model, *given, **named)
+        yield next(tokens)
+        hidden = model.hidden
+        model.hidden = lambda ids, *more, **named: whole.append(ids.shape[1]) or hidden(ids, *more, **named)
+        yield from tokens
+        model.hidden = hidden
+
+    monkeypatch.setattr(module, "stream", stream)
+    bench(gpt(), prompt_length=5, new_tokens=4, rounds=1)
+    assert watched == [False] * len(watched)
+    assert whole == [6, 6, 7, 8]  # the short uncached run, and the timed one
 
 
 def test_both_arms_take_turns_and_each_round_measures_the_machine(monkeypatch):
@@ -77,6 +98,17 @@ def test_times_and_shares_from_a_clock_of_our_own(machine, monkeypatch):
     assert case.decode_share.least == pytest.approx(steps[0] / 1.5)
     reads = module.decode_bytes(model.config, 0, dtype=torch.float64) / 8e3
     assert case.prefill_share.most == pytest.approx(reads / 2)
+
+
+def test_shares_of_what_only_computes(monkeypatch):
+    monkeypatch.setattr(module, "read_rate", lambda n_bytes, device: 1e30)
+    monkeypatch.setattr(module, "matmul_rate", lambda dtype, device: 1e3)
+    model = gpt()
+    case = bench(model, prompt_length=5, batch_size=3, new_tokens=4, rounds=1)
+    prefill = 3 * module.prefill_flops(model.config, 5) / 1e3
+    decode = 3 * module.decode_flops(model.config, 7) / 1e3
+    assert case.prefill_share.median == pytest.approx(prefill / case.cached.prefill.median)
+    assert case.decode_share.median == pytest.approx(decode / case.cached.decode.median)
 
 
 def test_what_is_no_measurement():

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from rehead.config import ModelConfig
 from rehead.errors import ResourceError, UsageError
@@ -199,17 +200,26 @@ def _generate(
         end = time.perf_counter()
     into.prefill.append(first - start)
     into.decode.append((end - first) / (n_token - 1))
-    into.forwarded.append(sum(lengths))
+    into.forwarded.append(sum(lengths) + n_token - len(lengths))
     into.tokens.append(torch.stack(found).flatten().tolist())
 
 
 @contextmanager
 def _counted(model: LanguageModel) -> Iterator[list[int]]:
-    """The length of every input that goes through the model meanwhile."""
-    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    """The length of every text that goes through `model.hidden` meanwhile.
+
+    Not by a hook: a model that is watched decodes by a slower way. What does not come by here is a decoder's
+    single token.
+    """
     lengths: list[int] = []
-    hook = embedding.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    hidden = model.hidden
+
+    def counting(ids: Tensor, *more: Any, **named: Any) -> Tensor:
+        lengths.append(ids.shape[1])
+        return hidden(ids, *more, **named)
+
+    model.hidden = counting  # type: ignore[method-assign]
     try:
         yield lengths
     finally:
-        hook.remove()
+        del model.hidden
