@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rehead.attention.linear import Linear
+from rehead.attention.step import Product
 
 onednn = pytest.mark.skipif(
     not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="oneDNN is used on x86 only"
@@ -54,3 +55,11 @@ def test_everything_else_is_nn_linear_to_the_bit():
     assert "mkldnn::_linear_pointwise" not in operators(layer.double(), x.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer.float()(x).dtype == torch.bfloat16
+
+
+def test_decoding_joins_them_as_it_joins_others():
+    class Other(Linear):
+        pass
+
+    assert Product(Linear(4, 3), nn.Linear(4, 5)).joined is not None
+    assert Product(Linear(4, 3), Other(4, 5)).joined is None

@@ -5,6 +5,7 @@ the token stands, its turns, who is hidden from it) is made once, in a `Moment`;
 """
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rehead.attention.cache import LayerCache, Place
+from rehead.attention.linear import Linear
 from rehead.attention.mask import visible
 from rehead.attention.rope import Rotary
 
@@ -108,6 +110,11 @@ def weigh_one(
     return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
 
 
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a layer is its weight and bias and nothing else."""
+    return type(layer) in (nn.Linear, Linear)
+
+
 class Product:
     """`layers` of the same input on few rows, their outputs side by side: (B, D) to (B, N1 + N2 + ...).
 
@@ -118,7 +125,7 @@ class Product:
     def __init__(self, *layers: nn.Module) -> None:
         self.layers = layers
         self.joined: tuple[Tensor, Tensor | None] | None = None
-        plain = [layer for layer in layers if type(layer) is nn.Linear]
+        plain = [layer for layer in layers if is_plain(layer)]
         if len(plain) < len(layers):
             return
         weights, biases = [layer.weight for layer in plain], [layer.bias for layer in plain]
@@ -139,7 +146,7 @@ class Product:
         """All outputs."""
         if self.joined is not None:
             return few(x, *self.joined)
-        parts = [few(x, y.weight, y.bias) if type(y) is nn.Linear else y(x) for y in self.layers]
+        parts = [few(x, y.weight, y.bias) if is_plain(y) else y(x) for y in self.layers]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
