@@ -225,5 +225,29 @@ def test_rope_scalings(name, width, theta):
             check(sizes | {"original_max_position_embeddings": 1024})
 
 
+@pytest.mark.parametrize("magnitude", [1.0, 1.25])
+def test_longrope(magnitude):
+    """One list of factors, which transformers wants twice."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    factors = [1.0, 1.5, 2.25, 0.5, 3.0, 1.125]
+    said = {"short_factor": factors, "long_factor": factors, "attention_factor": magnitude}
+    lengths = {"max_position_embeddings": 64, "original_max_position_embeddings": 64}
+    config = LlamaConfig(
+        hidden_size=48,
+        num_attention_heads=4,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 500.0, **said, **lengths},
+        **lengths,
+    )
+    frequencies, theirs = ROPE_INIT_FUNCTIONS["longrope"](config, device="cpu")
+    ours = scalings["longrope"](factors=tuple(factors), attention_factor=magnitude)
+    found = RopeConfig(theta=500.0, scaling=ours).frequencies(12)
+    np.testing.assert_allclose(found, frequencies.double(), rtol=2e-6)
+    assert ours.magnitude == theirs == magnitude
+    other = scalings["longrope"](factors=(*factors[:-1], 1.2))
+    assert not np.allclose(RopeConfig(theta=500.0, scaling=other).frequencies(12), frequencies, rtol=1e-3)
+
+
 def test_every_scaling_has_parity():
-    assert {name.split(",")[0] for name in SCALINGS} == set(scalings)
+    assert {name.split(",")[0] for name in SCALINGS} | {"longrope"} == set(scalings)
