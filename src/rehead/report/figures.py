@@ -37,7 +37,9 @@ class Figures:
                             look=self.looks[one["variant"]], faint=faint,
                         )
                     )  # fmt: skip
-        notes = ["Lines: validation loss. Dotted: training loss, without dropout, on as many fixed blocks."]
+        notes = [
+            "Lines: validation loss. Dotted: training loss, without dropout, on as many blocks. Step 0 is left out."
+        ]
         if any(len(one["runs"]) > 1 for one in variants):
             notes.append("Of several seeds the line is the mean, the band from the lowest to the highest.")
         if any(one["steps_before"] for one in variants):
@@ -167,9 +169,11 @@ def frontier(variants: Sequence[Record]) -> list[str]:
 
 
 def _over_seeds(runs: Sequence[Record], key: int) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Steps all runs were evaluated at, and the mean, lowest and highest value there."""
+    """Steps all runs were evaluated at, 0 left out, and the mean, lowest and highest value there."""
     by_step = [{point[0]: point[key] for point in run["curve"] if point[key] is not None} for run in runs]
     steps = sorted(set(by_step[0]).intersection(*by_step[1:])) if by_step else []
+    if len(steps) > 2 and steps[0] == 0:
+        del steps[0]  # far above all others, which could not be told apart beside it
     values = [[one[step] for one in by_step] for step in steps]
     return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 

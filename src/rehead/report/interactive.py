@@ -9,6 +9,8 @@ from rehead.report.chart import Chart, Series
 from rehead.report.text import harmless
 
 Table = dict[str, Any]
+PATTERNS = {"solid": "", "dash": "/", "dashdot": "x", "dot": "."}
+"""Of bars, where colours come again."""
 BAR, ROW = 22, 30
 """Heights in pixels, of a bar and of a row of text."""
 
@@ -116,7 +118,11 @@ def _bar(series: Series) -> list[Table]:
         "offsetgroup": "pale" if series.pale else "full",
         "x": finite(series.x),
         "y": [plain(label) for label in series.y],
-        "marker": {"color": colour, "opacity": 0.45 if series.pale else 1},
+        "marker": {
+            "color": colour,
+            "opacity": 0.45 if series.pale else 1,
+            "pattern": {"shape": PATTERNS[series.look.dash]},
+        },
         "hovertemplate": f"%{{y}}<br>{name}: %{{x:,.4~g}}<extra></extra>",
     }
     if series.spans:

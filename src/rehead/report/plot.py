@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 LONGEST = 40
 """Characters of a name; more would leave no room for the picture."""
 STYLES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":"}
+HATCHES = {"solid": "", "dash": "//", "dashdot": "xx", "dot": ".."}
 MARKERS = {"circle": "o", "diamond": "D", "star": "*"}
 
 
@@ -85,7 +86,10 @@ def _bars(axes: "Axes", chart: Chart, *, named: bool) -> None:
     for series in chart.series:
         shift = (shades.index(series.pale) - (len(shades) - 1) / 2) * thick
         places = [names.index(str(name)) + shift for name in series.y]
-        axes.barh(places, series.x, thick, color=series.look.colour, alpha=0.45 if series.pale else 1)
+        axes.barh(
+            places, series.x, thick, color=series.look.colour, alpha=0.45 if series.pale else 1,
+            hatch=HATCHES[series.look.dash], edgecolor="white", linewidth=0,
+        )  # fmt: skip
         if series.spans:
             axes.hlines(places, series.low, series.high, color="#444444", linewidth=1.2)
     axes.set_yticks(range(len(names)), [_text(name) for name in names] if named else [""] * len(names))
