@@ -14,7 +14,9 @@ from rehead.data import Batch
 from rehead.errors import NumericError
 from rehead.measure import memory
 from rehead.model import LanguageModel
+from rehead.model.gpt import GPT
 from rehead.training.allocator import keep_freed_memory
+from rehead.training.loss import LOGITS, cross_entropy
 from rehead.training.optimizer import build_optimizer, learning_rate
 
 
@@ -77,6 +79,9 @@ class Trainer:
         device = self.model.device
         low = self.options.dtype == "bfloat16"
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
+            if self._in_parts(inputs):
+                hidden, n_token = self.model.hidden(inputs.to(device)), self.model.config.vocab_size
+                return cross_entropy(self.model.head, hidden, targets.to(device), n_token)
             logits = self._forward(inputs.to(device))
             wanted = None if self.teacher is None else self._teach(inputs.to(device))
         rows = logits.flatten(0, 1).float()
@@ -86,6 +91,11 @@ class Trainer:
         share = self.options.distillation
         divergence = F.kl_div(rows.log_softmax(-1), wanted, log_target=True, reduction="batchmean")
         return share * divergence + (1 - share) * loss
+
+    def _in_parts(self, inputs: Tensor) -> bool:
+        """Whether there are too many logits to hold at once, and nothing else needs them."""
+        plain = self.teacher is None and not self.options.compile and isinstance(self.model, GPT)
+        return plain and inputs.numel() * self.model.config.vocab_size > LOGITS
 
     @torch.no_grad()
     def _teach(self, inputs: Tensor) -> Tensor:
