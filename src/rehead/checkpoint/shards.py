@@ -5,7 +5,6 @@ A header that the format allows and no writer makes (holes, duplicates, absurd s
 
 import json
 import math
-import mmap
 import os
 import re
 import stat
@@ -31,7 +30,6 @@ LARGEST_HEADER = 16 * 2**20
 MOST_TENSORS = 100_000
 PICKLES = (".bin", ".pt", ".pth")
 LARGEST_INDEX = 16 * 2**20
-MUCH = 2**20
 BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull`, or download the file itself",
     b"<!doctype html": "a web page: download the file itself",
@@ -81,7 +79,7 @@ class Shards:
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
         entry = self._readable(name)
-        tensor = _room(entry.n_bytes).view(entry.dtype).view(entry.shape)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
         rest = bytes_of(tensor)
         offset = entry.offset
         try:
@@ -147,13 +145,6 @@ class Shards:
                 f"{index}: total_size={said!r:.40}, its files hold {there:,} bytes of weights: they belong to another "
                 "index, or were changed. Download them again."
             )
-
-
-def _room(n_bytes: int) -> Tensor:
-    """Memory that goes back to the system when it is dropped, where it is much; malloc would keep it."""
-    if n_bytes < MUCH:
-        return torch.empty(n_bytes, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, n_bytes), dtype=torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -11,6 +11,7 @@ from rehead.conversion.page import PAGE, page
 from rehead.conversion.serve import Engine, for_vllm, require_vllm, to_deepseek
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel
+from rehead.model.allocator import return_freed_memory
 
 DEEPSEEK = "deepseek_v3"
 CARD = """\
@@ -45,6 +46,7 @@ def export_folder(
     every engine. Raises ConfigError naming what the class or the engine cannot say.
     """
     require_apart(source, destination)
+    return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         model, tokenizer, special = read_at(
             source,

@@ -19,6 +19,7 @@ from rehead.conversion.target import Wish
 from rehead.data import Ids, Source, source_of, split, tokenize
 from rehead.errors import InvalidInput, ReheadError, UsageError
 from rehead.model import LanguageModel
+from rehead.model.allocator import return_freed_memory
 from rehead.tokenizer import Tokenizer
 
 HELD_OUT = 0.1
@@ -53,6 +54,7 @@ def convert_folder(
     then, as after any failure, nothing is left at `destination`.
     """
     require_apart(source, destination)
+    return_freed_memory()
     with publish(destination) as aside:
         model, tokenizer, special = read_at(
             source,
