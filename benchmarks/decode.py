@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import rehead.generation
 from rehead.attention import LatentConfig
+from rehead.attention.mask import Mask
 from rehead.attention.step import Moment, attend_one
 from rehead.checkpoint import load
 from rehead.generation import generate
@@ -72,6 +73,8 @@ def cases(setting: Setting) -> Cases:
     yield from llama_shape(setting)
     for dtype in (torch.float32, torch.bfloat16):
         yield latent(setting, dtype)
+    for n_query in (32, 128, 192, 512):
+        yield crossover(setting, n_query)
 
 
 def gpt2(setting: Setting, **sizes: int) -> tuple[Any, GPT]:
@@ -265,4 +268,30 @@ def latent(setting: Setting, dtype: torch.dtype) -> Case:
         peers={"transformers DeepseekV3Attention, its cache": Arm(peer)},
         at_least={"transformers DeepseekV3Attention, its cache": 25},
         dtype=dtype,
+    )
+
+
+def crossover(setting: Setting, n_query: int) -> Case:
+    """Several new tokens after 4096 of a latent of 512: expanded beside absorbed, which fewer FLOPs choose between."""
+    n_token, device = 4096, setting.device
+    config = LatentConfig(
+        n_query_head=8, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
+    module = config.build(512).to(device).eval()
+    query = torch.randn(1, n_query, 8, 192, device=device)
+    rows = torch.randn(1, n_token + n_query, 576, device=device)
+    mask = Mask(n_query=n_query, n_key=n_token + n_query)
+
+    def way(name: str) -> Arm:
+        @torch.inference_mode()
+        def run() -> Tensor:
+            return getattr(module, name)(query, rows, mask)
+
+        return Arm(run)
+
+    taken, other = ("absorbed", "expanded") if n_query < config.absorbs_below else ("expanded", "absorbed")
+    return Case(
+        name=f"MLA, {n_query} new tokens after 4096, latent 512: {taken} (crossover {config.absorbs_below:.0f})",
+        ours=way(taken),
+        peers={other: way(other)},
     )
