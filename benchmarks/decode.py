@@ -167,6 +167,7 @@ def llama_shape(setting: Setting) -> Cases:
         num_key_value_heads=8, head_dim=64, max_position_embeddings=8192, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     theirs, ours = both(transformers.LlamaForCausalLM(config).to(dtype), setting)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(device)  # its angles were cast as well
     ids = torch.randint(4096, (batch, n_token + 1), device=device)
     remembered = [
         [torch.randn(batch, 8, n_token, 64, device=device, dtype=dtype) for _ in range(2)] for _ in range(4)

@@ -84,7 +84,8 @@ inline void gelu(float* x, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] /= 1 + std::exp(-1.5957691216f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
 }
 
-// out[i][j] = sum over k of a[i][k] b[j][k], I x J numbers: the products of a linear layer and of scores
+// out[i][j] = sum over k of a[i][k] b[j][k], I x J numbers: the products of a linear layer and of scores. Fetches what
+// the next call but one will read, for rows are short and the processor's own guess ends with each.
 template <int I, int J, class T>
 inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float out[I][J]) {
     Floats s[I][J] = {};
@@ -92,7 +93,7 @@ inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k
     for (; at + W <= k; at += W) {
         Floats row[J];
         for (int j = 0; j < J; j++) row[j] = load(b + j * ldb + at);
-        for (int j = 0; j < J; j++) __builtin_prefetch((const char*)(b + j * ldb + at) + 1024);
+        for (int j = 0; j < J; j++) __builtin_prefetch((const char*)(b + j * ldb + at) + 2 * J * ldb * sizeof(T));
         for (int i = 0; i < I; i++) {
             Floats v = load(a + i * lda + at);
             for (int j = 0; j < J; j++) s[i][j] += v * row[j];
