@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from rehead.attention import EMPTY, GroupedAttention, LatentAttention, LayerCache
+from rehead.attention.dropout import Dropout
 from rehead.attention.rope import Rotary
-from rehead.attention.step import Moment
+from rehead.attention.step import Moment, is_plain
 from rehead.model import GPT, LanguageModel
 from rehead.model.base import Decode, require_length
 from rehead.model.layers import GELU, Block, SwiGLU
@@ -34,10 +35,10 @@ def why_not(model: LanguageModel) -> str | None:
         return "its residual stream is scaled"
     if is_watched(model) or torch.is_autocast_enabled("cpu"):
         return "somebody watches its parts, or autocast is on"
-    plain = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList)
-    ours = (GPT, Block, GELU, SwiGLU, GroupedAttention, LatentAttention)
+    plain = (nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList)
+    ours = (Dropout, GPT, Block, GELU, SwiGLU, GroupedAttention, LatentAttention)
     for part in model.modules():
-        if type(part) not in (*plain, *ours):
+        if not is_plain(part) and type(part) not in (*plain, *ours):
             return f"it has a {type(part).__name__}"
         if isinstance(part, LatentAttention) and (
             part.config.rebuilds_keys or part.config.absorbs_below <= 1
