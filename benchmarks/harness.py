@@ -25,8 +25,8 @@ from rehead.measure.memory import peak_allocated
 
 SAMPLE_SECONDS = 0.05
 """A sample repeats what it times until it lasts about that long."""
-TRIES = 3
-"""Samples taken of one arm in one place, the disturbed ones included."""
+TRIES, LONG = 3, 1.0
+"""Samples taken of one arm in one place, the disturbed ones included; one of so many seconds is not taken again."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Largest difference between two ways, over the largest number; whole numbers must be equal."""
 
@@ -204,7 +204,7 @@ def _sample(run: Callable[[], Any], repeats: int, setting: Setting) -> tuple[flo
         setting.synchronise()
         wall = time.perf_counter() - start
         best = min(best, wall / repeats)
-        if not load.disturbed(wall, setting.threads):
+        if wall > LONG or not load.disturbed(wall, setting.threads):
             return wall / repeats, tried
     return best, TRIES
 
