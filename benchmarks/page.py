@@ -38,7 +38,7 @@ def page(runs: list[dict[str, Any]]) -> str:
             if ratios:
                 parts.append(_ratios(ratios))
             if growths:
-                parts.append(_growths(growths))
+                parts.append("\n" + _growths(growths))
     if not any(run["device"] == "cuda" for run in runs):
         parts.append(NO_GPU)
     return "\n".join(parts)
