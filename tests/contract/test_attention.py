@@ -629,6 +629,11 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: RopeConfig(scaling=scalings["linear"](factor=0.5)), "factor=0.5", "Use 1 or more"),
     (lambda: RopeConfig(scaling=scalings["yarn"](factor=float("nan"))), "factor=nan", "Use 1 or more"),
     (
+        lambda: grouped(head_dim=6, rope=RopeConfig(scaling=scalings["longrope"](factors=(1.0, 2.0)))),
+        "2 factors for 3 pairs",
+        "give one for each",
+    ),
+    (
         lambda: RopeConfig(scaling=scalings["yarn"](factor=2.0, beta_fast=0.0)),
         "beta_fast=0.0",
         "positive number",
