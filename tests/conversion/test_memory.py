@@ -15,7 +15,7 @@ from rehead.checkpoint.writing import write_weights
 from rehead.config import GPTConfig
 from rehead.model import skeleton
 
-WIDTH, N_LAYER, N_TOKEN = 768, 30, 16_384
+WIDTH, N_LAYER, N_TOKEN = 768, 38, 32_768
 BASE = 300 * 10**6
 RUN = """
 import sys
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder of 0.7 GB in float32 whose largest tensor has 50 MB."""
+    """A folder of 0.9 GB in float32 whose largest tensor has 100 MB."""
     layer = GroupedConfig(n_query_head=12, n_kv_head=2, head_dim=64, rope=True)
     config = GPTConfig(
         vocab_size=N_TOKEN,
