@@ -1,6 +1,6 @@
 """Time and peak memory of converting and exporting a checkpoint that is never in memory as a whole.
 
-    python benchmarks/larger_than_memory.py FOLDER [--layers 16] [--text FILE]
+    python benchmarks/larger_than_memory.py FOLDER [--layers 16]
 
 Makes a random Llama of the 1B shape (bfloat16, sharded, 2.5 GB) in FOLDER, turns its GQA into MQA and writes
 that as LlamaForCausalLM, each in a process of its own; prints what each took.
@@ -8,7 +8,6 @@ that as LlamaForCausalLM, each in a process of its own; prints what each took.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -25,6 +24,15 @@ from rehead.model import skeleton
 
 SHARD = 10**9
 BASE = 300 * 10**6
+RUN = """
+import sys
+from pathlib import Path
+from rehead.cli import main
+code = main(sys.argv[1:])
+lines = Path("/proc/self/status").read_text().splitlines()
+print(code, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
+"""
+"""Not ru_maxrss, which begins with that of the process it was forked from."""
 
 
 def llama(n_layer: int) -> GPTConfig:
@@ -80,11 +88,13 @@ def make(folder: Path, config: GPTConfig) -> int:
 def measured(*arguments: str) -> dict[str, float]:
     """Wall time and peak resident memory of one command."""
     begin = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-m", "rehead", *arguments], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        raise SystemExit(f"rehead {' '.join(arguments)} failed: {status}")
-    return {"seconds": time.perf_counter() - begin, "peak_rss_bytes": usage.ru_maxrss * 1024}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )
+    code, peak = map(int, done.stdout.split()[-2:])
+    if code:
+        raise SystemExit(f"rehead {' '.join(arguments)} failed: {code}")
+    return {"seconds": time.perf_counter() - begin, "peak_rss_bytes": peak}
 
 
 def main() -> None:

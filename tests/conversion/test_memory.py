@@ -66,6 +66,7 @@ def llama(tmp_path_factory):
     return folder, max(shape.numel() * 4 for shape in shapes.values())
 
 
+@pytest.mark.timeout(600)  # reads a gigabyte a few times, on a machine that may be busy
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_peak_memory(command, llama, tmp_path):
     folder, largest = llama
