@@ -139,7 +139,7 @@ class Shards:
                 raise InvalidInput(f"{index}: {name!r:.100} is not in {file}.")
         facts = table.get("metadata")
         said = facts.get("total_size") if isinstance(facts, dict) else None
-        there = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.entries.values())
+        there = sum(entry.n_bytes for entry in self.entries.values())
         if said is not None and said != there:
             raise InvalidInput(
                 f"{index}: total_size={said!r:.40}, its files hold {there:,} bytes of weights: they belong to another "
