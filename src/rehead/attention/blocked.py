@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rehead.attention.dropout import STEPS, draw, threshold
+from rehead.attention.dropout import STEPS, WHOLE, draw, threshold
 
 BLOCK = 1 << 18
 """Weights computed at a time, at least those of one sequence: 1 MB in float32."""
@@ -46,7 +46,7 @@ class _Blocked(torch.autograd.Function):
         pdrop: float,
     ) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
-        group, dropped = query.shape[2] // key.shape[2], threshold(pdrop)
+        group, dropped, whole = query.shape[2] // key.shape[2], threshold(pdrop), WHOLE[exact.itemsize]
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         rows = len(query) * key.shape[2], group * query.shape[1], key.shape[1]
         kept, hidden = torch.empty(rows, dtype=exact), _Hidden(mask, key.shape[2], group, exact)
@@ -56,7 +56,8 @@ class _Blocked(torch.autograd.Function):
             added, blind = hidden.of(some)
             scores = torch.baddbmm(added, q, k.transpose(1, 2), alpha=scale)
             scores = torch.softmax(scores, dim=-1)
-            torch.copysign(scores, (draw(scores.shape) - dropped).to(exact), out=weights)
+            signs = (draw(scores.shape) - dropped).to(whole).bitwise_and_(torch.iinfo(whole).min)
+            torch.bitwise_or(scores.view(whole), signs, out=weights.view(whole))
             if blind is not None:
                 weights.masked_fill_(blind, 0.0)
             gathered = torch.bmm(weights.clamp_min(0.0), v).mul_(STEPS / (STEPS - dropped))

@@ -17,10 +17,29 @@ class Linear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "... C"]) -> Float[Tensor, "... D"]:
         """x W^T + b."""
-        learns = self.training and torch.is_grad_enabled() and self.weight.requires_grad
-        if learns and input.dtype == self.weight.dtype == torch.float32 and _has_onednn(input):
+        if self.learns_from(input):
             return _Product.apply(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias)
+
+    def learns_from(self, input: Float[Tensor, "... C"]) -> bool:
+        """True where oneDNN computes the product."""
+        learns = self.training and torch.is_grad_enabled() and self.weight.requires_grad
+        return learns and input.dtype == self.weight.dtype == torch.float32 and _has_onednn(input)
+
+
+def together(input: Float[Tensor, "... C"], *layers: nn.Linear) -> tuple[Float[Tensor, "... _"], ...]:
+    """What each layer makes of `input`; in training by one product, whose gradients are one product each, too."""
+    if not all(_joins(layer, input) for layer in layers) or len({layer.bias is None for layer in layers}) > 1:
+        return tuple(layer(input) for layer in layers)
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return _Product.apply(input, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+
+
+def _joins(layer: nn.Linear, x: Tensor) -> bool:
+    """True where nobody sees that the layer itself is not called."""
+    watched = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    return type(layer) is Linear and not watched and layer.learns_from(x)
 
 
 def _has_onednn(x: Tensor) -> bool:
@@ -45,5 +64,5 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         to_x = _product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
-        to_bias = rows.new_ones(1, len(rows)).mm(rows)[0] if ctx.has_bias else None
+        to_bias = rows.sum(0) if ctx.has_bias else None
         return to_x, rows.t() @ x.reshape(-1, x.shape[-1]), to_bias
