@@ -13,9 +13,10 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-pthread")
-LINK = ("-shared", "-pthread")
-"""Apart from compiling: linking with -ffast-math would make the whole process flush small numbers to zero."""
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-fopenmp")
+LINK = ("-shared",)
+"""Apart from compiling: linking with -ffast-math would make the whole process flush small numbers to zero, and with
+-fopenmp would bring a second OpenMP; PyTorch's own threads are used, so that no others wait for the same cores."""
 TIMEOUT_SECONDS = 300
 
 
@@ -30,11 +31,9 @@ def library() -> ctypes.CDLL | NoKernel:
         loaded = ctypes.CDLL(str(_built()))
     except (NoKernel, OSError) as problem:
         return NoKernel(str(problem))
-    loaded.team.restype = ctypes.c_void_p
-    loaded.team.argtypes = [ctypes.c_int64]
-    loaded.dismiss.argtypes = [ctypes.c_void_p]
     loaded.op_size.restype = ctypes.c_int64
-    loaded.step.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] + [ctypes.c_void_p] * 2 + [ctypes.c_int64]
+    loaded.step.argtypes = [ctypes.c_void_p, ctypes.c_int64] + [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
+    loaded.step.restype = None
     return loaded
 
 

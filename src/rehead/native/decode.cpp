@@ -4,21 +4,24 @@
 // its token goes to cache row position % n_row, and sees min(position + 1, n_row) rows. No mask, no copy, no allocation.
 // Built by native.py with any C++20 compiler; vectors are the compiler's own, so it runs wherever one is.
 
-#include <atomic>
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>
+#include <omp.h>
 
 namespace {
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Integers __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 constexpr int64_t W = 16;     // numbers in a vector
 constexpr int64_t TILE = 64;  // keys whose scores are held at once
+constexpr int64_t AHEAD = 8192;  // bytes, at the least, by which reading memory runs ahead
 
 struct Bfloat16 { uint16_t bits; };
 
@@ -32,6 +35,37 @@ inline void store(Bfloat16* p, float x) {
     p->bits = x != x ? 0x7fc0 : uint16_t((w + 0x7fff + ((w >> 16) & 1)) >> 16);
 }
 inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
+
+// Number i of the result is the sum of v[i]: sixteen sums for little more than the price of five.
+#if defined(__AVX512F__) && defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SUMS_TOGETHER
+template <int D> inline Floats halve(Floats a, Floats b) {  // blocks of 2 D numbers to D of them, a's beside b's
+#define LOW(i) ((i) & D ? W + (i) - D : (i))
+#define HIGH(i) ((i) & D ? W + (i) : (i) + D)
+#define ALL(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+    return __builtin_shufflevector(a, b, ALL(LOW)) + __builtin_shufflevector(a, b, ALL(HIGH));
+}
+inline Floats sums(Floats v[W]) {
+    for (int i = 0; i < 8; i++) v[i] = halve<8>(v[i], v[i + 8]);
+    for (int i = 0; i < 4; i++) v[i] = halve<4>(v[i], v[i + 4]);
+    for (int i = 0; i < 2; i++) v[i] = halve<2>(v[i], v[i + 2]);
+    return halve<1>(v[0], v[1]);
+}
+#endif
+#endif
+
+// e^x within some 1e-7 of it; 1e-38 where that is less. 2^n times a polynomial on half a power of two either way.
+inline Floats exponential(Floats x) {
+    x = x < -87.0f ? Floats{} - 87.0f : x > 88.0f ? Floats{} + 88.0f : x;
+    Floats scaled = x * 1.44269504f;
+    Integers n = __builtin_convertvector(scaled < 0 ? scaled - 0.5f : scaled + 0.5f, Integers);
+    Floats whole = __builtin_convertvector(n, Floats), r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Floats p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
+                1.6666665459e-1f) * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * (Floats)((n + 127) << 23);
+}
+inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
 enum Kind : int64_t { EMBED, NORM, LINEAR, SPREAD, TURN, KEEP, ATTEND, GATE };
 enum Act : int64_t { NONE, GELU };
@@ -80,31 +114,41 @@ template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t
 }
 
 // x sigmoid(2 u), which is x (1 + tanh u) / 2: GELU's tanh form
+inline Floats gelu(Floats x) { return x / (1 + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
 inline void gelu(float* x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) x[i] /= 1 + std::exp(-1.5957691216f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
+    int64_t i = 0;
+    for (; i + W <= n; i += W) *(Floats*)(x + i) = gelu(load(x + i));
+    for (; i < n; i++) x[i] = gelu(Floats{} + x[i])[0];
 }
 
-// out[i][j] = sum over k of a[i][k] b[j][k], I x J numbers: the products of a linear layer and of scores. Fetches what
-// the next call but one will read, for rows are short and the processor's own guess ends with each.
+// out[i][j] = sum over k of a[i][k] b[j][k], I x J numbers: the products of a linear layer and of scores. Rows of b follow
+// one another in memory; what comes AHEAD of them or two calls later is fetched into the second cache meanwhile, in the
+// order of the addresses: the processor's own guess ends with each row.
 template <int I, int J, class T>
 inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float out[I][J]) {
     Floats s[I][J] = {};
+    const char* later = (const char*)b + std::max(AHEAD, int64_t(2 * J * sizeof(T)) * ldb);
     int64_t at = 0;
     for (; at + W <= k; at += W) {
         Floats row[J];
         for (int j = 0; j < J; j++) row[j] = load(b + j * ldb + at);
-        for (int j = 0; j < J; j++) __builtin_prefetch((const char*)(b + j * ldb + at) + 2 * J * ldb * sizeof(T));
+        for (int line = 0; line < J * W * int(sizeof(T)); line += 64) __builtin_prefetch(later + line, 0, 2);
+        later += J * W * sizeof(T);
         for (int i = 0; i < I; i++) {
             Floats v = load(a + i * lda + at);
             for (int j = 0; j < J; j++) s[i][j] += v * row[j];
         }
     }
-    for (int i = 0; i < I; i++)
-        for (int j = 0; j < J; j++) {
-            float rest = 0;
-            for (int64_t t = at; t < k; t++) rest += a[i * lda + t] * number(b[j * ldb + t]);
-            out[i][j] = sum(s[i][j]) + rest;
-        }
+#ifdef SUMS_TOGETHER
+    if constexpr (I * J == W) {
+        *(Floats*)out = sums(s[0]);
+    } else
+#endif
+        for (int i = 0; i < I; i++)
+            for (int j = 0; j < J; j++) out[i][j] = sum(s[i][j]);
+    for (; at < k; at++)
+        for (int i = 0; i < I; i++)
+            for (int j = 0; j < J; j++) out[i][j] += a[i * lda + at] * number(b[j * ldb + at]);
 }
 
 // y[b][h][n] (+)= act(sum over k of x[b][h][k] w[h / group][n][k] + bias[h / group][n]); act not with +=
@@ -124,7 +168,7 @@ template <class T> void linear(const Op& op, const Call& call, int64_t id, int64
     for (int64_t h = 0; h < op.heads; h++) {
         const T* w = (const T*)op.w + h / op.group * op.w_head;
         const T* bias = op.b ? (const T*)op.b + h / op.group * op.rows : nullptr;  // rows: of a head's biases
-        Share mine = op.heads > 1 ? Share{0, h % n == id ? op.n : 0} : share(op.n, 4, id, n);
+        Share mine = op.heads > 1 ? Share{0, h % n == id ? op.n : 0} : share(op.n, W, id, n);
         for (int64_t j = mine.from; j < mine.to;) {
             bool four = j + 4 <= mine.to;
             for (int64_t b = 0; b < call.batch;) {
@@ -188,6 +232,7 @@ template <int I, class T>
 inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, const T* value, int64_t ldv, int64_t count,
                  int64_t width, int64_t n_value, float scale, float* top, float* total, float* y, int64_t y_head) {
     float p[I][TILE];
+    for (int i = 0; i < I; i++) std::fill(p[i], p[i] + TILE, -INFINITY);
     for (int64_t s = 0; s < count;) {
         if (s + 4 <= count) {
             float out[I][4];
@@ -203,9 +248,14 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
     }
     for (int i = 0; i < I; i++) {
         float high = top[i];
-        for (int64_t s = 0; s < count; s++) high = std::max(high, p[i][s]);
-        float shrink = std::exp(top[i] - high), more = 0;
-        for (int64_t s = 0; s < count; s++) more += p[i][s] = std::exp(p[i][s] - high);
+        for (int64_t s = 0; s < TILE; s++) high = std::max(high, p[i][s]);
+        float shrink = std::exp(top[i] - high);
+        Floats each{};
+        for (int64_t s = 0; s < TILE; s += W) {
+            Floats some = exponential(load(p[i] + s) - high);
+            *(Floats*)(p[i] + s) = some, each += some;
+        }
+        float more = sum(each);
         if (shrink != 1) for (int64_t v = 0; v < n_value; v++) y[i * y_head + v] *= shrink;
         top[i] = high, total[i] = total[i] * shrink + more;
     }
@@ -215,6 +265,8 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
         for (int i = 0; i < I; i++) a[i][0] = load(y + i * y_head + v), a[i][1] = load(y + i * y_head + v + W);
         for (int64_t s = 0; s < count; s++) {
             Floats one = load(value + s * ldv + v), two = load(value + s * ldv + v + W);
+            for (int line = 0; line < 2 * W * int(sizeof(T)); line += 64)  // of the tile after this one
+                __builtin_prefetch((const char*)(value + (s + TILE) * ldv + v) + line, 0, 2);
             for (int i = 0; i < I; i++) a[i][0] += p[i][s] * one, a[i][1] += p[i][s] * two;
         }
         for (int i = 0; i < I; i++) *(Floats*)(y + i * y_head + v) = a[i][0], *(Floats*)(y + i * y_head + v + W) = a[i][1];
@@ -265,7 +317,9 @@ void gate(const Op& op, const Call& call, int64_t id, int64_t n) {  // y = silu(
         Share mine = share(op.n, W, id, n);
         const float* up = op.x + b * op.x_row;
         float* y = op.y + b * op.y_row;
-        for (int64_t i = mine.from; i < mine.to; i++) y[i] = y[i] / (1 + std::exp(-y[i])) * up[i];
+        int64_t i = mine.from;
+        for (; i + W <= mine.to; i += W) *(Floats*)(y + i) = silu(load(y + i)) * load(up + i);
+        for (; i < mine.to; i++) y[i] = silu(Floats{} + y[i])[0] * up[i];
     }
 }
 
@@ -282,41 +336,10 @@ template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t 
     }
 }
 
-// Threads that wait between calls and, for a moment only, by turning round.
-class Team {
+// Where the threads of a call meet: all pass when the last has come.
+class Barrier {
   public:
-    explicit Team(int64_t n) : n(n) {
-        for (int64_t id = 1; id < n; id++) threads.emplace_back([this, id] { serve(id); });
-    }
-    ~Team() {
-        ops = nullptr;
-        turn.fetch_add(1), turn.notify_all();
-        for (auto& thread : threads) thread.join();
-    }
-    void run(const Op* given, int64_t count, const Call& asked) {
-        ops = given, n_op = count, call = asked;
-        turn.fetch_add(1, std::memory_order_release), turn.notify_all();
-        work(0);
-    }
-
-  private:
-    void serve(int64_t id) {
-        for (int64_t seen = 0;;) {
-            for (int spin = 0; spin < 20000 && turn.load(std::memory_order_acquire) == seen; spin++) pause();
-            turn.wait(seen, std::memory_order_acquire);
-            seen++;
-            if (!ops) return;
-            work(id);
-        }
-    }
-    void work(int64_t id) {
-        for (int64_t i = 0; i < n_op; i++) {
-            if (ops[i].half) one<Bfloat16>(ops[i], call, id, n);
-            else one<float>(ops[i], call, id, n);
-            if (ops[i].sync) meet();
-        }
-    }
-    void meet() {
+    void meet(int64_t n) {
         if (n == 1) return;
         int64_t round = rounds.load(std::memory_order_acquire);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
@@ -325,27 +348,33 @@ class Team {
             return;
         }
         for (int spin = 0; rounds.load(std::memory_order_acquire) == round; spin++)
-            if (spin < 2000) pause(); else std::this_thread::yield();
+            if (spin < 20000) pause(); else std::this_thread::yield();
     }
+
+  private:
     static void pause() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
     }
-    int64_t n, n_op = 0;
-    const Op* ops = nullptr;
-    Call call{};
-    std::atomic<int64_t> turn{0}, arrived{0}, rounds{0};
-    std::vector<std::thread> threads;
+    std::atomic<int64_t> arrived{0}, rounds{0};
 };
 
 }  // namespace
 
 extern "C" {
-void* team(int64_t n) { return new Team(n); }
-void dismiss(void* team) { delete (Team*)team; }
 int64_t op_size() { return sizeof(Op); }
-void step(void* team, const Op* ops, int64_t n_op, const int64_t* ids, const int64_t* positions, int64_t batch) {
-    ((Team*)team)->run(ops, n_op, {ids, positions, batch});
+void step(const Op* ops, int64_t n_op, const int64_t* ids, const int64_t* positions, int64_t batch, int64_t n_thread) {
+    Call call{ids, positions, batch};
+    Barrier barrier;
+#pragma omp parallel num_threads(n_thread)
+    {
+        int64_t id = omp_get_thread_num(), n = omp_get_num_threads();
+        for (int64_t i = 0; i < n_op; i++) {
+            if (ops[i].half) one<Bfloat16>(ops[i], call, id, n);
+            else one<float>(ops[i], call, id, n);
+            if (ops[i].sync) barrier.meet(n);
+        }
+    }
 }
 }

@@ -52,7 +52,7 @@ class Program:
         if isinstance(loaded, NoKernel):
             raise loaded
         assert loaded.op_size() == ctypes.sizeof(Op)
-        self._library, self._team = loaded, loaded.team(n_thread)
+        self._library, self._n_thread = loaded, n_thread
         self._ops: list[Op] = []
         self._held: list[Tensor] = []
         self._array: Any = None
@@ -80,9 +80,5 @@ class Program:
         if self._array is None:
             self._array = (Op * len(self._ops))(*self._ops)
         self._library.step(
-            self._team, self._array, len(self._ops), ids.data_ptr(), positions.data_ptr(), self.batch
+            self._array, len(self._ops), ids.data_ptr(), positions.data_ptr(), self.batch, self._n_thread
         )
-
-    def __del__(self) -> None:
-        if hasattr(self, "_team"):
-            self._library.dismiss(self._team)
