@@ -41,7 +41,7 @@ check: $(STAMP)
 
 # Ours beside others, into docs/benchmarks.md; ARGS="decode --threads 1" for less, --peers FOLDER for more.
 bench: $(STAMP)
-	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0 $(BIN)/python benchmarks $(ARGS)
+	$(BIN)/python benchmarks $(ARGS)
 
 bench-gpu: $(STAMP)
 	$(BIN)/python benchmarks --device cuda $(ARGS)

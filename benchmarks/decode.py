@@ -11,12 +11,11 @@ import torch.nn.functional as F
 import transformers
 from harness import Arm, Case, Cases, Setting
 from torch import Tensor
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import rehead.generation
 from rehead.attention import LatentConfig
 from rehead.attention.mask import Mask
-from rehead.attention.step import Moment, attend_one
+from rehead.attention.step import attend_one
 from rehead.checkpoint import load
 from rehead.generation import generate
 from rehead.model import GPT
@@ -57,9 +56,9 @@ def cases(setting: Setting) -> Cases:
     theirs, ours = gpt2(setting, n_positions=1024)
     ids = torch.randint(50257, (1, 192), device=setting.device)
     yield Case(
-        name="GPT-2 small, 32 tokens after 192, the prompt's included",
-        ours=Arm(lambda: generate(ours, ids, 32, 0)),
-        peers={DYNAMIC: Arm(greedy(theirs, ids, 32)), ALONE: Arm(alone(lambda: generate(ours, ids, 32, 0)))},
+        name="GPT-2 small, 128 tokens after 128, the prompt's included",
+        ours=Arm(lambda: generate(ours, ids[:, :128], 128, 0)),
+        peers={DYNAMIC: Arm(greedy(theirs, ids[:, :128], 128))},
         at_least={DYNAMIC: 2},
     )
     weights = [weight for name, weight in ours.named_parameters() if "embed" not in name]
@@ -230,43 +229,37 @@ def forget(cache: Any, n_token: int) -> None:
 
 
 def latent(setting: Setting, dtype: torch.dtype) -> Case:
-    """One layer of DeepSeek's attention: 32 heads, a latent of 512 and 64 rotated, context 4096."""
+    """One layer of DeepSeek's attention: 32 heads, a latent of 512 and 64 rotated, context 4096.
+
+    A model of that layer and hardly anything else on both sides, as only whole models are decoded natively.
+    """
     n_token, width, device = 4096, 2048, setting.device
     config = transformers.DeepseekV3Config(
         hidden_size=width, num_attention_heads=32, num_key_value_heads=32, kv_lora_rank=512, q_lora_rank=None,
         qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, rope_interleave=False,
-        max_position_embeddings=8192,
+        max_position_embeddings=8192, num_hidden_layers=1, first_k_dense_replace=1, intermediate_size=64,
+        vocab_size=64, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    config._attn_implementation = "sdpa"
-    theirs = deepseek.DeepseekV3Attention(config, 0).to(dtype).to(device).eval()
-    ours = LatentConfig(
-        n_query_head=32, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-    ).build(width)
-    ours.load_state_dict(theirs.state_dict())
-    ours.to(dtype).to(device).eval()
-    x = torch.randn(1, 1, width, device=device, dtype=dtype)
+    theirs, ours = both(transformers.DeepseekV3ForCausalLM(config).to(dtype), setting)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(device)  # its angles were cast as well
+    ids = torch.randint(64, (1, n_token), device=device)
     rows = torch.randn(1, n_token, 576, device=device, dtype=dtype)
-    cache = ours.config.cache(1, n_token + 1, dtype, device)
-    cache.append(latent=rows)
+    cache = ours.new_cache(1, n_token + 1)
+    cache[0].append(latent=rows)
     past = transformers.DynamicCache()
     past.update(rows[:, None, :, :512], rows[:, None, :, 512:], 0)
-    turns = deepseek.DeepseekV3RotaryEmbedding(config)(x, torch.full((1, 1), n_token, device=device))
-    step = ours.step()
+    where = torch.full((1, 1), n_token, device=device)
 
-    @torch.inference_mode()
-    def run() -> Tensor:
-        cache.length = n_token
-        return step(x[:, 0], cache, Moment(cache))
-
-    @torch.inference_mode()
+    @torch.no_grad()
     def peer() -> Tensor:
         forget(past, n_token)
-        return theirs(x, turns, None, past)[0][:, 0]
+        return theirs(ids[:, -1:], position_ids=where, past_key_values=past).logits[:, -1]
 
+    run = one_token(ours, ids, cache)
     return Case(
         name="one MLA layer, 32 heads, latent 512 + 64, context 4096",
         ours=Arm(run),
-        peers={"transformers DeepseekV3Attention, its cache": Arm(peer)},
+        peers={"transformers DeepseekV3Attention, its cache": Arm(peer), ALONE: Arm(alone(run))},
         at_least={"transformers DeepseekV3Attention, its cache": 25},
         dtype=dtype,
     )

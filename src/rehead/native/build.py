@@ -32,7 +32,8 @@ def library() -> ctypes.CDLL | NoKernel:
     except (NoKernel, OSError) as problem:
         return NoKernel(str(problem))
     loaded.op_size.restype = ctypes.c_int64
-    loaded.step.argtypes = [ctypes.c_void_p, ctypes.c_int64] + [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    loaded.step.argtypes = [pointer, number, pointer, pointer, number, number]
     loaded.step.restype = None
     return loaded
 
