@@ -13,7 +13,7 @@ from harness import Arm, Case, Cases, Setting
 from torch import Tensor
 
 import rehead.generation
-from rehead.attention import LatentConfig
+from rehead.attention import LatentConfig, kernels
 from rehead.attention.mask import Mask
 from rehead.attention.step import attend_one
 from rehead.checkpoint import load
@@ -74,6 +74,9 @@ def cases(setting: Setting) -> Cases:
         yield latent(setting, dtype)
     for n_query in (32, 128, 192, 512):
         yield crossover(setting, n_query)
+    for dtype in (torch.float32, torch.bfloat16):
+        for n_query in (4, 8, 16, 64):
+            yield few(setting, n_query, dtype)
 
 
 def gpt2(setting: Setting, **sizes: int) -> tuple[Any, GPT]:
@@ -288,4 +291,26 @@ def crossover(setting: Setting, n_query: int) -> Case:
         name=f"MLA, {n_query} new tokens after 4096, latent 512: {taken} (crossover {config.absorbs_below:.0f})",
         ours=way(taken),
         peers={other: way(other)},
+    )
+
+
+def few(setting: Setting, n_query: int, dtype: torch.dtype) -> Case:
+    """Several new tokens after 4096 of 32 query and 8 KV heads: folded beside what longer chunks take."""
+    n_key, device = 4096 + n_query, setting.device
+    query = torch.randn(1, n_query, 32, 64, device=device, dtype=dtype)
+    key, value = (torch.randn(1, 8, n_key, 64, device=device, dtype=dtype).transpose(1, 2) for _ in range(2))
+    mask = Mask(n_query=n_query, n_key=n_key)
+    ways = {
+        "folded": lambda: kernels.folded(query, key, value, mask),
+        "in two parts": lambda: kernels.continued(query, key, value),
+        "SDPA with a mask": lambda: kernels.sdpa(query, key, value, mask),
+    }
+    most = kernels.FEW_QUERIES.get(dtype, kernels.FEW_QUERIES_ELSE)
+    taken = "folded" if n_query <= most else "in two parts"
+    ours = ways.pop(taken)
+    return Case(
+        name=f"{n_query} new tokens after 4096, 32/8 heads: {taken}",
+        ours=Arm(ours),
+        peers={name: Arm(run) for name, run in ways.items()},
+        dtype=dtype,
     )

@@ -83,11 +83,11 @@ def sample(dtype=torch.float64):
     return [torch.randn(*shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def by_definition(query, key, value, mask, pdrop):
-    """The reference under the very mask that `blocked` draws, read off values that show the weights."""
+def by_definition(query, key, value, mask, pdrop, way=blocked):
+    """The reference under the very mask that `way` draws, read off values that show the weights."""
     state = torch.get_rng_state()
     eye = torch.eye(L, dtype=query.dtype)[:, None].expand(B, -1, K, -1)
-    shown = blocked(query, key, eye, mask, scale=0.4, pdrop=pdrop).detach()  # B L H S
+    shown = way(query, key, eye, mask, scale=0.4, pdrop=pdrop).detach()  # B L H S
     torch.set_rng_state(state)
     kept = (shown != 0).unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)  # B K G L S
     weights = kernels.weights(query, key, mask, scale=0.4) * kept / (1 - pdrop)
@@ -123,6 +123,39 @@ def test_blocks_are_the_reference_with_the_same_weights_dropped(mask, pdrop, blo
     other = both_ways(lambda *a: blocked(*a, mask, scale=0.4, pdrop=pdrop + 0.25), leaves)
     with pytest.raises(AssertionError):
         check(other, results[1])
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_a_window_in_chunks_drops_weights(chunk, monkeypatch):
+    """Outputs and gradients of the reference with the same weights dropped, a quarter of those there are."""
+    monkeypatch.setattr("rehead.attention.fused.CHUNK", chunk)
+    mask = Mask(n_query=L, n_key=L, window=5)
+
+    def way(query, key, value, _mask, **options):
+        return kernels.windowed(query, key, value, mask, **options)
+
+    leaves, results = sample(), []
+    for run in (
+        lambda *a: way(*a, None, scale=0.4, pdrop=0.25),
+        lambda *a: by_definition(*a, mask.dense(), 0.25, way),
+    ):
+        torch.manual_seed(2)
+        results.append(both_ways(run, leaves))
+    check(*results, rtol=1e-12, atol=1e-12)
+    torch.manual_seed(2)
+    other = both_ways(lambda *a: way(*a, None, scale=0.4, pdrop=0.0), leaves)
+    with pytest.raises(AssertionError):
+        check(other, results[1])
+
+
+@pytest.mark.parametrize("pdrop", [0.0, 0.1])
+def test_a_window_takes_linear_memory_with_dropout_too(pdrop):
+    def peak(n):
+        leaves = [torch.randn(1, n, 2, 8, dtype=torch.float32).requires_grad_() for _ in range(3)]
+        mask = Mask(n_query=n, n_key=n, window=64)
+        return peak_allocated(lambda: kernels.attend(*leaves, mask, pdrop=pdrop).sum().backward())
+
+    assert peak(2048) < 2.15 * peak(1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -202,16 +202,19 @@ def test_attend_uses_every_kernel(monkeypatch):
         real = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _n=name, _k=real, **kw: used.append(_n) or _k(*a, **kw))
     score = Additive(width=3).build(K, H // K, E)
-    for n_query, options in ((1, {}), (16, {}), (17, {}), (1, {"pdrop": 0.5}), (17, {"score": score})):
+    for n_query, options in ((1, {}), (8, {}), (9, {}), (1, {"pdrop": 0.5}), (9, {"score": score})):
         call = sample(L=n_query, S=n_query)
         kernels.attend(*call, Mask(n_query=n_query, n_key=n_query), **options)
-    assert used == ["folded", "folded", "sdpa", "blocked", "reference"]
+    for n_query in (16, 17):
+        call = [t.bfloat16() for t in sample(L=n_query, S=n_query)]
+        kernels.attend(*call, Mask(n_query=n_query, n_key=n_query))
+    assert used == ["folded", "folded", "sdpa", "blocked", "reference", "folded", "sdpa"]
     used.clear()
     for n_query, n_key, window, pdrop in (
         (17, 512, 256, 0.0),
         (17, 512, 257, 0.0),
         (17, 511, 9, 0.0),
-        (16, 512, 9, 0.0),
+        (8, 512, 9, 0.0),
         (512, 512, None, 0.0),
         (17, 512, None, 0.0),
         (17, 512, 512, 0.0),
@@ -224,7 +227,7 @@ def test_attend_uses_every_kernel(monkeypatch):
             mask = Mask(n_query=17, n_key=512, key_positions=positions)
             kernels.attend(*sample(L=17, S=512), mask)
     assert used == [
-        *["windowed", "sdpa", "sdpa", "folded", "sdpa", "sdpa", "sdpa", "blocked"],
+        *["windowed", "sdpa", "sdpa", "folded", "sdpa", "sdpa", "sdpa", "windowed"],
         *["continued", "sdpa"],
     ]
 
@@ -357,3 +360,17 @@ def test_b21_dropout_of_weights(n_query, score):
     for mutant in ((0.0,), (0.5,), (p, 1 - p)):
         with pytest.raises(AssertionError):
             check(*mutant)
+
+
+def test_many_weights_are_said_to_be_slow_once(monkeypatch, caplog):
+    query, key = torch.randn(2, 5, 6, 3), torch.randn(2, 7, 2, 3)
+    kernels._slow.cache_clear()
+    monkeypatch.setattr(kernels, "MANY", 2 * 5 * 6 * 7 + 1)
+    kernels.weights(query, key)
+    assert not caplog.records
+    monkeypatch.setattr(kernels, "MANY", 2 * 5 * 6 * 7)
+    for _ in range(2):
+        kernels.weights(query, key)
+    (said,) = caplog.messages
+    assert said.startswith("slow: a learned score, or attention weights on request")
+    kernels._slow.cache_clear()

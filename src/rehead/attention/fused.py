@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from rehead.attention.blocked import blocked
 from rehead.attention.mask import Mask
 
 CHUNK = 64
@@ -52,6 +53,7 @@ def windowed(
     mask: Mask,
     *,
     scale: float | None = None,
+    pdrop: float = 0.0,
 ) -> Float[Tensor, "B L H V"]:
     """A sliding window of W in O(L W) time and memory: chunks of queries over overlapping views of the keys.
 
@@ -70,7 +72,9 @@ def windowed(
 
     def part(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rule = Mask(n_query=queries.shape[1], n_key=keys.shape[1], window=mask.window)
-        return sdpa(queries, keys, values, rule, scale=scale)
+        if pdrop and queries.device.type == "cpu":
+            return blocked(queries, keys, values, rule.dense(), scale=scale, pdrop=pdrop)
+        return sdpa(queries, keys, values, rule, scale=scale, pdrop=pdrop)
 
     parts = []
     if first:

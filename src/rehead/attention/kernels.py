@@ -1,6 +1,8 @@
 """How attention is computed. `reference` is the definition; the others must agree with it."""
 
+import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +14,23 @@ from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
 
 ScoreFunction = Callable[[Tensor, Tensor], Tensor]
-FEW_QUERIES = 16
-"""Up to this many queries per call the folded kernel is used (decoding, short chunks)."""
+FEW_QUERIES = {torch.bfloat16: 16}
+FEW_QUERIES_ELSE = 8
+"""Up to this many queries per call the folded kernel is used (decoding, short chunks); measured, docs/benchmarks.md."""
 
 LONG = 512
 """From this many keys on, windows are computed in chunks, and a chunk after its past in two parts."""
+
+MANY = 1 << 24
+"""From this many weights in one call on, computing all of them is said to be slow."""
+
+
+@cache
+def _slow() -> None:
+    """Say so, once a process."""
+    logging.getLogger("rehead").warning(
+        "slow: a learned score, or attention weights on request, take O(L^2) memory and no fused kernel"
+    )
 
 
 def _scale(scale: float | None, key: Tensor) -> float:
@@ -36,6 +50,8 @@ def weights(
     `scale` is E ** -0.5 unless given; `score` replaces the scaled dot product and does its own
     scaling. A query that sees nothing has weights 0.
     """
+    if query[..., 0].numel() * key.shape[1] >= MANY:
+        _slow()
     query = query.unflatten(2, (key.shape[2], -1))  # H -> K G
     if score is None:
         scores = torch.einsum("blkge,bske->bkgls", query, key) * _scale(scale, key)
@@ -106,13 +122,13 @@ def attend(
     """`reference`, by the fastest way there is for these arguments."""
     if score is not None:
         return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
-    if query.shape[1] <= FEW_QUERIES and pdrop == 0:
+    if pdrop == 0 and query.shape[1] <= FEW_QUERIES.get(query.dtype, FEW_QUERIES_ELSE):
         return folded(query, key, value, mask, scale=scale)
+    if mask.is_band and mask.n_key >= max(LONG, 2 * (mask.window or 0)):
+        return windowed(query, key, value, mask, scale=scale, pdrop=pdrop)
     if pdrop and query.device.type == "cpu":
         return blocked(query, key, value, mask.dense(), scale=scale, pdrop=pdrop)
-    if pdrop == 0 and mask.n_key >= LONG:
-        if mask.is_band and mask.n_key >= 2 * (mask.window or 0):
-            return windowed(query, key, value, mask, scale=scale)
-        if mask.is_causal_chunk and query.device.type == "cpu" and not torch.is_grad_enabled():
-            return continued(query, key, value, scale=scale)
+    no_gradient = pdrop == 0 and not torch.is_grad_enabled()
+    if mask.is_causal_chunk and mask.n_key >= LONG and query.device.type == "cpu" and no_gradient:
+        return continued(query, key, value, scale=scale)
     return sdpa(query, key, value, mask, scale=scale, pdrop=pdrop)
