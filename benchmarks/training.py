@@ -25,7 +25,7 @@ AT_LEAST = {"minGPT": 1.7, "nanoGPT": 1.35, "transformers GPT-2": 1.35}
 
 
 def cases(setting: Setting) -> Cases:
-    """With the homework's dropout, without, and in bfloat16."""
+    """With the homework's dropout, without; then what is not the default."""
     for dropout in (0.1, 0.0):
         model = ours(dropout, setting)
         yield Case(
@@ -36,6 +36,16 @@ def cases(setting: Setting) -> Cases:
             flops=model_flops(model),
             of_ceiling=None if dropout else 0.65,
         )
+    model = ours(0.1, setting)
+    ways = {"bfloat16": {"dtype": "bfloat16"}, "torch.compile": {"compile": True}}
+    yield Case(
+        name=f"the default, float32 and eager, {BATCH} x {BLOCK}, dropout 0.1",
+        ours=Arm(iteration(model, setting), lambda: logits(model, setting)),
+        peers={
+            f"rehead with {name}": Arm(iteration(model, setting, **options), lambda: logits(model, setting))
+            for name, options in ways.items()
+        },
+    )
 
 
 def ours(dropout: float, setting: Setting) -> LanguageModel:
