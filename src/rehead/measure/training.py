@@ -1,6 +1,7 @@
 """What one training step holds in memory, named apart."""
 
 import warnings
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,40 +9,41 @@ from torch.optim import Optimizer
 
 from rehead.model import LanguageModel
 
-NAMES = {
-    "Parameter": "weights",
-    "Gradient": "gradients",
-    "Optstate": "optimizer",
-    "Activation": "activations",
-}
+AT_PEAK = {"weights": "Parameter", "gradients": "Gradient", "optimizer": "Optstate", "peak": "Total"}
 
 
 def step_memory(model: LanguageModel, optimizer: Optimizer, ids: Tensor) -> dict[str, int]:
-    """Bytes of tensors at the fullest moment of a training step on `ids` (B, L + 1): `peak`, and of what.
+    """Bytes of tensors in a training step on `ids` (B, L + 1): `peak`, at its fullest moment, and what of.
 
-    `weights`, `gradients`, `optimizer` (its moments), `activations` (kept for the backward pass) and
-    `temporary`, everything else; they add up to `peak`. The numbers are those of the allocated tensors
-    on any device, without the interpreter's and torch's own. The step is taken, the weights change.
+    `weights`, `gradients` and `optimizer` (its moments) as they are then; `activations`, what the forward pass
+    has kept when it ends, of which the backward pass may have freed a part before that moment. The numbers are
+    those of the allocated tensors on any device, without the interpreter's and torch's own. The step is taken,
+    the weights change.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     inputs, targets = ids[:, :-1].to(model.device), ids[:, 1:].to(model.device)
 
-    def step() -> None:
+    def step(forward_ends: Callable[[], None]) -> None:
         optimizer.zero_grad(set_to_none=True)
-        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        forward_ends()
+        loss.backward()
         optimizer.step()
 
     model.train()
-    step()  # so that the optimizer has its moments
+    step(lambda: None)  # so that the optimizer has its moments
     tracker = MemTracker()
     tracker.track_external(model, optimizer, inputs, targets)
+    kept: list[int] = []
+
+    def snapshot(of: str) -> dict[str, int]:
+        found = tracker.get_tracker_snapshot(of)[model.device]
+        return {str(getattr(key, "value", key)): size for key, size in found.items()}
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with tracker:
-            step()
-    snapshot = tracker.get_tracker_snapshot("peak")[model.device]
-    found = {str(getattr(key, "value", key)): size for key, size in snapshot.items()}
-    sizes = {ours: found.pop(theirs, 0) for theirs, ours in NAMES.items()}
-    peak = found.pop("Total")
-    return {**sizes, "temporary": sum(found.values()), "peak": peak}
+            step(lambda: kept.append(snapshot("current")["Activation"]))
+    peak = snapshot("peak")
+    return {ours: peak.get(theirs, 0) for ours, theirs in AT_PEAK.items()} | {"activations": kept[0]}
