@@ -305,8 +305,7 @@ def few(setting: Setting, n_query: int, dtype: torch.dtype) -> Case:
         "in two parts": lambda: kernels.continued(query, key, value),
         "SDPA with a mask": lambda: kernels.sdpa(query, key, value, mask),
     }
-    most = kernels.FEW_QUERIES.get(dtype, kernels.FEW_QUERIES_ELSE)
-    taken = "folded" if n_query <= most else "in two parts"
+    taken = "folded" if n_query <= kernels.FEW_QUERIES[dtype] else "in two parts"
     ours = ways.pop(taken)
     return Case(
         name=f"{n_query} new tokens after 4096, 32/8 heads: {taken}",

@@ -372,5 +372,5 @@ def test_many_weights_are_said_to_be_slow_once(monkeypatch, caplog):
     for _ in range(2):
         kernels.weights(query, key)
     (said,) = caplog.messages
-    assert said.startswith("slow: a learned score, or attention weights on request")
+    assert said.startswith("slow: 420 attention weights and more in one call")
     kernels._slow.cache_clear()

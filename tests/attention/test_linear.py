@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rehead.attention.linear import Linear, together
+from rehead.attention.linear import Linear
 from rehead.attention.step import Product
 
 onednn = pytest.mark.skipif(
@@ -63,40 +63,3 @@ def test_decoding_joins_them_as_it_joins_others():
 
     assert Product(Linear(4, 3), nn.Linear(4, 5)).joined is not None
     assert Product(Linear(4, 3), Other(4, 5)).joined is None
-
-
-@onednn
-def test_layers_of_one_input_are_one_product_in_training():
-    """Outputs and gradients as of each layer alone; one product forward, where nobody watches a layer."""
-    layers = [Linear(37, n, dtype=torch.float32) for n in (53, 8, 21)]
-    x = torch.randn(3, 11, 37, dtype=torch.float32, requires_grad=True)
-    leaves = [x, *(weight for layer in layers for weight in layer.parameters())]
-
-    def product_and_gradients(outputs):
-        summed = sum((out * torch.arange(out.shape[-1])).sum() for out in outputs)
-        return [*outputs, *torch.autograd.grad(summed, leaves)]
-
-    apart = product_and_gradients([layer(x) for layer in layers])
-    joined = product_and_gradients(together(x, *layers))
-    torch.testing.assert_close(joined, apart, rtol=1e-5, atol=1e-4)
-    assert products(layers, x) == 1
-    seen = []
-    layers[1].register_forward_hook(lambda layer, given, out: seen.append(out))
-    assert products(layers, x) == 3
-    assert len(seen) == 1
-
-
-@onednn
-@pytest.mark.parametrize(
-    "other", [nn.Linear(37, 8), Linear(37, 8, bias=False), Linear(37, 8).requires_grad_(False)]
-)
-def test_what_does_not_join_is_computed_apart(other):
-    layer, other, x = Linear(37, 53).float(), other.float(), torch.randn(3, 37).float()
-    for ours, alone in zip(together(x, layer, other), (layer(x), other(x)), strict=True):
-        assert torch.equal(ours, alone)
-
-
-def products(layers, x):
-    with torch.profiler.profile() as profiled:
-        together(x, *layers)
-    return sum(event.name == "mkldnn::_linear_pointwise" for event in profiled.events())

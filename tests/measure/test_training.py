@@ -29,6 +29,7 @@ def test_parts_are_what_they_are_called(dropout):
     weights = 8 * sum(weight.numel() for weight in model.parameters())
     assert sizes["weights"] == weights
     assert 2 * weights <= sizes["optimizer"] <= 2 * weights + 16 * len(list(model.parameters()))
+    assert 0 < sizes["gradients"] <= weights
     rest = sizes["peak"] - sizes["weights"] - sizes["optimizer"] - sizes["gradients"]
     assert 0.7 * sizes["activations"] < rest < 2.5 * sizes["activations"]
     kept = {}

@@ -12,7 +12,6 @@ def costs(n, *, trained):
         "gradients": 4000,
         "optimizer": 8000,
         "activations": 9000 + n,
-        "temporary": 5,
         "peak": 25005,
     }
     times = {

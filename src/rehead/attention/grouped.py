@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rehead.attention import kernels
 from rehead.attention.base import FILLED, Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache
-from rehead.attention.linear import Linear, together
+from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig, Rotary
 from rehead.attention.score import ScoreConfig, scores
@@ -234,19 +234,14 @@ class GroupedAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor, Mask]:
         """Queries, all keys and values there are to see, and who sees what."""
         self._check(x, context, cache)
-        config, start = self.config, 0
+        config, source = self.config, x if context is None else context
+        start = 0
         if cache is not None:
             positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length
-        layers = [self.k_proj] if self.v_proj is None else [self.k_proj, self.v_proj]
-        if context is None:
-            query, *kept = together(x, self.q_proj, *layers)
-        else:
-            query, *kept = self.q_proj(x), *together(context, *layers)
-        query = self._to_slots(query.unflatten(2, (config.n_query_head, config.head_dim)))
-        rows = {
-            name: row.unflatten(2, (config.n_kv_head, -1))
-            for name, row in zip(("key", "value"), kept, strict=False)
-        }
+        query = self._to_slots(self.q_proj(x).unflatten(2, (config.n_query_head, config.head_dim)))
+        rows = {"key": self.k_proj(source).unflatten(2, (config.n_kv_head, config.head_dim))}
+        if self.v_proj is not None:
+            rows["value"] = self.v_proj(source).unflatten(2, (config.n_kv_head, config.v_head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             query, rows["key"] = self.q_norm(query), self.k_norm(rows["key"])
         key_positions = positions if context is None else context_positions

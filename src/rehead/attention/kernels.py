@@ -14,8 +14,7 @@ from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
 
 ScoreFunction = Callable[[Tensor, Tensor], Tensor]
-FEW_QUERIES = {torch.bfloat16: 16}
-FEW_QUERIES_ELSE = 8
+FEW_QUERIES = {torch.float64: 8, torch.float32: 8, torch.float16: 8, torch.bfloat16: 16}
 """Up to this many queries per call the folded kernel is used (decoding, short chunks); measured, docs/benchmarks.md."""
 
 LONG = 512
@@ -29,7 +28,7 @@ MANY = 1 << 24
 def _slow() -> None:
     """Say so, once a process."""
     logging.getLogger("rehead").warning(
-        "slow: a learned score, or attention weights on request, take O(L^2) memory and no fused kernel"
+        f"slow: {MANY:,} attention weights and more in one call, of a learned score or on request, are computed whole"
     )
 
 
@@ -50,7 +49,7 @@ def weights(
     `scale` is E ** -0.5 unless given; `score` replaces the scaled dot product and does its own
     scaling. A query that sees nothing has weights 0.
     """
-    if query[..., 0].numel() * key.shape[1] >= MANY:
+    if not torch.compiler.is_compiling() and query[..., 0].numel() * key.shape[1] >= MANY:
         _slow()
     query = query.unflatten(2, (key.shape[2], -1))  # H -> K G
     if score is None:
@@ -122,13 +121,13 @@ def attend(
     """`reference`, by the fastest way there is for these arguments."""
     if score is not None:
         return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
-    if pdrop == 0 and query.shape[1] <= FEW_QUERIES.get(query.dtype, FEW_QUERIES_ELSE):
+    if pdrop == 0 and query.shape[1] <= FEW_QUERIES[query.dtype]:
         return folded(query, key, value, mask, scale=scale)
     if mask.is_band and mask.n_key >= max(LONG, 2 * (mask.window or 0)):
         return windowed(query, key, value, mask, scale=scale, pdrop=pdrop)
     if pdrop and query.device.type == "cpu":
         return blocked(query, key, value, mask.dense(), scale=scale, pdrop=pdrop)
-    no_gradient = pdrop == 0 and not torch.is_grad_enabled()
-    if mask.is_causal_chunk and mask.n_key >= LONG and query.device.type == "cpu" and no_gradient:
+    alone = query.device.type == "cpu" and not torch.is_grad_enabled()
+    if mask.is_causal_chunk and mask.n_key >= LONG and alone:
         return continued(query, key, value, scale=scale)
     return sdpa(query, key, value, mask, scale=scale, pdrop=pdrop)

@@ -17,29 +17,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "... C"]) -> Float[Tensor, "... D"]:
         """x W^T + b."""
-        if self.learns_from(input):
+        learns = self.training and torch.is_grad_enabled() and self.weight.requires_grad
+        if learns and input.dtype == self.weight.dtype == torch.float32 and _has_onednn(input):
             return _Product.apply(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias)
-
-    def learns_from(self, input: Float[Tensor, "... C"]) -> bool:
-        """True where oneDNN computes the product."""
-        learns = self.training and torch.is_grad_enabled() and self.weight.requires_grad
-        return learns and input.dtype == self.weight.dtype == torch.float32 and _has_onednn(input)
-
-
-def together(input: Float[Tensor, "... C"], *layers: nn.Linear) -> tuple[Float[Tensor, "... _"], ...]:
-    """What each layer makes of `input`; in training by one product, whose gradients are one product each, too."""
-    if not all(_joins(layer, input) for layer in layers) or len({layer.bias is None for layer in layers}) > 1:
-        return tuple(layer(input) for layer in layers)
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    return _Product.apply(input, weight, bias).split([layer.out_features for layer in layers], dim=-1)
-
-
-def _joins(layer: nn.Linear, x: Tensor) -> bool:
-    """True where nobody sees that the layer itself is not called."""
-    watched = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-    return type(layer) is Linear and not watched and layer.learns_from(x)
 
 
 def _has_onednn(x: Tensor) -> bool:

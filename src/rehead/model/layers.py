@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
 from rehead.attention.dropout import Dropout
-from rehead.attention.linear import Linear, together
+from rehead.attention.linear import Linear
 from rehead.config import GPTConfig
 
 NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
@@ -38,8 +38,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         """Each position for itself."""
-        gate, up = together(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 MLPS: dict[str, Callable[[GPTConfig], nn.Module]] = {"gelu": GELU, "swiglu": SwiGLU}

@@ -1,4 +1,4 @@
-"""decode.cpp, built once per machine by whatever C++ compiler there is, and loaded."""
+"""decode.cpp, built once per machine by a C++ compiler with PyTorch's OpenMP (GCC), and loaded."""
 
 import ctypes
 import hashlib
@@ -40,9 +40,16 @@ def library() -> ctypes.CDLL | NoKernel:
 
 def _built() -> Path:
     """Where the library is: in the user's cache folder, under the digest of all that it depends on."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise NoKernel(f"no C++ compiler ({', '.join(COMPILERS)}) on this machine")
+    problem = NoKernel(f"no C++ compiler ({', '.join(COMPILERS)}) on this machine")
+    for compiler in filter(None, map(shutil.which, COMPILERS)):
+        try:
+            return _built_by(compiler)
+        except NoKernel as found:
+            problem = found
+    raise problem
+
+
+def _built_by(compiler: str) -> Path:
     made_of = [SOURCE.read_bytes(), " ".join((compiler, *FLAGS, *LINK)).encode(), _processor().encode()]
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     folder = Path.home() / ".cache" / "rehead"
