@@ -281,6 +281,13 @@ def test_without_a_kernel_pytorch_decodes(name, value, why, monkeypatch, tmp_pat
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.usefixtures("_anew")
+def test_the_next_compiler_is_tried_where_one_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(building, "COMPILERS", ("false", *building.COMPILERS))
+    assert native.why_not(made(config_of("gqa"))) is None
+    assert list(tmp_path.rglob("*.so"))
+
+
 def test_the_demo_model_is_decoded_natively():
     options = ModelOptions(n_layer=2, n_query_head=2, n_embd=24)
     assert native.why_not(build(options.resolve(V, 16)).float()) is None

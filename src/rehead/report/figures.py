@@ -88,8 +88,8 @@ class Figures:
         flat = len(kept) > 1 and max(kept) - min(kept) <= FLAT * max(kept)
         notes = [
             "KV cache: held after a whole context, in generation. Activations: what the forward pass keeps for the "
-            "backward pass. Peak: all tensors at the fullest moment of a training step: weights, gradients, optimizer moments, "
-            "activations and what is computed meanwhile; without Python's and torch's own memory.",
+            "backward pass. Peak: all tensors at the fullest moment of a training step: weights, gradients, "
+            "optimizer moments, activations and what is computed meanwhile; without Python's and torch's own memory.",
             "Fewer KV heads shrink the cache and, a little, the weights. They do not shrink the activations: every "
             "query head still has its own row of scores and its own output, so a flat curve is expected there, and a "
             "peak that hardly moves." + (" Here the activations are flat." if flat else ""),
