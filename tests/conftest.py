@@ -9,6 +9,8 @@ import torch
 import torch.distributed.tensor  # assert_close would, in seconds, within some test's time limit
 from hypothesis import settings
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by whoever is first
+
 settings.register_profile("rehead", derandomize=True, deadline=None)
 settings.load_profile("rehead")
 
