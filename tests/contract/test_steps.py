@@ -108,7 +108,7 @@ def early(monkeypatch):
 
 def unscaled(monkeypatch):
     weigh = step.weigh_one
-    for module in ("step", "latent"):
+    for module in ("step", "latent", "absorbed"):
         monkeypatch.setattr(
             f"rehead.attention.{module}.weigh_one", lambda q, k, scale, hidden=None: weigh(q, k, 1.0, hidden)
         )

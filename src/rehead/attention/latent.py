@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import kernels
+from rehead.attention.absorbed import gather_one
 from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
 from rehead.attention.latent_config import LatentConfig
@@ -147,13 +148,14 @@ class LatentAttention(Attention):
                 query = moment.turn(self.rotary, query.contiguous()).view(n_row * K, -1, N)
                 weights = weigh_one(
                     query, key.transpose(1, 2).flatten(0, 1), self.scale, moment.hidden(cache, K, x.dtype)
-                ).view(n_row, H, -1)
+                )
+                gathered = torch.bmm(weights.view(n_row, H, -1), latents)
             else:
                 by_head = query[..., :N].unflatten(1, (K, -1)).transpose(0, 1).reshape(K, -1, N)
                 absorbed = torch.bmm(by_head, key_up).view(K, n_row, -1, R).transpose(0, 1)
                 asked.narrow(2, 0, R).unflatten(1, (K, -1)).copy_(absorbed)
-                weights = weigh_one(asked, kept, self.scale, moment.hidden(cache, 1, x.dtype))
-            context = torch.bmm(weights, latents).view(n_row, K, -1, R).transpose(0, 1).reshape(K, -1, R)
+                gathered = gather_one(asked, kept, R, self.scale, moment.hidden(cache, 1, x.dtype))
+            context = gathered.view(n_row, K, -1, R).transpose(0, 1).reshape(K, -1, R)
             values = torch.bmm(context, value_up.transpose(1, 2)).view(K, n_row, -1, V).transpose(0, 1)
             if bias is not None:
                 values = values + bias[1][:, None]
