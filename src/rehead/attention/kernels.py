@@ -14,8 +14,8 @@ from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
 
 ScoreFunction = Callable[[Tensor, Tensor], Tensor]
-FEW_QUERIES = {torch.float64: 8, torch.float32: 8, torch.float16: 8, torch.bfloat16: 16}
-"""Up to this many queries per call the folded kernel is used (decoding, short chunks); measured, docs/benchmarks.md."""
+FEW_QUERIES = {torch.float64: 4, torch.float32: 4, torch.float16: 4, torch.bfloat16: 8}
+"""Up to this many queries per call the folded kernel is used (decoding, short chunks); measured, docs/log.md."""
 
 LONG = 512
 """From this many keys on, windows are computed in chunks, and a chunk after its past in two parts."""
