@@ -202,3 +202,14 @@ def test_a_step_with_dropout_draws_no_number_alone():
         "aten::native_dropout",
         "aten::_scaled_dot_product_attention_math",
     }
+
+
+def test_a_compiled_graph_has_torchs_own_dropout(monkeypatch):
+    """It would refuse ours: bits seen as other numbers."""
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    leaves = [torch.randn(2, 32, 4, 8).requires_grad_() for _ in range(3)]
+    with torch.profiler.profile() as profiled:
+        dropout(kernels.attend(*leaves, Mask(n_query=32, n_key=32), pdrop=0.1), 0.1)
+    names = [event.name for event in profiled.events()]
+    assert "aten::random_" not in names
+    assert names.count("aten::bernoulli_") == 2

@@ -54,7 +54,12 @@ def dropout(x: Float[Tensor, "..."], pdrop: float) -> Float[Tensor, "..."]:
     """Zero with probability `pdrop`, otherwise x / (1 - pdrop), each number on its own."""
     if pdrop == 0:
         return x
-    return _Dropout.apply(x, pdrop) if x.device.type == "cpu" else F.dropout(x, pdrop)
+    return _Dropout.apply(x, pdrop) if is_ours(x) else F.dropout(x, pdrop)
+
+
+def is_ours(x: Tensor) -> bool:
+    """True where masks are drawn here: on a CPU, not in a compiled graph, which cannot see bits as other numbers."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class Dropout(nn.Dropout):

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention.blocked import blocked
+from rehead.attention.dropout import is_ours
 from rehead.attention.mask import Mask
 
 CHUNK = 64
@@ -72,7 +73,7 @@ def windowed(
 
     def part(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rule = Mask(n_query=queries.shape[1], n_key=keys.shape[1], window=mask.window)
-        if pdrop and queries.device.type == "cpu":
+        if pdrop and is_ours(queries):
             return blocked(queries, keys, values, rule.dense(), scale=scale, pdrop=pdrop)
         return sdpa(queries, keys, values, rule, scale=scale, pdrop=pdrop)
 

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rehead.attention.blocked import blocked
+from rehead.attention.dropout import is_ours
 from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
 
@@ -125,7 +126,7 @@ def attend(
         return folded(query, key, value, mask, scale=scale)
     if mask.is_band and mask.n_key >= max(LONG, 2 * (mask.window or 0)):
         return windowed(query, key, value, mask, scale=scale, pdrop=pdrop)
-    if pdrop and query.device.type == "cpu":
+    if pdrop and is_ours(query):
         return blocked(query, key, value, mask.dense(), scale=scale, pdrop=pdrop)
     alone = query.device.type == "cpu" and not torch.is_grad_enabled()
     if mask.is_causal_chunk and mask.n_key >= LONG and alone:
