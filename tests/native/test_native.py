@@ -216,7 +216,7 @@ def test_many_rows_go_another_way(monkeypatch):
 def test_generation_takes_it(monkeypatch):
     model, ran, run = made(config_of("wide")), [], Program.run
     ids = torch.randint(V, (2, 5))
-    monkeypatch.setattr("rehead.native.gpt.library", lambda: NoKernel("switched off"))
+    monkeypatch.setattr(native.gpt, "library", lambda: NoKernel("switched off"))
     wanted = generate(model, ids, 60, 0)
     monkeypatch.undo()
     monkeypatch.setattr(Program, "run", lambda self, *a: ran.append(1) or run(self, *a))
