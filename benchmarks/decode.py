@@ -106,17 +106,22 @@ def greedy(model: Any, ids: Tensor, n_new: int, sample: bool = False, **given: A
     return run
 
 
+def steps(model: GPT) -> Any:
+    """PyTorch's way, on any device."""
+    return model.decoder()
+
+
 def alone(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same without the native kernel."""
+    """The same by PyTorch's steps."""
 
     @contextmanager
     def without() -> Any:
-        native = rehead.generation.native_decoder
-        rehead.generation.native_decoder = lambda model: None
+        fast = rehead.generation.decoder
+        rehead.generation.decoder = steps
         try:
             yield
         finally:
-            rehead.generation.native_decoder = native
+            rehead.generation.decoder = fast
 
     def slower() -> Tensor:
         with without():
@@ -137,10 +142,9 @@ def one_token(model: GPT, ids: Tensor, cache: Any = None) -> Callable[[], Tensor
 
     @torch.inference_mode()
     def run() -> Tensor:
-        way = rehead.generation.native_decoder
+        way = rehead.generation.decoder
         if way not in decoders:
-            decoders.clear()
-            decoders[way] = way(model) or model.decoder()
+            decoders[way] = way(model)
         for layer in cache:
             layer.length = n_token
         return decoders[way](token, cache)
@@ -184,7 +188,7 @@ def llama_shape(setting: Setting) -> Cases:
 
     @torch.inference_mode()
     def eight() -> Tensor:
-        decode = rehead.generation.native_decoder(ours) or ours.decoder()
+        decode = rehead.generation.decoder(ours)
         for layer in cache:
             layer.length = n_token
         token = ids[:, -1].contiguous()

@@ -7,10 +7,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rehead.attention import EMPTY
+from rehead.decoding import decoder
 from rehead.errors import UsageError
 from rehead.model import LanguageModel
 from rehead.model.base import Decode, Remembers
-from rehead.native import decoder as native_decoder
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
 MOST_TOKENS = 10_000_000
@@ -144,7 +144,7 @@ class Contexts:
         """Logits of the token after each row, (B, vocab)."""
         starts = [self._start(length) for length in self.lengths]
         if use_cache and starts == self.starts:
-            self.decode = self.decode or native_decoder(self.model) or self.model.decoder()
+            self.decode = self.decode or decoder(self.model)
             return self.decode(self.last, self.cache)
         self.starts = starts
         return self._whole(starts, use_cache)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rehead import native
+from rehead import decoding
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.config import GPTConfig, RNNConfig
 from rehead.measure.explain import explain
@@ -46,7 +46,7 @@ def test_what_is_said(config, one, many):
     assert many in lines[2]
     assert lines[1].startswith(("layers 0, 1", "layers 0, 1, 2"))
     model.float()
-    assert ("C++ kernel, on 1 thread" in explain(model)[0]) == (native.why_not(model) is None)
+    assert ("C++ kernel, on 1 thread" in explain(model)[0]) == (decoding.why_not(model) is None)
 
 
 def test_a_network_without_attention():

@@ -5,8 +5,8 @@ import torch
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.kernels import LONG
 from rehead.attention.score import ScaledDot
+from rehead.decoding import why_not
 from rehead.model import GPT, LanguageModel
-from rehead.native import why_not
 
 
 def explain(model: LanguageModel) -> list[str]:

@@ -1,5 +1,5 @@
-"""Decoding on a CPU as one call per token, in C++ built on first use; where it cannot be built, PyTorch does it."""
+"""C++ for a CPU, built on first use; where it cannot be built, PyTorch does the same."""
 
-from rehead.native.gpt import decoder, why_not
+from rehead.native.build import NoKernel, library
 
-__all__ = ["decoder", "why_not"]
+__all__ = ["NoKernel", "library"]

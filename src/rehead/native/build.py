@@ -1,4 +1,4 @@
-"""decode.cpp, built once per machine by a C++ compiler with PyTorch's OpenMP (GCC), and loaded."""
+"""The C++ files of this folder, each built once per machine by a compiler with PyTorch's OpenMP (GCC), and loaded."""
 
 import ctypes
 import hashlib
@@ -11,7 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("decode.cpp")
+HERE = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-fopenmp")
 LINK = ("-shared",)
@@ -21,47 +21,43 @@ TIMEOUT_SECONDS = 300
 
 
 class NoKernel(Exception):
-    """Why there is no native decoding here; nothing a user has to act on."""
+    """Why there is no kernel in C++ here; nothing a user has to act on."""
 
 
 @cache
-def library() -> ctypes.CDLL | NoKernel:
-    """The loaded kernel, or why there is none. The first call on a machine takes some seconds."""
+def library(name: str) -> ctypes.CDLL | NoKernel:
+    """The loaded kernels of `name`.cpp, or why there are none. The first call on a machine takes some seconds."""
     try:
-        loaded = ctypes.CDLL(str(_built()))
+        return ctypes.CDLL(str(_built(name)))
     except (NoKernel, OSError) as problem:
         return NoKernel(str(problem))
-    loaded.op_size.restype = ctypes.c_int64
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    loaded.step.argtypes = [pointer, number, pointer, pointer, number, number]
-    loaded.step.restype = None
-    return loaded
 
 
-def _built() -> Path:
+def _built(name: str) -> Path:
     """Where the library is: in the user's cache folder, under the digest of all that it depends on."""
     problem = NoKernel(f"no C++ compiler ({', '.join(COMPILERS)}) on this machine")
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         try:
-            return _built_by(compiler)
+            return _built_by(compiler, name)
         except NoKernel as found:
             problem = found
     raise problem
 
 
-def _built_by(compiler: str) -> Path:
-    made_of = [SOURCE.read_bytes(), " ".join((compiler, *FLAGS, *LINK)).encode(), _processor().encode()]
+def _built_by(compiler: str, name: str) -> Path:
+    source = HERE / f"{name}.cpp"
+    made_of = [source.read_bytes(), " ".join((compiler, *FLAGS, *LINK)).encode(), _processor().encode()]
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     folder = Path.home() / ".cache" / "rehead"
-    place = folder / f"decode-{digest}.so"
+    place = folder / f"{name}-{digest}.so"
     if place.exists():
         return place
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    print("rehead: building the decoding kernel for this machine, once ...", file=sys.stderr, flush=True)
+    print(f"rehead: building {name}.cpp for this machine, once ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        parts, made = str(Path(scratch) / "decode.o"), Path(scratch) / "decode.so"
+        parts, made = str(Path(scratch) / "made.o"), Path(scratch) / "made.so"
         for command in (
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", parts],
+            [compiler, *FLAGS, "-c", str(source), "-o", parts],
             [compiler, *LINK, parts, "-o", str(made)],
         ):
             try:

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rehead import native
+from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
+from rehead.decoding.gpt import MOST_ROWS
+from rehead.decoding.program import Kind, Op, Program, kernel
 from rehead.errors import NumericError, UsageError
 from rehead.generation import generate
 from rehead.model import build
+from rehead.native import NoKernel, library
 from rehead.native import build as building
-from rehead.native.build import NoKernel, library
-from rehead.native.gpt import MOST_ROWS
-from rehead.native.program import Kind, Op, Program
 
-needs_kernel = pytest.mark.skipif(isinstance(library(), NoKernel), reason=str(library()))
+needs_kernel = pytest.mark.skipif(isinstance(kernel(), NoKernel), reason=str(kernel()))
 pytestmark = needs_kernel
 B, V, D, PREFILL, STEPS = 3, 23, 13, 90, 12
 EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
@@ -81,7 +81,7 @@ def logits(model, decode, lengths=None, batch=B, capacity=None, n_prefill=PREFIL
 
 def errors(model, **given):
     """Distance from float64 on average, over the largest logit: of the native way, and of `forward`."""
-    ways = [native.decoder(model), forward(model)]
+    ways = [decoding.native_decoder(model), forward(model)]
     got = [logits(model, way, **given) for way in ways]
     exact = model.double()
     truth = logits(exact, forward(exact), **given)
@@ -110,7 +110,7 @@ def test_one_row_and_five(name):
 def test_threads_change_nothing(name):
     model, one = made(config_of(name)), None
     for n_thread in (1, 2, 3, 2, 3):
-        decode = native.decoder(model)
+        decode = decoding.native_decoder(model)
 
         def with_threads(ids, cache, decode=decode, n_thread=n_thread):
             torch.set_num_threads(n_thread)
@@ -162,7 +162,7 @@ def test_a_wrong_position_is_caught(monkeypatch):
 
 def test_weights_are_read_where_they_are():
     model = made(config_of("wide"))
-    decode = native.decoder(model)
+    decode = decoding.native_decoder(model)
     before = logits(model, decode)
     with torch.no_grad():
         model.layers[1].self_attn.k_proj.weight.mul_(1.5)
@@ -176,7 +176,7 @@ def test_rows_beyond_a_gap_are_not_decoded_natively():
     model = made(config_of("gqa, rope"))
     positions = torch.tensor([[2, 3, 4], [0, 1, 2]])
     ways = []
-    for decode in (native.decoder(model), forward(model)):
+    for decode in (decoding.native_decoder(model), forward(model)):
         cache = model.new_cache(2, 20)
         with torch.no_grad():
             model(torch.tensor([[1, 2, 3], [4, 5, 6]]), positions, cache)
@@ -186,37 +186,37 @@ def test_rows_beyond_a_gap_are_not_decoded_natively():
 
 def test_what_is_not_decoded_natively_says_why():
     model = made(config_of("wide"))
-    assert native.why_not(model) is None
-    assert "float64" in native.why_not(model.double())
+    assert decoding.why_not(model) is None
+    assert "float64" in decoding.why_not(model.double())
     model.float()
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert "watches" in native.why_not(model)
+    assert "watches" in decoding.why_not(model)
     hook.remove()
     for name in SLOW:
-        assert native.decoder(made(config_of(name))) is None
+        assert decoding.native_decoder(made(config_of(name))) is None
     rnn = build(RNNConfig(vocab_size=V, block_size=9, n_embd=D, n_layer=1, n_hidden=9, n_output=V)).float()
-    assert "rnn" in native.why_not(rnn)
+    assert "rnn" in decoding.why_not(rnn)
 
     class Twice(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
 
     model.layers[0].mlp.up_proj = Twice(D, 37, dtype=torch.float32)
-    assert "Twice" in native.why_not(model)
+    assert "Twice" in decoding.why_not(model)
 
 
 def test_many_rows_go_another_way(monkeypatch):
     model = made(config_of("wide"))
     monkeypatch.setattr(Program, "run", None)
-    logits(model, native.decoder(model), batch=MOST_ROWS + 1)
+    logits(model, decoding.native_decoder(model), batch=MOST_ROWS + 1)
     with pytest.raises(TypeError):
-        logits(model, native.decoder(model), batch=MOST_ROWS)
+        logits(model, decoding.native_decoder(model), batch=MOST_ROWS)
 
 
 def test_generation_takes_it(monkeypatch):
     model, ran, run = made(config_of("wide")), [], Program.run
     ids = torch.randint(V, (2, 5))
-    monkeypatch.setattr(native.gpt, "library", lambda: NoKernel("switched off"))
+    monkeypatch.setattr(decoding.gpt, "kernel", lambda: NoKernel("switched off"))
     wanted = generate(model, ids, 60, 0)
     monkeypatch.undo()
     monkeypatch.setattr(Program, "run", lambda self, *a: ran.append(1) or run(self, *a))
@@ -229,7 +229,7 @@ def test_generation_takes_it(monkeypatch):
 
 def test_a_full_context_is_refused_natively_too():
     model = made(gpt(EXAMPLES["gqa"], block_size=4))
-    decode, cache = native.decoder(model), model.new_cache(1)
+    decode, cache = decoding.native_decoder(model), model.new_cache(1)
     for _ in range(4):
         decode(torch.tensor([1]), cache)
     with pytest.raises(UsageError, match="block_size=4"):
@@ -237,17 +237,17 @@ def test_a_full_context_is_refused_natively_too():
 
 
 def test_both_sides_mean_the_same_operation():
-    assert library().op_size() == ctypes.sizeof(Op)
-    kinds = building.SOURCE.read_text().split("enum Kind : int64_t {")[1].split("}")[0]
+    assert kernel().op_size() == ctypes.sizeof(Op)
+    kinds = (building.HERE / "decode.cpp").read_text().split("enum Kind : int64_t {")[1].split("}")[0]
     assert [name.strip() for name in kinds.split(",")] == [kind.name for kind in Kind]
-    declared = building.SOURCE.read_text().split("struct Op {")[1].split("};")[0]
+    declared = (building.HERE / "decode.cpp").read_text().split("struct Op {")[1].split("};")[0]
     names = re.findall(r"(\w+)[,;]", declared.split("\n", 1)[1])  # after the comment
     assert names == [name for name, _ in Op._fields_]
 
 
 def test_the_rest_of_the_process_still_has_small_numbers():
     """A library linked with -ffast-math would flush them to zero in all of it."""
-    library()
+    kernel()
     assert (torch.tensor([2.0**-1070]) * 0.5).item() > 0
     assert 2.0**-1070 * 0.5 > 0
 
@@ -275,8 +275,8 @@ def _anew(monkeypatch, tmp_path):
 def test_without_a_kernel_pytorch_decodes(name, value, why, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(building, name, value)
     model = made(config_of("gqa"))
-    assert why in native.why_not(model)
-    assert native.decoder(model) is None
+    assert why in decoding.why_not(model)
+    assert decoding.native_decoder(model) is None
     assert generate(model, torch.zeros(1, 2, dtype=torch.long), 3, 0).shape == (1, 5)
     assert not list(tmp_path.rglob("*.so"))
 
@@ -284,10 +284,10 @@ def test_without_a_kernel_pytorch_decodes(name, value, why, monkeypatch, tmp_pat
 @pytest.mark.usefixtures("_anew")
 def test_the_next_compiler_is_tried_where_one_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(building, "COMPILERS", ("false", *building.COMPILERS))
-    assert native.why_not(made(config_of("gqa"))) is None
+    assert decoding.why_not(made(config_of("gqa"))) is None
     assert list(tmp_path.rglob("*.so"))
 
 
 def test_the_demo_model_is_decoded_natively():
     options = ModelOptions(n_layer=2, n_query_head=2, n_embd=24)
-    assert native.why_not(build(options.resolve(V, 16)).float()) is None
+    assert decoding.why_not(build(options.resolve(V, 16)).float()) is None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rehead.native.build import NoKernel, library
+from rehead.native import NoKernel, library
 
 
 class Kind(IntEnum):
@@ -44,14 +44,25 @@ class Op(ctypes.Structure):
     )
 
 
+def kernel() -> ctypes.CDLL | NoKernel:
+    """decode.cpp, or why it is not there."""
+    loaded = library("decode")
+    if not isinstance(loaded, NoKernel):
+        loaded.op_size.restype = ctypes.c_int64
+        assert loaded.op_size() == ctypes.sizeof(Op)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        loaded.step.argtypes = [pointer, number, pointer, pointer, number, number]
+        loaded.step.restype = None
+    return loaded
+
+
 class Program:
     """Operations in order, and the tensors they point to, which it keeps alive."""
 
     def __init__(self, batch: int, n_thread: int) -> None:
-        loaded = library()
+        loaded = kernel()
         if isinstance(loaded, NoKernel):
             raise loaded
-        assert loaded.op_size() == ctypes.sizeof(Op)
         self._library, self._n_thread = loaded, n_thread
         self._ops: list[Op] = []
         self._held: list[Tensor] = []

@@ -10,12 +10,12 @@ from rehead.attention import EMPTY, GroupedAttention, LatentAttention, LayerCach
 from rehead.attention.dropout import Dropout
 from rehead.attention.rope import Rotary
 from rehead.attention.step import Moment, is_plain
+from rehead.decoding.program import Kind, Program, kernel
 from rehead.model import GPT, LanguageModel
 from rehead.model.base import Decode, require_length
 from rehead.model.layers import GELU, Block, SwiGLU
 from rehead.model.step import is_watched
-from rehead.native.build import NoKernel, library
-from rehead.native.program import Kind, Program
+from rehead.native import NoKernel
 
 MOST_ROWS = 16
 """Rows of a batch up to which reading the weights is what a step costs."""
@@ -46,11 +46,11 @@ def why_not(model: LanguageModel) -> str | None:
             return "keys to rebuild at every step"
     if not all(weight.is_contiguous() for weight in weights):
         return "weights that are not contiguous"
-    loaded = library()
+    loaded = kernel()
     return str(loaded) if isinstance(loaded, NoKernel) else None
 
 
-def decoder(model: LanguageModel) -> Decode | None:
+def native_decoder(model: LanguageModel) -> Decode | None:
     """`model.decoder()`, native; None where there is no such way."""
     if why_not(model) is not None:
         return None
