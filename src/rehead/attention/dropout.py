@@ -23,10 +23,15 @@ def threshold(pdrop: float) -> int:
 
 
 def draw(shape: torch.Size | tuple[int, ...]) -> Int16[Tensor, "..."]:
-    """Uniform whole numbers below `STEPS`, four from each 64 bits."""
+    """Uniform whole numbers below `STEPS`."""
+    return raw_draw(shape).bitwise_and_(STEPS - 1)
+
+
+def raw_draw(shape: torch.Size | tuple[int, ...]) -> Int16[Tensor, "..."]:
+    """16 random bits a number, four from each 64; `draw` leaves 15 of them."""
     n = torch.Size(shape).numel()
     words = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    return words.view(torch.int16)[:n].bitwise_and_(STEPS - 1).view(shape)
+    return words.view(torch.int16)[:n].view(shape)
 
 
 class _Dropout(torch.autograd.Function):
@@ -58,7 +63,7 @@ def dropout(x: Float[Tensor, "..."], pdrop: float) -> Float[Tensor, "..."]:
 
 
 def is_ours(x: Tensor) -> bool:
-    """True where masks are drawn here: on a CPU, not in a compiled graph, which cannot see bits as other numbers."""
+    """True on a CPU and not in a compiled graph, which has its own fast ways and cannot see bits as other numbers."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -13,6 +13,7 @@ from rehead.attention.blocked import blocked
 from rehead.attention.dropout import is_ours
 from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
+from rehead.attention.sequence import fits, sequence
 
 ScoreFunction = Callable[[Tensor, Tensor], Tensor]
 FEW_QUERIES = {torch.float64: 4, torch.float32: 4, torch.float16: 4, torch.bfloat16: 8}
@@ -124,6 +125,8 @@ def attend(
         return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
     if pdrop == 0 and query.shape[1] <= FEW_QUERIES[query.dtype]:
         return folded(query, key, value, mask, scale=scale)
+    if fits(query, key, value, mask, pdrop):
+        return sequence(query, key, value, mask, scale=scale, pdrop=pdrop)
     if mask.is_band and mask.n_key >= max(LONG, 2 * (mask.window or 0)):
         return windowed(query, key, value, mask, scale=scale, pdrop=pdrop)
     if pdrop and is_ours(query):

@@ -73,6 +73,11 @@ class Mask:
         return self._consecutive and self.window is not None
 
     @property
+    def has_rule(self) -> bool:
+        """True where sizes, `causal` and `window` say all: no positions were given."""
+        return self._consecutive or (not self.causal and self.hides_nothing)
+
+    @property
     def _consecutive(self) -> bool:
         """Causal, and the queries stand at the last places of the keys."""
         given = self.query_positions is not None or self.key_positions is not None

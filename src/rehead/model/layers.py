@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -10,8 +11,17 @@ from rehead.attention import AttentionConfig, LayerCache
 from rehead.attention.dropout import Dropout
 from rehead.attention.linear import Linear
 from rehead.config import GPTConfig
+from rehead.native import sequence
 
 NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+
+
+def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU in its tanh form; in training in float32 on a CPU by rehead's own C++, where there is a compiler."""
+    learns = torch.is_grad_enabled() and x.requires_grad
+    if learns and x.dtype == torch.float32 and sequence.serves(x):
+        return sequence.gelu(x)
+    return F.gelu(x, approximate="tanh")
 
 
 class GELU(nn.Module):
@@ -24,7 +34,7 @@ class GELU(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         """Each position for itself."""
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+        return self.down_proj(gelu(self.up_proj(x)))
 
 
 class SwiGLU(nn.Module):

@@ -1,0 +1,51 @@
+"""Attention of many queries by rehead's own C++ (native/sequence.cpp), with gradients, windows and dropped weights.
+
+In float32 on a CPU, where there is a compiler. Little of what a mask hides is computed; weights are held a tile at a
+time, and the backward pass makes them anew, from the numbers drawn where weights were dropped.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention.dropout import raw_draw, threshold
+from rehead.attention.mask import Mask
+from rehead.native import sequence as native
+
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+"""Types whose numbers are computed as float32."""
+
+LONGEST = 4096
+"""Keys without a window up to which it is faster than PyTorch's flash attention; measured, docs/log.md."""
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> bool:
+    """Whether these arguments can go this way and, as measured, should."""
+    tensors = query, key, value
+    if not mask.has_rule or any(t.dtype not in WIDENED for t in tensors) or not native.serves(query):
+        return False
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if learns and len(key) * key.shape[2] < torch.get_num_threads():  # its threads share out KV heads
+        return False
+    return pdrop > 0 or mask.window is not None or mask.n_key <= LONGEST
+
+
+def sequence(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K V"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    pdrop: float = 0.0,
+) -> Float[Tensor, "B L H V"]:
+    """The reference, with dropout as in `blocked`; for arguments that `fits` lets through."""
+    window = mask.window if mask.window is not None and mask.window < mask.n_key else 0
+    draws = None
+    if pdrop:
+        batch, n_query, n_head, _ = query.shape
+        draws = raw_draw((batch, n_head, n_query, window or mask.n_key))
+    scale = float(key.shape[-1] ** -0.5) if scale is None else scale
+    tensors = (t.float() for t in (query, key, value))
+    gathered, _ = native.attend(*tensors, draws, mask.causal, window, threshold(pdrop), scale)
+    return gathered.to(query.dtype)

@@ -1,0 +1,325 @@
+// Whole sequences on a CPU, in float: attention of many queries with its gradients, and GELU with its own.
+//
+// Attention takes one head and a few queries at a time: their scores, softmax, dropped weights and sums stay in the
+// processor's cache, and of what is hidden nothing is computed but the corners of tiles. The backward pass computes the
+// weights again, from the logarithms of the softmaxes' denominators, and dropped ones from the numbers drawn.
+// Built by build.py; vectors are the compiler's own, so any processor will do.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+#include <omp.h>
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(64)));
+typedef uint16_t Draws __attribute__((vector_size(32), aligned(2), may_alias));
+constexpr int64_t W = 16;       // numbers in a vector
+constexpr int64_t PANEL = 64;   // keys side by side
+constexpr int64_t TILE = 32;    // queries at a time
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+inline Floats load(const float* p) { return *(const Floats*)p; }
+inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
+inline float largest(Floats v) { float m = v[0]; for (int i = 1; i < W; i++) m = std::max(m, v[i]); return m; }
+inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// e^x within 3e-7 of it, no less than 1e-38 and no more than 1e38 (as in decode.cpp)
+inline Floats exponential(Floats x) {
+    x = x < -87.0f ? Floats{} - 87.0f : x > 88.0f ? Floats{} + 88.0f : x;
+    Floats scaled = x * 1.44269504f;
+    Integers n = __builtin_convertvector(scaled < 0 ? scaled - 0.5f : scaled + 0.5f, Integers);
+    Floats r = x - __builtin_convertvector(n, Floats) * 0.69314718f;
+    Floats p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
+                1.6666665459e-1f) * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * (Floats)((n + 127) << 23);
+}
+
+// c[i][n] (+)= sum over k of a[i, k] b[k][n], I rows and J vectors; a may lie either way.
+template <int I, int J>
+inline void corner(const float* a, int64_t a_i, int64_t a_k, const float* b, int64_t b_k, float* c, int64_t c_i,
+                   int64_t n_k, bool more) {
+    Floats s[I][J] = {};
+    for (int64_t k = 0; k < n_k; k++) {
+        Floats row[J];
+        for (int j = 0; j < J; j++) row[j] = load(b + k * b_k + j * W);
+        for (int i = 0; i < I; i++) {
+            float x = a[i * a_i + k * a_k];
+            for (int j = 0; j < J; j++) s[i][j] += x * row[j];
+        }
+    }
+    for (int i = 0; i < I; i++)
+        for (int j = 0; j < J; j++) {
+            Floats* to = (Floats*)(c + i * c_i + j * W);
+            *to = more ? *to + s[i][j] : s[i][j];
+        }
+}
+
+template <int J>
+inline void rows(int64_t n_i, const float* a, int64_t a_i, int64_t a_k, const float* b, int64_t b_k, float* c,
+                 int64_t c_i, int64_t n_k, bool more) {
+    int64_t i = 0;
+    for (; i + 6 <= n_i; i += 6) corner<6, J>(a + i * a_i, a_i, a_k, b, b_k, c + i * c_i, c_i, n_k, more);
+    for (; i + 2 <= n_i; i += 2) corner<2, J>(a + i * a_i, a_i, a_k, b, b_k, c + i * c_i, c_i, n_k, more);
+    for (; i < n_i; i++) corner<1, J>(a + i * a_i, a_i, a_k, b, b_k, c + i * c_i, c_i, n_k, more);
+}
+
+// c (+)= a b for n_i rows, n_n columns, a multiple of W
+void product(int64_t n_i, int64_t n_n, int64_t n_k, const float* a, int64_t a_i, int64_t a_k, const float* b,
+             int64_t b_k, float* c, int64_t c_i, bool more) {
+    int64_t n = 0;
+    for (; n + 4 * W <= n_n; n += 4 * W) rows<4>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more);
+    if (n + 2 * W <= n_n) { rows<2>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more); n += 2 * W; }
+    if (n < n_n) rows<1>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more);
+}
+
+struct Array { float* data; int64_t batch, time, head; };  // (B, L, H, E), numbers of a head side by side
+
+struct Sizes {
+    int64_t n_batch, n_query, n_key, n_head, group, n_kv, width, n_value;  // group: query heads of a KV head; n_kv of those
+    int64_t causal, window;          // keys a query sees, its own included; 0: all
+    int64_t drawn, dropped;          // numbers drawn a query, 0 without dropout; those below `dropped` drop
+    double scale;
+};
+
+struct Seen { int64_t from, to; };  // the keys of query i
+inline Seen seen(const Sizes& n, int64_t i) {
+    if (!n.causal) return {0, n.n_key};
+    int64_t to = i + n.n_key - n.n_query + 1;
+    return {n.window ? std::max<int64_t>(0, to - n.window) : 0, to};
+}
+
+typedef std::vector<float> Buffer;
+
+void copy(const float* from, int64_t step, int64_t n, int64_t width, float* to, int64_t padded) {
+    for (int64_t i = 0; i < n; i++) {
+        std::memcpy(to + i * padded, from + i * step, width * sizeof(float));
+        std::fill(to + i * padded + width, to + (i + 1) * padded, 0.0f);
+    }
+}
+// Columns [0, width) of n rows as panels of rows, PANEL rows of them side by side; what is beyond is 0
+void panels(const float* from, int64_t step, int64_t n, int64_t width, float* to) {
+    for (int64_t start = 0; start < n; start += PANEL, to += width * PANEL) {
+        int64_t some = std::min(PANEL, n - start);
+        if (some < PANEL) std::fill(to, to + width * PANEL, 0.0f);
+        for (int64_t i = 0; i < some; i++)
+            for (int64_t e = 0; e < width; e++) to[e * PANEL + i] = from[(start + i) * step + e];
+    }
+}
+
+// out = x panels for the panels' keys [from, to): columns from `from` on, a multiple of PANEL
+void against(int64_t n_i, const float* x, int64_t x_i, const float* packed, int64_t width, int64_t from, int64_t to,
+             float* out, int64_t out_i) {
+    for (int64_t key = from; key < to; key += PANEL)
+        product(n_i, std::min(PANEL, whole(to - key, W)), width, x, x_i, 1, packed + key * width, PANEL,
+                out + key - from, out_i, false);
+}
+
+// All ones where the number drawn for the pair keeps its weight; `draws` are those of keys `first` and on.
+inline Integers kept(const uint16_t* draws, int64_t at, int64_t n_drawn, int64_t dropped) {
+    Integers found;
+    if (at >= 0 && at + W <= n_drawn) {
+        found = __builtin_convertvector(*(const Draws*)(draws + at), Integers) & 0x7fff;
+    } else {
+        for (int64_t j = 0; j < W; j++) found[j] = at + j >= 0 && at + j < n_drawn ? draws[at + j] & 0x7fff : 0;
+    }
+    return found >= int32_t(dropped);
+}
+
+const Integers COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// One tile's place: queries [begin, begin + n) over keys [from, to), from a multiple of PANEL
+struct Tile { int64_t begin, n, from, to, columns; };
+inline Tile tile(const Sizes& n, int64_t begin) {
+    int64_t some = std::min(TILE, n.n_query - begin);
+    int64_t from = seen(n, begin).from / PANEL * PANEL, to = seen(n, begin + some - 1).to;
+    return {begin, some, from, to, whole(to - from, W)};
+}
+inline int64_t widest(const Sizes& n) {
+    return std::min(whole(n.n_key, W), n.causal && n.window ? whole(n.window + TILE + 2 * PANEL, W) : whole(n.n_key, W)) + W;
+}
+
+void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, const float* values, int64_t V,
+                  const float* query, int64_t query_time, float* out, int64_t out_time, float* logs, Buffer& scratch,
+                  int64_t first, int64_t last) {
+    int64_t across = widest(n), E = whole(n.width, W);
+    scratch.resize(TILE * (across + E + V));
+    float *scores = scratch.data(), *asked = scores + TILE * across, *gathered = asked + TILE * E;
+    float scale = float(n.scale), grown = 32768.0f / float(32768 - n.dropped);
+    for (int64_t begin = first; begin < last; begin += TILE) {
+        Tile t = tile(n, begin);
+        copy(query + begin * query_time, query_time, t.n, n.width, asked, E);
+        against(t.n, asked, E, keys, n.width, t.from, t.to, scores, across);
+        float shrink[TILE];
+        for (int64_t i = 0; i < t.n; i++) {
+            Seen s = seen(n, begin + i);
+            float* row = scores + i * across;
+            int32_t from = int32_t(s.from - t.from), to = int32_t(s.to - t.from);
+            Floats high = Floats{} + NEVER;
+            for (int64_t j = 0; j < t.columns; j += W) {
+                Integers at = COUNT + int32_t(j);
+                Floats x = (at >= from) & (at < to) ? load(row + j) * scale : Floats{} + NEVER;
+                *(Floats*)(row + j) = x;
+                high = x > high ? x : high;
+            }
+            float most = largest(high);
+            Floats total = {};
+            for (int64_t j = 0; j < t.columns; j += W) {
+                Integers at = COUNT + int32_t(j);
+                Floats p = (at >= from) & (at < to) ? exponential(load(row + j) - most) : Floats{};
+                total += p;
+                if (n.drawn) p = kept(draws + (begin + i) * n.drawn, j - from, n.drawn, n.dropped) ? p : Floats{};
+                *(Floats*)(row + j) = p;
+            }
+            float all = sum(total);
+            shrink[i] = (n.drawn ? grown : 1.0f) / all;
+            logs[begin + i] = most + std::log(all);
+        }
+        product(t.n, V, t.to - t.from, scores, across, 1, values + t.from * V, V, gathered, V, false);
+        for (int64_t i = 0; i < t.n; i++)
+            for (int64_t v = 0; v < n.n_value; v++) out[(begin + i) * out_time + v] = gathered[i * V + v] * shrink[i];
+    }
+}
+
+struct Packed { Buffer key, value, key_panels, value_panels; };
+
+// Gradients of one query head: of its queries, and added to those of its KV head's keys and values.
+void backward_head(const Sizes& n, const uint16_t* draws, const Packed& packed, int64_t E, int64_t V, const float* query,
+                   int64_t query_time, const float* out, int64_t out_time, const float* upstream, int64_t up_time,
+                   const float* logs, float* to_query, int64_t to_query_time, float* to_key, float* to_value,
+                   Buffer& scratch) {
+    int64_t across = widest(n);
+    scratch.resize(TILE * (2 * across + 2 * E + V));
+    float *scores = scratch.data(), *used = scores + TILE * across, *asked = used + TILE * across;
+    float *found = asked + TILE * E, *above = found + TILE * E;
+    float scale = float(n.scale), grown = n.drawn ? 32768.0f / float(32768 - n.dropped) : 1.0f;
+    for (int64_t begin = 0; begin < n.n_query; begin += TILE) {
+        Tile t = tile(n, begin);
+        copy(query + begin * query_time, query_time, t.n, n.width, asked, E);
+        copy(upstream + begin * up_time, up_time, t.n, n.n_value, above, V);
+        against(t.n, asked, E, packed.key_panels.data(), n.width, t.from, t.to, scores, across);
+        against(t.n, above, V, packed.value_panels.data(), n.n_value, t.from, t.to, used, across);
+        for (int64_t i = 0; i < t.n; i++) {
+            Seen s = seen(n, begin + i);
+            float *p_row = scores + i * across, *u_row = used + i * across, mean = 0;
+            const float *o = out + (begin + i) * out_time, *g = above + i * V;
+            for (int64_t v = 0; v < n.n_value; v++) mean += o[v] * g[v];
+            int32_t from = int32_t(s.from - t.from), to = int32_t(s.to - t.from);
+            float log = logs[begin + i];
+            for (int64_t j = 0; j < t.columns; j += W) {
+                Integers at = COUNT + int32_t(j);
+                Floats p = (at >= from) & (at < to) ? exponential(load(p_row + j) * scale - log) : Floats{};
+                Floats kept_p = p * grown;
+                if (n.drawn) kept_p = kept(draws + (begin + i) * n.drawn, j - from, n.drawn, n.dropped) ? kept_p : Floats{};
+                *(Floats*)(p_row + j) = (kept_p * load(u_row + j) - p * mean) * scale;  // of the products of q and k
+                *(Floats*)(u_row + j) = kept_p;
+            }
+        }
+        int64_t n_key = t.to - t.from;
+        product(t.n, E, n_key, scores, across, 1, packed.key.data() + t.from * E, E, found, E, false);
+        for (int64_t i = 0; i < t.n; i++)
+            std::memcpy(to_query + (begin + i) * to_query_time, found + i * E, n.width * sizeof(float));
+        product(n_key, E, t.n, scores, 1, across, asked, E, to_key + t.from * E, E, true);
+        product(n_key, V, t.n, used, 1, across, above, V, to_value + t.from * V, V, true);
+    }
+}
+
+inline float* at(const Array& x, int64_t b, int64_t h) { return x.data + b * x.batch + h * x.head; }
+
+// x sigmoid(2 u), which is x (1 + tanh u) / 2: GELU's tanh form
+constexpr float OUTER = 1.5957691216f, INNER = 0.044715f;
+inline Floats gelu(Floats x) { return x / (1 + exponential(-OUTER * (x + INNER * x * x * x))); }
+inline Floats gelu_slope(Floats x) {
+    Floats square = x * x, s = 1 / (1 + exponential(-OUTER * (x + INNER * x * square)));
+    return s + x * s * (1 - s) * OUTER * (1 + 3 * INNER * square);
+}
+// y = f(x, up), n numbers each, a vector at a time; without `up` zeros
+template <class F> void each(const float* x, const float* up, float* y, int64_t n, int64_t n_thread, F f) {
+    int64_t n_vector = n / W, rest = n % W;
+#pragma omp parallel for num_threads(n_thread)
+    for (int64_t i = 0; i < n_vector; i++) *(Floats*)(y + i * W) = f(load(x + i * W), up ? load(up + i * W) : Floats{});
+    if (!rest) return;
+    Floats last = {}, last_up = {};
+    std::memcpy(&last, x + n_vector * W, rest * sizeof(float));
+    if (up) std::memcpy(&last_up, up + n_vector * W, rest * sizeof(float));
+    Floats found = f(last, last_up);
+    std::memcpy(y + n_vector * W, &found, rest * sizeof(float));
+}
+}  // namespace
+
+extern "C" {
+int64_t sizes_size() { return sizeof(Sizes); }
+
+void gelu_forward(const float* x, float* y, int64_t n, int64_t n_thread) {
+    each(x, nullptr, y, n, n_thread, [](Floats v, Floats) { return gelu(v); });
+}
+
+void gelu_backward(const float* x, const float* up, float* to_x, int64_t n, int64_t n_thread) {
+    each(x, up, to_x, n, n_thread, [](Floats v, Floats above) { return above * gelu_slope(v); });
+}
+
+// draws: (B, H, L, drawn) numbers of 16 bits, 15 of them used, for the keys from each query's first on. logs: (B, H, L)
+void attend_forward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
+                    const Array* out, float* logs, int64_t n_thread) {
+    const Sizes& n = *sizes;
+    int64_t V = whole(n.n_value, W), padded = whole(n.n_key, PANEL);
+    int64_t n_part = std::max<int64_t>(1, std::min((n.n_query + TILE - 1) / TILE, 4 * n_thread / (n.n_batch * n.n_kv)));
+#pragma omp parallel num_threads(n_thread)
+    {
+        Buffer keys(padded * n.width), values(n.n_key * V), scratch;
+        int64_t packed = -1;
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < n.n_batch * n.n_kv * n_part; task++) {
+            int64_t pair = task / n_part, part = task % n_part, b = pair / n.n_kv, k = pair % n.n_kv;
+            if (packed != pair) {
+                panels(at(*key, b, k), key->time, n.n_key, n.width, keys.data());
+                copy(at(*value, b, k), value->time, n.n_key, n.n_value, values.data(), V);
+                packed = pair;
+            }
+            int64_t tiles = (n.n_query + TILE - 1) / TILE;
+            int64_t first = tiles * part / n_part * TILE, last = std::min(n.n_query, tiles * (part + 1) / n_part * TILE);
+            for (int64_t g = 0; g < n.group; g++) {
+                int64_t h = k * n.group + g, row = (b * n.n_head + h) * n.n_query;
+                forward_head(n, draws + row * n.drawn, keys.data(), values.data(), V, at(*query, b, h), query->time,
+                             at(*out, b, h), out->time, logs + row, scratch, first, last);
+            }
+        }
+    }
+}
+
+void attend_backward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
+                     const Array* out, const Array* upstream, const float* logs, const Array* to_query,
+                     const Array* to_key, const Array* to_value, int64_t n_thread) {
+    const Sizes& n = *sizes;
+    int64_t E = whole(n.width, W), V = whole(n.n_value, W), padded = whole(n.n_key, PANEL);
+#pragma omp parallel num_threads(n_thread)
+    {
+        Packed packed{Buffer(n.n_key * E), Buffer(n.n_key * V), Buffer(padded * n.width), Buffer(padded * n.n_value)};
+        Buffer scratch, of_key(n.n_key * E), of_value(n.n_key * V);
+#pragma omp for schedule(dynamic)
+        for (int64_t pair = 0; pair < n.n_batch * n.n_kv; pair++) {
+            int64_t b = pair / n.n_kv, k = pair % n.n_kv;
+            copy(at(*key, b, k), key->time, n.n_key, n.width, packed.key.data(), E);
+            copy(at(*value, b, k), value->time, n.n_key, n.n_value, packed.value.data(), V);
+            panels(packed.key.data(), E, n.n_key, n.width, packed.key_panels.data());
+            panels(packed.value.data(), V, n.n_key, n.n_value, packed.value_panels.data());
+            std::fill(of_key.begin(), of_key.end(), 0.0f);
+            std::fill(of_value.begin(), of_value.end(), 0.0f);
+            for (int64_t g = 0; g < n.group; g++) {
+                int64_t h = k * n.group + g, row = (b * n.n_head + h) * n.n_query;
+                backward_head(n, draws + row * n.drawn, packed, E, V, at(*query, b, h), query->time, at(*out, b, h),
+                              out->time, at(*upstream, b, h), upstream->time, logs + row, at(*to_query, b, h),
+                              to_query->time, of_key.data(), of_value.data(), scratch);
+            }
+            for (int64_t i = 0; i < n.n_key; i++) {
+                std::memcpy(at(*to_key, b, k) + i * to_key->time, of_key.data() + i * E, n.width * sizeof(float));
+                std::memcpy(at(*to_value, b, k) + i * to_value->time, of_value.data() + i * V, n.n_value * sizeof(float));
+            }
+        }
+    }
+}
+}

@@ -1,0 +1,296 @@
+"""Whole sequences in C++: the reference and its gradients, under every rule, with the very weights dropped; GELU."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rehead.attention import kernels, sequence
+from rehead.attention.blocked import blocked
+from rehead.attention.dropout import STEPS, threshold
+from rehead.attention.mask import Mask
+from rehead.model.layers import gelu
+from rehead.native import NoKernel
+from rehead.native import sequence as native
+from rehead.native.build import HERE
+
+pytestmark = pytest.mark.skipif(isinstance(native.kernel(), NoKernel), reason=str(native.kernel()))
+SIZES = {  # B, L, S, H, K, E, V
+    "one": (1, 1, 1, 1, 1, 1, 1),
+    "less than a tile": (2, 5, 9, 6, 2, 20, 36),
+    "whole tiles": (1, 64, 128, 2, 2, 32, 32),
+    "odd": (3, 45, 77, 6, 3, 17, 5),
+    "several tiles, MQA": (2, 130, 130, 3, 1, 8, 64),
+    "after a long past": (1, 33, 300, 4, 2, 24, 24),
+}
+WINDOWS = (None, 1, 7, 70, 1000)
+each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+each_thread = pytest.mark.parametrize("n_thread", [1, 2, 3])
+
+
+def sample(sizes, dtype=torch.float32):
+    B, L, S, H, K, E, V = sizes
+    return [torch.randn(*shape, dtype=dtype) for shape in ((B, L, H, E), (B, S, K, E), (B, S, K, V))]
+
+
+def rule(sizes, window=None, causal=True):
+    return Mask(n_query=sizes[1], n_key=sizes[2], window=window, causal=causal)
+
+
+def both_ways(way, tensors):
+    """The output and the gradients of all inputs."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out = way(*leaves)
+    torch.manual_seed(3)
+    upstream = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, leaves, upstream)
+
+
+def assert_near(found, wanted, off=2e-6):
+    """Every number within `off` of the largest of all, or of 1: what cancels is as far off as what it is made of."""
+    largest = max([1.0, *(float(exact.abs().max()) for exact in wanted if exact.numel())])
+    for ours, exact in zip(found, wanted, strict=True):
+        assert ours.isfinite().all()
+        assert not exact.numel() or (ours - exact).abs().max() <= off * largest
+
+
+@each_size
+@pytest.mark.parametrize("window", WINDOWS)
+@each_thread
+def test_it_is_the_reference(sizes, window, n_thread):
+    torch.set_num_threads(n_thread)
+    tensors, mask = sample(sizes), rule(sizes, window)
+
+    def exact(scale=0.3, mask=mask):
+        return both_ways(
+            lambda *a: kernels.reference(*a, mask.dense(), scale=scale), [t.double() for t in tensors]
+        )
+
+    found = both_ways(lambda *a: sequence.sequence(*a, mask, scale=0.3), tensors)
+    assert_near(found, exact())
+    mutants = []
+    if sizes[2] > 1 and window != 1:
+        mutants = [exact(scale=0.31), exact(mask=rule(sizes, min(window or sizes[2], sizes[2]) - 1))]
+    if sizes[1] > 1:
+        mutants.append(exact(mask=rule(sizes, causal=False)))
+    for mutant in mutants:
+        with pytest.raises(AssertionError):
+            assert_near(found, mutant)
+
+
+@each_size
+def test_without_causality_all_is_seen(sizes):
+    tensors, mask = sample(sizes), rule(sizes, causal=False)
+    wanted = both_ways(lambda *a: kernels.reference(*a), [t.double() for t in tensors])
+    assert_near(both_ways(lambda *a: sequence.sequence(*a, mask), tensors), wanted)
+
+
+@each_size
+@pytest.mark.parametrize("window", WINDOWS)
+def test_it_drops_the_weights_that_were_drawn(sizes, window, monkeypatch):
+    """A reference that drops by the same draws; a quarter of the weights goes, the rest grows."""
+    B, L, S, H, K, _, _ = sizes
+    tensors, mask = sample(sizes), rule(sizes, window)
+    n_drawn = min(window or S, S)
+    draws = torch.randint(-(2**15), 2**15, (B, H, L, n_drawn), dtype=torch.int16)
+    monkeypatch.setattr(sequence, "raw_draw", lambda shape: draws.view(shape))
+    found = both_ways(lambda *a: sequence.sequence(*a, mask, pdrop=0.25), tensors)
+    last = torch.arange(S - L, S)[:, None]
+    at = torch.arange(S) - (last + 1 - n_drawn).clamp(min=0)  # of each key among those drawn for a query
+    keeps = (draws & (STEPS - 1)).gather(3, at.clamp(0, n_drawn - 1).expand(B, H, -1, -1)) >= STEPS // 4
+
+    def exact(keeps=keeps):
+        def way(query, key, value):
+            weights = kernels.weights(query, key, mask.dense()) * keeps.unflatten(1, (K, -1)) / 0.75
+            return torch.einsum("bkgls,bskv->blkgv", weights, value).flatten(2, 3)
+
+        return both_ways(way, [t.double() for t in tensors])
+
+    assert_near(found, exact())
+    if L > 5:
+        with pytest.raises(AssertionError):
+            assert_near(found, exact(keeps.roll(1, dims=2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types_are_computed_in_float32(dtype):
+    """No further from the float64 gold than rounding the result is."""
+    tensors, mask = [t.to(dtype) for t in sample(SIZES["odd"])], rule(SIZES["odd"])
+    found = both_ways(lambda *a: sequence.sequence(*a, mask), tensors)
+    wanted = both_ways(lambda *a: kernels.reference(*a, mask.dense()), [t.double() for t in tensors])
+    assert all(t.dtype == dtype for t in found)
+    assert_near([found[0]], [wanted[0]], torch.finfo(dtype).eps)
+    assert_near(found[1:], wanted[1:], 2 * torch.finfo(dtype).eps)  # the upstream gradient is rounded as well
+
+
+@pytest.mark.parametrize("pdrop", [0.1, 0.5])
+def test_dropout_is_that_of_the_blocks(pdrop):
+    """The same seed drops the same weights with a compiler and without."""
+    tensors, mask = sample(SIZES["whole tiles"]), rule(SIZES["whole tiles"])
+    results = []
+    for way in (
+        lambda *a: sequence.sequence(*a, mask, pdrop=pdrop),
+        lambda *a: blocked(*a, mask.dense(), pdrop=pdrop),
+    ):
+        torch.manual_seed(5)
+        results.append((*both_ways(way, tensors), torch.randn(3)))
+    assert_near(*results)
+
+
+def test_threads_change_nothing():
+    sizes, results = SIZES["several tiles, MQA"], []
+    for n_thread in (1, 2, 5):
+        torch.manual_seed(0)
+        torch.set_num_threads(n_thread)
+        results.append(both_ways(lambda *a: sequence.sequence(*a, rule(sizes), pdrop=0.1), sample(sizes)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_heads_may_lie_anywhere():
+    """Parts of one projection, heads before time, every second number: read where they are, or copied."""
+    sizes = B, L, _, H, K, E, V = SIZES["several tiles, MQA"]
+    joined = torch.randn(B, L, H * E + K * (E + V), dtype=torch.float32)
+    parts = joined.split([H * E, K * E, K * V], dim=-1)
+    tensors = [part.unflatten(-1, (n, -1)) for part, n in zip(parts, (H, K, K), strict=True)]
+    wanted = kernels.reference(*(t.double() for t in tensors), rule(sizes).dense())
+    for lay in (
+        lambda t: t,
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    ):
+        assert_near([sequence.sequence(*map(lay, tensors), rule(sizes))], [wanted])
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    sequence.sequence(*leaves, rule(sizes)).sum().backward()  # an upstream gradient of stride 0
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    kernels.reference(*exact, rule(sizes).dense()).sum().backward()
+    assert_near([t.grad for t in leaves], [t.grad for t in exact])
+
+
+def test_what_is_no_number_stays_none_and_what_is_hidden_stays_hidden():
+    sizes = SIZES["whole tiles"]
+    query, key, value = sample(sizes)
+    key[:, -5:] = float("nan")
+    out = sequence.sequence(query, key, value, rule(sizes, window=20))
+    assert out[:, :-5].isfinite().all()
+    assert out[:, -5:].isnan().all()
+
+
+def test_large_scores_do_not_overflow():
+    tensors, mask = [t * 60 for t in sample(SIZES["odd"])], rule(SIZES["odd"])
+    wanted = kernels.reference(*(t.double() for t in tensors), mask.dense())
+    assert_near([sequence.sequence(*tensors, mask)], [wanted], 3e-5)
+
+
+def test_torch_knows_the_operators():
+    """Their schemas, shapes without numbers, and that autograd goes through them."""
+    tensors = [t.requires_grad_() for t in sample(SIZES["odd"])]
+    for draws in (None, torch.zeros(3, 6, 45, 7, dtype=torch.int16)):
+        torch.library.opcheck(
+            torch.ops.rehead.attend.default, (*tensors, draws, True, 7, threshold(0.1), 0.3)
+        )
+    torch.library.opcheck(
+        torch.ops.rehead.gelu.default, (torch.randn(3, 7, dtype=torch.float32, requires_grad=True),)
+    )
+
+
+def test_second_derivatives_are_refused():
+    tensors = [t.requires_grad_() for t in sample(SIZES["odd"])]
+    out = sequence.sequence(*tensors, rule(SIZES["odd"])).square().sum()
+    first = torch.autograd.grad(out, tensors, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.autograd.grad(first[0].square().sum(), tensors)
+
+
+# When it is taken
+
+
+def test_who_takes_it(monkeypatch):
+    took, real = [], native.attend
+    monkeypatch.setattr(native, "attend", lambda *a: took.append(1) or real(*a))
+
+    def takes(n_query=40, n_key=40, dtype=torch.float32, grad=False, n_kv=2, pdrop=0.0, **rest):
+        took.clear()
+        tensors = sample((1, n_query, n_key, 2, n_kv, 8, 8), dtype)
+        tensors[1].requires_grad_(grad)
+        mask = Mask(n_query=n_query, n_key=n_key, **rest)
+        with torch.set_grad_enabled(grad):
+            kernels.attend(*tensors, mask, pdrop=pdrop)
+        return bool(took)
+
+    assert takes()
+    assert takes(grad=True)
+    assert takes(pdrop=0.1, n_query=2)
+    assert takes(causal=False)
+    assert takes(window=9, n_key=2 * sequence.LONGEST)
+    assert takes(n_key=2 * sequence.LONGEST, pdrop=0.1)
+    assert not takes(n_key=2 * sequence.LONGEST)
+    assert not takes(n_query=2)  # folded
+    assert not takes(key_positions=torch.arange(40)[None])
+    assert not takes(dtype=torch.float64)
+    assert takes(dtype=torch.bfloat16, grad=True)
+    torch.set_num_threads(2)
+    assert not takes(n_kv=1, grad=True)  # a thread would have nothing to do
+    assert takes(n_kv=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.compiler.is_compiling", lambda: True)
+        assert not takes()
+    monkeypatch.setattr(native, "kernel", lambda: NoKernel("switched off"))
+    assert not takes()
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    monkeypatch.setattr(native, "kernel", lambda: NoKernel("no compiler"))
+    with pytest.raises(NoKernel, match="no compiler"):
+        sequence.sequence(*sample(SIZES["odd"]), rule(SIZES["odd"]))
+
+
+# GELU
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (16,), (3, 5, 7), (40, 33)])
+@pytest.mark.parametrize("n_thread", [1, 2])
+def test_gelu(shape, n_thread):
+    torch.set_num_threads(n_thread)
+    x = torch.randn(shape) * 4
+    wanted = both_ways(lambda t: F.gelu(t, approximate="tanh"), [x])
+    assert_near(both_ways(native.gelu, [x.float()]), wanted)
+    if x.numel() > 1:
+        with pytest.raises(AssertionError):
+            assert_near(both_ways(native.gelu, [x.float()]), both_ways(F.gelu, [x]))  # erf
+
+
+def test_gelu_far_out():
+    x = torch.tensor([-1e4, -88.0, -12.0, -1e-30, 0.0, 1e-30, 12.0, 88.0, 1e4])
+    out, slope = both_ways(native.gelu, [x.float()])
+    wanted = both_ways(lambda t: F.gelu(t, approximate="tanh"), [x])
+    torch.testing.assert_close(out.double(), wanted[0], rtol=1e-6, atol=1e-30)
+    assert_near([slope], [wanted[1]])
+    assert native.gelu(torch.tensor([float("nan")], dtype=torch.float32)).isnan().all()
+
+
+def test_gelu_of_a_transposed_tensor():
+    x = torch.randn(5, 40, dtype=torch.float32).T
+    assert_near([native.gelu(x)], [F.gelu(x.double(), approximate="tanh")])
+
+
+def test_who_takes_gelu(monkeypatch):
+    took = []
+    real = native.gelu
+    monkeypatch.setattr(native, "gelu", lambda x: took.append(1) or real(x))
+    x = torch.randn(3, 4, dtype=torch.float32)
+    gelu(x)
+    gelu(x.double().requires_grad_())
+    assert not took
+    gelu(x.requires_grad_())
+    assert took == [1]
+
+
+def test_both_sides_mean_the_same_sizes():
+    source = (HERE / "sequence.cpp").read_text()
+    for struct, fields in (("Sizes", native.Sizes._fields_), ("Array", native.Array._fields_)):
+        declared = re.sub("//.*", "", source.split(f"struct {struct} {{")[1].split("}")[0])
+        assert re.findall(r"(\w+)[,;]", declared) == [name for name, _ in fields]
+    assert native.kernel().sizes_size() == ctypes.sizeof(native.Sizes)
