@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rehead.attention import EMPTY, LatentConfig, absorbed, kernels
+from rehead.attention import EMPTY, LatentConfig, absorbed, kernels, trust
 from rehead.attention.step import Moment
 
 pytest.importorskip("triton")  # comes with torch on Linux only
@@ -145,7 +145,7 @@ def test_a_mutant_is_caught(mutant):
 @pytest.fixture
 def guarded(monkeypatch):
     """As if this CPU were a GPU; what the guard has found out is forgotten."""
-    known = absorbed.trusted, absorbed._say
+    known = absorbed.trusted, trust.say
     monkeypatch.setattr(absorbed, "SPLIT_ON", "cpu")
     for found in known:
         found.cache_clear()

@@ -4,7 +4,6 @@
 Triton is installed, and once it has agreed with the definition on that device, for that type and those sizes.
 """
 
-import logging
 from collections.abc import Callable
 from functools import cache
 
@@ -13,11 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention.step import weigh_one
+from rehead.attention.trust import BUDGET, agrees, numbers, off
 
 SPLIT_ON = "cuda"
 """The kind of device that has the kernel."""
-BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 4e-3}
-"""How far off it may be from the definition in float64, of the largest number."""
 TRIED = ((1, 1), (2, 65), (3, 1100))
 """Sequences and rows that it is tried on: one row, more than a tile, several parts."""
 
@@ -60,23 +58,12 @@ def trusted(
         from rehead.attention.split import split
     except ImportError:
         return plain
-    try:
-        off = max(_off(split, device, dtype, (n, n_row, n_head, width), rank, hides) for n, n_row in TRIED)
-        fault = "" if off <= BUDGET[dtype] else f"off by {off:.1e} of the largest number"
-    except Exception as error:  # a compiler's, a driver's: whatever it is, there is another way
-        fault = f"{type(error).__name__}: {error}".splitlines()[0]
-    if not fault:
-        return split
-    _say(str(device), fault)
-    return plain
 
+    def far() -> float:
+        return max(_off(split, device, dtype, (n, n_row, n_head, width), rank, hides) for n, n_row in TRIED)
 
-@cache
-def _say(device: str, fault: str) -> None:
-    """Each fault once a process."""
-    logging.getLogger("rehead").warning(
-        f"the Triton kernel for MLA is not used on {device}, PyTorch decodes ({fault})"
-    )
+    otherwise = f"the Triton kernel for MLA is not used on {device}, PyTorch decodes"
+    return split if agrees(far, BUDGET[dtype], otherwise) else plain
 
 
 def _off(
@@ -89,11 +76,7 @@ def _off(
 ) -> float:
     """The largest error of one call, of the largest number it should give."""
     n_batch, n_row, n_head, width = sizes
-    random = torch.Generator().manual_seed(n_row)  # nobody else's numbers change
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(device, dtype)
-
+    draw = numbers(n_row, device, dtype)
     query, rows, hidden = draw(n_batch, n_head, width), draw(n_batch, n_row, width), None
     if hides:
         n_seen = torch.linspace(1, n_row, n_batch, device="cpu").long()
@@ -102,5 +85,4 @@ def _off(
         rows = rows.masked_fill(unseen[..., None], 100.0)
     scale = width**-0.5
     wanted = plain(query.double(), rows.double(), rank, scale, None if hidden is None else hidden.double())
-    off = (way(query, rows, rank, scale, hidden) - wanted).abs().max() / wanted.abs().max()
-    return float(torch.nan_to_num(off, nan=float("inf")))
+    return off(way(query, rows, rank, scale, hidden), wanted)

@@ -174,6 +174,11 @@ class Attention(nn.Module, ABC):
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of one pass without cache, by the reference kernel."""
 
+    @property
+    def has_own_step(self) -> bool:
+        """Whether `step` is more than `forward`: all it knows of the past it asks of the `Moment`."""
+        return False
+
     def step(self) -> Step:
         """`forward` of one new token for every row, prepared from the weights as they are now.
 

@@ -183,9 +183,14 @@ class GroupedAttention(Attention):
         gathered = kernels.attend(query, key, value, mask, scale=scale, score=self.score, pdrop=self._pdrop)
         return self.o_proj(self._from_slots(gathered).flatten(2))
 
+    @property
+    def has_own_step(self) -> bool:
+        """Learned scores have no other way than `forward`."""
+        return self.score is None
+
     def step(self) -> Step:
-        """See `Attention.step`; learned scores have no other way than `forward`."""
-        if self.score is not None:
+        """See `Attention.step`."""
+        if not self.has_own_step:
             return super().step()
         config, value_too = self.config, [] if self.v_proj is None else [self.v_proj]
         project, output = Product(self.q_proj, self.k_proj, *value_too), Product(self.o_proj)

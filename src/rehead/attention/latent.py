@@ -116,10 +116,15 @@ class LatentAttention(Attention):
             values = values + (bias if dense is None else bias * dense.any(dim=-1)[:, :, None, None, None])
         return values.flatten(2, 3)
 
+    @property
+    def has_own_step(self) -> bool:
+        """Absorbed, unless that is more work than rebuilding keys and values."""
+        return self.config.absorbs_below > 1
+
     def step(self) -> Step:
-        """See `Attention.step`: absorbed, unless that is more work than rebuilding keys and values."""
+        """See `Attention.step`."""
         config = self.config
-        if config.absorbs_below <= 1:
+        if not self.has_own_step:
             return super().step()
         if config.q_lora_rank is None:
             down = Product(self.q_proj, self.kv_a_proj_with_mqa)

@@ -1,6 +1,6 @@
 """A decoder-only transformer: the homework's GPT, or Llama's shape, by config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -45,6 +45,8 @@ class GPT(LanguageModel):
         if cache is not None:
             start = cache[0].length
             positions = cache[0].next(ids.shape[1]) if positions is None else positions
+        if self.embed_positions is not None:
+            self.require_room(start + ids.shape[1] if positions is None else int(positions.max()) + 1)
         x = self.embd_dropout(self._embed(ids, positions, start))
         for index, layer in enumerate(self.layers):
             x = layer(x, positions, None if cache is None else cache[index])
@@ -54,17 +56,31 @@ class GPT(LanguageModel):
         """See `LanguageModel.decoder`."""
         if is_watched(self) or torch.is_autocast_enabled(self.device.type):
             return super().decoder()
+        step = self.step()
+
+        def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
+            self.require_room(cache[0].n_token + 1)
+            return step(ids, cache, Moment(cache[0]))
+
+        return decode
+
+    def step(self) -> Callable[[Tensor, Sequence[LayerCache], Moment], Tensor]:
+        """Logits of the tokens after `ids` (B,), which stand where the moment says; prepared as a decoder is."""
         layers = [layer_step(layer) for layer in self.layers if isinstance(layer, Block)]
         head = Product(self.head)
 
-        def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
-            moment = Moment(cache[0])
+        def step(ids: Tensor, cache: Sequence[LayerCache], moment: Moment) -> Tensor:
             x = self._embed(ids[:, None], moment.positions, moment.start)[:, 0]
             for layer, remembered in zip(layers, cache, strict=True):
                 x = layer(x, remembered, moment)
             return head(self._normed(x))
 
-        return decode
+        return step
+
+    def require_room(self, n_token: int) -> None:
+        """Refuse more tokens than the table of positions has rows, if there is one."""
+        if self.embed_positions is not None:
+            require_length(n_token, self.config.block_size)
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> list[LayerCache]:
         """An empty cache per layer; `capacity` tokens each, or growing."""
@@ -91,7 +107,5 @@ class GPT(LanguageModel):
     def _places(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
         """Rows of the position table; padding takes row 0, which nothing sees."""
         if positions is None:
-            require_length(start + ids.shape[1], self.config.block_size)
             return torch.arange(start, start + ids.shape[1], device=ids.device)
-        require_length(int(positions.max()) + 1, self.config.block_size)
         return positions.clamp(min=0)
