@@ -124,10 +124,18 @@ class LayerCache:
             for name, store in self._store.items():
                 store.select(-2, slot).copy_(new[name])
         else:
-            batch = torch.arange(self.batch_size, device=self._device)
-            for name, store in self._store.items():
-                store.movedim(-2, 1)[batch, place.slots] = new[name]
-        return [store.flatten(0, -3).narrow(1, 0, n_used) for store in self._store.values()]
+            self.write_one(place.slots, **new)
+        return self.first(n_used)
+
+    def write_one(self, slots: Int[Tensor, " B"], **new: Float[Tensor, "B ..."]) -> None:
+        """The rows of one token of every sequence, where `slots` says; what is known of the rows stays as it is."""
+        batch = torch.arange(len(slots), device=slots.device)
+        for name, store in self._store.items():
+            store.movedim(-2, 1)[batch, slots] = new[name]
+
+    def first(self, n_row: int) -> list[Float[Tensor, "BK S _"]]:
+        """The first rows there is room for, (B K, S, E) each."""
+        return [store.flatten(0, -3).narrow(1, 0, n_row) for store in self._store.values()]
 
     def settle(self, place: Place | None) -> int:
         """What is known of the rows once one token more is in them; how many are used."""

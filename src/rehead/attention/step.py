@@ -42,9 +42,12 @@ class Moment:
         """Heads of the new tokens, turned to where these stand."""
         key = rotary.config, rotary.width, x.dtype
         if key not in self._turns:
-            cos, sin = rotary.turns(1, x.dtype, x.device, self.positions, self.start)
+            cos, sin = self._own_turns(rotary, x)
             self._turns[key] = cos[..., 0, :, :], sin[..., 0, :, :]  # of the one token
         return rotary.apply(x, *self._turns[key])
+
+    def _own_turns(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary.turns(1, x.dtype, x.device, self.positions, self.start)
 
     def turn_keys(
         self, rotary: Rotary, key: Float[Tensor, "B S K E"], cache: LayerCache

@@ -59,7 +59,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
     bound: list[Bound] = []
 
     def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
-        if len(ids) > MOST_ROWS or not all(map(is_gapless, cache[:1])):
+        if len(ids) > MOST_ROWS or not is_gapless(widest(cache)):
             return slow(ids, cache)
         moment = Moment(cache[0])
         for layer in cache:
@@ -74,6 +74,11 @@ def native_decoder(model: LanguageModel) -> Decode | None:
         return bound[0](ids, moment)
 
     return decode
+
+
+def widest(cache: Sequence[LayerCache]) -> LayerCache:
+    """The layer that remembers most: where it has no gap, none has."""
+    return max(cache, key=lambda layer: layer.n_rows)
 
 
 def is_gapless(cache: LayerCache) -> bool:

@@ -1,0 +1,175 @@
+"""A GPT's step as a CUDA graph: some hundred kernels started by one call, which is what a small model waits for.
+
+A graph serves all positions below a power of two, and looks at as many rows, most of which it hides; then the next is
+captured. It is trusted once a replay has agreed with PyTorch's run of the same, at a position it was not captured at.
+Tested by recording operations on a CPU; it has not been run on a GPU, nor is its speed known.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rehead.attention import LayerCache
+from rehead.attention.fixed import Fixed, Tables
+from rehead.attention.step import Moment
+from rehead.attention.trust import agrees, off
+from rehead.decoding.gpt import is_gapless, widest
+from rehead.model import GPT, LanguageModel
+from rehead.model.base import Decode
+from rehead.model.layers import Block
+from rehead.model.step import is_watched
+
+DEVICE = "cuda"
+"""The kind of device that has graphs."""
+LEAST_REACH = 256
+"""Tokens that the first graph serves; each one after it twice as many."""
+BUDGET = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far logits may be from those of PyTorch, of the largest: libraries may take other kernels while captured."""
+
+Prepared = Callable[[Tensor, Sequence[LayerCache], Moment], Tensor]
+"""`GPT.step`."""
+
+
+def why_no_graph(model: LanguageModel) -> str | None:
+    """Why this model is not decoded by CUDA graphs; None where it is."""
+    if model.device.type != DEVICE:
+        return f"the model is on {model.device.type}"
+    if not isinstance(model, GPT):
+        return f"a model of type {model.config.model_type}"
+    if is_watched(model) or torch.is_autocast_enabled(DEVICE):
+        return "somebody watches its parts, or autocast is on"
+    if model.head.weight.dtype not in BUDGET:
+        return f"weights of {model.head.weight.dtype}"
+    for layer in model.layers:
+        if not isinstance(layer, Block) or not layer.self_attn.has_own_step:
+            return "an attention without a step of its own"
+    return None
+
+
+def graphed_decoder(model: LanguageModel) -> Decode | None:
+    """`model.decoder()`, by graphs; None where there is no such way."""
+    if why_no_graph(model) is not None:
+        return None
+    assert isinstance(model, GPT)
+    return Graphed(model)
+
+
+class Graphed:
+    """Keeps the books of the caches, and the graph for where they are."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model, self.step = model, model.step()
+        self.bound: Bound | None = None
+        self.is_trusted = True
+        self._left: Tensor | None = None  # what the last step knew of the rows
+
+    def __call__(self, ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
+        """See `Decode`."""
+        self.model.require_room(cache[0].n_token + 1)
+        moment = Moment(cache[0])
+        if not self.is_trusted or not self._is_gapless(widest(cache)):
+            return self.step(ids, cache, moment)
+        for layer in cache:
+            layer.settle(moment.advance(layer))
+        self._left = widest(cache).positions
+        reach = max(LEAST_REACH, 1 << (cache[0].n_token - 1).bit_length())
+        if self.bound is None or not self.bound.fits(cache, reach):
+            self.bound = None  # its memory is free before there is another
+            self.bound = Bound(self.step, cache, reach)
+        logits = self.bound(ids, moment)
+        self.is_trusted = self.bound.is_trusted
+        return logits
+
+    def _is_gapless(self, cache: LayerCache) -> bool:
+        """Looked at once: a step leaves no gap, and who else writes leaves other positions."""
+        return (cache.positions is not None and cache.positions is self._left) or is_gapless(cache)
+
+
+class Bound:
+    """The step over certain rows of caches, for positions below `reach`.
+
+    Run twice by PyTorch, which compiles what there is to compile; captured; replayed and held against a third run.
+    """
+
+    def __init__(self, step: Prepared, cache: Sequence[LayerCache], reach: int) -> None:
+        self.step, self.cache, self.reach = step, list(cache), reach
+        self.stores = [store for layer in cache for store in layer.stores]
+        self.tables: Tables = {}
+        self.device, n_row = self.stores[0].device, len(self.stores[0])
+        with torch.inference_mode(False):  # buffers that anybody may write into
+            self.ids = torch.zeros(n_row, dtype=torch.long, device=self.device)
+            self.positions = torch.zeros(n_row, 1, dtype=torch.long, device=self.device)
+        self.logits: Tensor | None = None
+        self.replay: Callable[[], None] | None = None
+        self.n_run, self.is_trusted = 0, True
+
+    def fits(self, cache: Sequence[LayerCache], reach: int) -> bool:
+        """True while the rows are where they were, and positions below `reach`."""
+        stores = [store for layer in cache for store in layer.stores]
+        same = len(stores) == len(self.stores) and all(
+            a is b for a, b in zip(stores, self.stores, strict=True)
+        )
+        return same and reach == self.reach
+
+    def __call__(self, ids: Tensor, moment: Moment) -> Tensor:
+        """Logits, (B, vocab), of tokens at the moment's positions."""
+        self.ids.copy_(ids)
+        if moment.positions is None:
+            self.positions.fill_(moment.start)
+        else:
+            self.positions.copy_(moment.positions)
+        if self.replay is not None and self.n_run > 2:
+            self.replay()
+        else:
+            self._prove()
+        assert self.logits is not None
+        return self.logits.clone()
+
+    def _prove(self) -> None:
+        """One of the first three steps."""
+        self.n_run += 1
+        otherwise = f"CUDA graphs are not used on {self.device}, PyTorch decodes"
+        if self.n_run < 3:
+            self._run()
+        if self.n_run == 2:
+            self.is_trusted = agrees(self._captured, 0.0, otherwise)
+        elif self.n_run == 3:
+            assert self.logits is not None
+            self.is_trusted = agrees(self._replayed, BUDGET[self.logits.dtype], otherwise)
+
+    def _captured(self) -> float:
+        self.replay = capture(self._run, self.device)
+        return 0.0
+
+    def _replayed(self) -> float:
+        """How far a replay is from a run, which follows it, so that right numbers are left."""
+        assert self.replay is not None
+        assert self.logits is not None
+        self.logits.fill_(torch.nan)
+        try:
+            self.replay()
+            got = self.logits.clone()
+        finally:
+            self._run()
+        return off(got, self.logits)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        """Writes logits and the new token's rows. The same again, if nothing else was written."""
+        logits = self.step(self.ids, self.cache, Fixed(self.positions, self.reach, self.tables))
+        if self.logits is None:
+            with torch.inference_mode(False):
+                self.logits = torch.empty_like(logits)
+        self.logits.copy_(logits)
+
+
+def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What repeats what `run` does on a device, as a CUDA graph; done now or not, it can be done again."""
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"),
+    ):
+        run()
+    return graph.replay
