@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rehead.attention import flash
 from rehead.attention.blocked import blocked
 from rehead.attention.dropout import is_ours
 from rehead.attention.fused import continued, sdpa, windowed
@@ -128,6 +129,8 @@ def attend(
     if fits(query, key, value, mask, pdrop):
         return sequence(query, key, value, mask, scale=scale, pdrop=pdrop)
     if mask.is_band and mask.n_key >= max(LONG, 2 * (mask.window or 0)):
+        if pdrop == 0 and flash.takes(query, key, value):
+            return flash.windowed(query, key, value, mask, scale=scale)
         return windowed(query, key, value, mask, scale=scale, pdrop=pdrop)
     if pdrop and is_ours(query):
         return blocked(query, key, value, mask.dense(), scale=scale, pdrop=pdrop)
