@@ -22,7 +22,7 @@ from rehead.model import GPT
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-ALONE = "rehead without its C++ kernel"
+ALONE = {"cpu": "rehead without its C++ kernel", "cuda": "rehead without CUDA graphs"}
 DYNAMIC, STATIC = "transformers generate, dynamic cache", "transformers generate, static cache"
 
 
@@ -35,7 +35,7 @@ def cases(setting: Setting) -> Cases:
         ours=Arm(lambda: generate(ours, ids, 200, 0)),
         peers={
             DYNAMIC: Arm(greedy(theirs, ids, 200)),
-            ALONE: Arm(alone(lambda: generate(ours, ids, 200, 0))),
+            ALONE[setting.device]: Arm(alone(lambda: generate(ours, ids, 200, 0))),
         },
         at_least={DYNAMIC: 6},
     )
@@ -65,7 +65,7 @@ def cases(setting: Setting) -> Cases:
     yield Case(
         name="GPT-2 small, one token at 192",
         ours=Arm(one_token(ours, ids)),
-        peers={ALONE: Arm(alone(one_token(ours, ids)))},
+        peers={ALONE[setting.device]: Arm(alone(one_token(ours, ids)))},
         n_bytes=sum(weight.nbytes for weight in weights) + ours.head.weight.nbytes,
         of_ceiling=0.7,
     )
@@ -222,7 +222,7 @@ def llama_shape(setting: Setting) -> Cases:
             )
             for name, past in ((DYNAMIC, dynamic), (STATIC, static))
         }
-        | {ALONE: Arm(alone(eight), alone(one_token(ours, ids[:, 1:], cache)))},
+        | {ALONE[setting.device]: Arm(alone(eight), alone(one_token(ours, ids[:, 1:], cache)))},
         at_least={DYNAMIC: 2, STATIC: 2},
         dtype=dtype,
     )
@@ -266,7 +266,7 @@ def latent(setting: Setting, dtype: torch.dtype) -> Case:
     return Case(
         name="one MLA layer, 32 heads, latent 512 + 64, context 4096",
         ours=Arm(run),
-        peers={"transformers DeepseekV3Attention, its cache": Arm(peer), ALONE: Arm(alone(run))},
+        peers={"transformers DeepseekV3Attention, its cache": Arm(peer), ALONE[device]: Arm(alone(run))},
         at_least={"transformers DeepseekV3Attention, its cache": 25},
         dtype=dtype,
     )

@@ -1,4 +1,7 @@
-"""Sliding windows in prefill and training, beside SDPA with a mask and compiled FlexAttention."""
+"""Sliding windows in prefill and training, beside SDPA with a mask and compiled FlexAttention.
+
+In the type that the device's windows are made for: bfloat16 on a GPU, where flash attention takes it.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from rehead.attention import kernels
 from rehead.attention.mask import Mask
 
 HEADS, WIDTH, WINDOW = 8, 64, 256
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def cases(setting: Setting) -> Cases:
@@ -30,6 +34,7 @@ def cases(setting: Setting) -> Cases:
                 },
                 at_least={"SDPA with a mask": 10, "compiled FlexAttention": 1} if n == 8192 else {},
                 flops=4 * HEADS * WIDTH * (WINDOW * n - WINDOW * (WINDOW - 1) / 2),
+                dtype=query.dtype,
             )
     n = 4096
     leaves = sample(n, setting)
@@ -38,6 +43,7 @@ def cases(setting: Setting) -> Cases:
         ours=Arm(both_ways(ours, *leaves)),
         peers={"SDPA with a mask": Arm(both_ways(masked(n, setting), *leaves))},
         at_least={"SDPA with a mask": 4},
+        dtype=leaves[0].dtype,
     )
     sizes = (2048, 4096, 8192, 16384)
     for name, way in (("forward", forward), ("forward and backward", both_ways)):
@@ -46,12 +52,14 @@ def cases(setting: Setting) -> Cases:
             sizes=sizes,
             make=lambda n, way=way: way(ours, *sample(n, setting)),
             at_most=2.15,
+            dtype=DTYPE[setting.device],
         )
 
 
 def sample(n: int, setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one sequence."""
-    return tuple(torch.randn(1, n, HEADS, WIDTH, device=setting.device) for _ in range(3))
+    device = setting.device
+    return tuple(torch.randn(1, n, HEADS, WIDTH, device=device, dtype=DTYPE[device]) for _ in range(3))
 
 
 def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -108,7 +116,7 @@ def both_ways(way: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Any]:
     """Gradients with respect to all inputs, from a fixed gradient of the output."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     torch.manual_seed(1)
-    upstream = torch.randn(inputs[0].shape, device=inputs[0].device)
+    upstream = torch.randn_like(inputs[0])
 
     def run() -> Tensor:
         return torch.stack(torch.autograd.grad(way(*leaves), leaves, upstream))

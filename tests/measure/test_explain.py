@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rehead import decoding
-from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, flash
 from rehead.config import GPTConfig, RNNConfig
+from rehead.decoding import graphed
 from rehead.measure.explain import explain
 from rehead.model import build
 
@@ -52,3 +53,19 @@ def test_what_is_said(config, one, many):
 def test_a_network_without_attention():
     rnn = build(RNNConfig(vocab_size=9, block_size=9, n_embd=5, n_layer=1, n_hidden=9, n_output=9))
     assert len(explain(rnn.to(torch.float32))) == 1
+
+
+def test_a_gpu_has_ways_of_its_own(monkeypatch):
+    """As if this CPU were one."""
+    for room in (graphed, flash):
+        monkeypatch.setattr(room, "DEVICE", "cpu")
+    model = made(replace(GQA, window=300), replace(GQA, window=300)).bfloat16()
+    monkeypatch.setattr("rehead.measure.explain.why_not", lambda model: "the model is on cuda")
+    lines = explain(model)
+    assert lines[0] == "decoding: CUDA graphs, one per length bucket"
+    assert lines[2] == (
+        "layers 0, 1, gqa, texts: by windowed flash attention, if it agrees here, from 600 tokens on, SDPA before"
+    )
+    hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert "(no CUDA graphs: somebody watches" in explain(model)[0]
+    hook.remove()

@@ -2,29 +2,37 @@
 
 import torch
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, flash
 from rehead.attention.kernels import LONG
 from rehead.attention.score import ScaledDot
-from rehead.decoding import why_not
+from rehead.decoding import graphed, why_no_graph, why_not
 from rehead.model import GPT, LanguageModel
 
 
 def explain(model: LanguageModel) -> list[str]:
     """A line per choice that is made for this model, on its device and in its dtype."""
-    reason = why_not(model)
-    if reason is None:
+    no_kernel, no_graph = why_not(model), why_no_graph(model)
+    if no_kernel is None:
         threads = torch.get_num_threads()
         lines = [f"decoding: one call a token into the C++ kernel, on {threads} thread{'s' * (threads > 1)}"]
+    elif no_graph is None:
+        lines = ["decoding: CUDA graphs, one per length bucket"]
     else:
-        lines = [f"decoding: PyTorch, a step a layer (no C++ kernel: {reason})"]
+        of_device = model.device.type == graphed.DEVICE
+        reason = f"CUDA graphs: {no_graph}" if of_device else f"C++ kernel: {no_kernel}"
+        lines = [f"decoding: PyTorch, a step a layer (no {reason})"]
     if not isinstance(model, GPT):
         return lines
+    dtype = model.head.weight.dtype
+    flashes = model.device.type == flash.DEVICE and dtype in flash.DTYPES
     by_config: dict[AttentionConfig, list[int]] = {}
     for index, config in enumerate(model.config.attention):
         by_config.setdefault(config, []).append(index)
     for config, layers in by_config.items():
         some = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
-        lines += [f"{some}, {config.name}, {part}" for part in (_one_token(config), _many_tokens(config))]
+        lines += [
+            f"{some}, {config.name}, {part}" for part in (_one_token(config), _many_tokens(config, flashes))
+        ]
     return lines
 
 
@@ -42,10 +50,11 @@ def _one_token(config: AttentionConfig) -> str:
     )
 
 
-def _many_tokens(config: AttentionConfig) -> str:
+def _many_tokens(config: AttentionConfig, flashes: bool) -> str:
     if isinstance(config, GroupedConfig) and not isinstance(config.score, ScaledDot):
         return "texts: slow, O(L^2) memory, a learned score has only the reference kernel"
     expanded = "expanded, then " if isinstance(config, LatentConfig) else ""
     if config.window is not None:
-        return f"texts: {expanded}in chunks of the window from {max(LONG, 2 * config.window)} tokens on, SDPA before"
+        way = "by windowed flash attention, if it agrees here," if flashes else "in chunks of the window"
+        return f"texts: {expanded}{way} from {max(LONG, 2 * config.window)} tokens on, SDPA before"
     return f"texts: {expanded}SDPA"
