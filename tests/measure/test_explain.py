@@ -11,6 +11,7 @@ from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graphed
 from rehead.measure.explain import explain
 from rehead.model import build
+from rehead.native.sequence import serves
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, rope=RopeConfig())
 MLA = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=7)
@@ -47,7 +48,9 @@ def test_what_is_said(config, one, many):
     assert many in lines[2]
     assert lines[1].startswith(("layers 0, 1", "layers 0, 1, 2"))
     model.float()
-    assert ("C++ kernel, on 1 thread" in explain(model)[0]) == (decoding.why_not(model) is None)
+    lines = explain(model)
+    assert ("C++ kernel, on 1 thread" in lines[0]) == (decoding.why_not(model) is None)
+    assert ("the C++ kernel, " in lines[2]) == ("slow" not in many and serves(model.head.weight))
 
 
 def test_a_network_without_attention():
@@ -61,6 +64,7 @@ def test_a_gpu_has_ways_of_its_own(monkeypatch):
         monkeypatch.setattr(room, "DEVICE", "cpu")
     model = made(replace(GQA, window=300), replace(GQA, window=300)).bfloat16()
     monkeypatch.setattr("rehead.measure.explain.why_not", lambda model: "the model is on cuda")
+    monkeypatch.setattr("rehead.measure.explain.serves", lambda weight: False)
     lines = explain(model)
     assert lines[0] == "decoding: CUDA graphs, one per length bucket"
     assert lines[2] == (

@@ -1,12 +1,14 @@
 """By which way a model computes, and why: what `rehead bench --explain` says."""
 
 import torch
+from torch import Tensor
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, flash
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, flash, sequence
 from rehead.attention.kernels import LONG
 from rehead.attention.score import ScaledDot
 from rehead.decoding import graphed, why_no_graph, why_not
 from rehead.model import GPT, LanguageModel
+from rehead.native.sequence import serves
 
 
 def explain(model: LanguageModel) -> list[str]:
@@ -23,16 +25,13 @@ def explain(model: LanguageModel) -> list[str]:
         lines = [f"decoding: PyTorch, a step a layer (no {reason})"]
     if not isinstance(model, GPT):
         return lines
-    dtype = model.head.weight.dtype
-    flashes = model.device.type == flash.DEVICE and dtype in flash.DTYPES
     by_config: dict[AttentionConfig, list[int]] = {}
     for index, config in enumerate(model.config.attention):
         by_config.setdefault(config, []).append(index)
     for config, layers in by_config.items():
         some = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
-        lines += [
-            f"{some}, {config.name}, {part}" for part in (_one_token(config), _many_tokens(config, flashes))
-        ]
+        parts = _one_token(config), _many_tokens(config, model.head.weight)
+        lines += [f"{some}, {config.name}, {part}" for part in parts]
     return lines
 
 
@@ -50,11 +49,17 @@ def _one_token(config: AttentionConfig) -> str:
     )
 
 
-def _many_tokens(config: AttentionConfig, flashes: bool) -> str:
+def _many_tokens(config: AttentionConfig, like: Tensor) -> str:
     if isinstance(config, GroupedConfig) and not isinstance(config.score, ScaledDot):
         return "texts: slow, O(L^2) memory, a learned score has only the reference kernel"
     expanded = "expanded, then " if isinstance(config, LatentConfig) else ""
+    if like.dtype in sequence.WIDENED and serves(like):
+        what = (
+            f"up to {sequence.LONGEST} tokens, then SDPA" if config.window is None else "of the window only"
+        )
+        return f"texts: {expanded}the C++ kernel, {what}"
     if config.window is not None:
+        flashes = like.device.type == flash.DEVICE and like.dtype in flash.DTYPES
         way = "by windowed flash attention, if it agrees here," if flashes else "in chunks of the window"
         return f"texts: {expanded}{way} from {max(LONG, 2 * config.window)} tokens on, SDPA before"
     return f"texts: {expanded}SDPA"
