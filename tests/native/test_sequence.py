@@ -24,6 +24,7 @@ SIZES = {  # B, L, S, H, K, E, V
     "odd": (3, 45, 77, 6, 3, 17, 5),
     "several tiles, MQA": (2, 130, 130, 3, 1, 8, 64),
     "after a long past": (1, 33, 300, 4, 2, 24, 24),
+    "several segments": (1, 600, 641, 4, 2, 8, 8),
 }
 WINDOWS = (None, 1, 7, 70, 1000)
 each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+HEADER = HERE / "vectors.h"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-fopenmp")
 LINK = ("-shared",)
@@ -46,7 +47,7 @@ def _built(name: str) -> Path:
 
 def _built_by(compiler: str, name: str) -> Path:
     source = HERE / f"{name}.cpp"
-    made_of = [source.read_bytes(), " ".join((compiler, *FLAGS, *LINK)).encode(), _processor().encode()]
+    made_of = [source.read_bytes(), HEADER.read_bytes(), " ".join((compiler, *FLAGS, *LINK)).encode(), _processor().encode()]
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     folder = Path.home() / ".cache" / "rehead"
     place = folder / f"{name}-{digest}.so"

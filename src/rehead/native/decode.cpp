@@ -2,7 +2,7 @@
 //
 // Activations are float; weights and caches are float or bfloat16 and read where they are. Every row b has a position:
 // its token goes to cache row position % n_row, and sees min(position + 1, n_row) rows. No mask, no copy.
-// Built by build.py with GCC, or a compiler whose OpenMP is PyTorch's; vectors are the compiler's own, so any processor will do.
+// Built by build.py with GCC, or a compiler whose OpenMP is PyTorch's.
 
 #include <algorithm>
 #include <atomic>
@@ -12,14 +12,12 @@
 #include <thread>
 #include <vector>
 #include <omp.h>
+#include "vectors.h"
 
 namespace {
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Integers __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-constexpr int64_t W = 16;     // numbers in a vector
 constexpr int64_t TILE = 64;  // keys whose scores are held at once
 constexpr int64_t AHEAD = 8192;  // bytes, at the least, by which reading memory runs ahead
 
@@ -27,14 +25,12 @@ struct Bfloat16 { uint16_t bits; };
 
 inline float number(float x) { return x; }
 inline float number(Bfloat16 x) { uint32_t w = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &w, 4); return f; }
-inline Floats load(const float* p) { return *(const Floats*)p; }
 inline Floats load(const Bfloat16* p) { return (Floats)(__builtin_convertvector(*(const Halves*)p, Words) << 16); }
 inline void store(float* p, float x) { *p = x; }
 inline void store(Bfloat16* p, float x) {
     uint32_t w; std::memcpy(&w, &x, 4);
     p->bits = x != x ? 0x7fc0 : uint16_t((w + 0x7fff + ((w >> 16) & 1)) >> 16);
 }
-inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 
 // Number i of the result is the sum of v[i]: sixteen sums for little more than the price of five.
 #if defined(__AVX512F__) && defined(__has_builtin)
@@ -55,17 +51,6 @@ inline Floats sums(Floats v[W]) {
 #endif
 #endif
 
-// e^x within 3e-7 of it (4e-6 without fused multiply-add), no less than 1e-38 and no more than 1e38: 2^n times a polynomial
-// on half a power of two either way.
-inline Floats exponential(Floats x) {
-    x = x < -87.0f ? Floats{} - 87.0f : x > 88.0f ? Floats{} + 88.0f : x;
-    Floats scaled = x * 1.44269504f;
-    Integers n = __builtin_convertvector(scaled < 0 ? scaled - 0.5f : scaled + 0.5f, Integers);
-    Floats whole = __builtin_convertvector(n, Floats), r = x - whole * 0.69314718f;
-    Floats p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
-                1.6666665459e-1f) * r + 5.0000001201e-1f;
-    return (p * r * r + r + 1.0f) * (Floats)((n + 127) << 23);
-}
 inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
 enum Kind : int64_t { EMBED, NORM, LINEAR, SPREAD, TURN, KEEP, ATTEND, GATE };
@@ -114,8 +99,6 @@ template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t
     }
 }
 
-// x sigmoid(2 u), which is x (1 + tanh u) / 2: GELU's tanh form
-inline Floats gelu(Floats x) { return x / (1 + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
 inline void gelu(float* x, int64_t n) {
     int64_t i = 0;
     for (; i + W <= n; i += W) *(Floats*)(x + i) = gelu(load(x + i));

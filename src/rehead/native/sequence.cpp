@@ -3,7 +3,7 @@
 // Attention takes one head and a few queries at a time: their scores, softmax, dropped weights and sums stay in the
 // processor's cache, and of what is hidden nothing is computed but the corners of tiles. The backward pass computes the
 // weights again, from the logarithms of the softmaxes' denominators, and dropped ones from the numbers drawn.
-// Built by build.py; vectors are the compiler's own, so any processor will do.
+// Built by build.py.
 
 #include <algorithm>
 #include <cmath>
@@ -12,32 +12,17 @@
 #include <limits>
 #include <vector>
 #include <omp.h>
+#include "vectors.h"
 
 namespace {
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Integers __attribute__((vector_size(64)));
 typedef uint16_t Draws __attribute__((vector_size(32), aligned(2), may_alias));
-constexpr int64_t W = 16;       // numbers in a vector
 constexpr int64_t PANEL = 64;   // keys side by side
 constexpr int64_t TILE = 32;    // queries at a time
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-inline Floats load(const float* p) { return *(const Floats*)p; }
-inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 inline float largest(Floats v) { float m = v[0]; for (int i = 1; i < W; i++) m = std::max(m, v[i]); return m; }
 inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// e^x within 3e-7 of it, no less than 1e-38 and no more than 1e38 (as in decode.cpp)
-inline Floats exponential(Floats x) {
-    x = x < -87.0f ? Floats{} - 87.0f : x > 88.0f ? Floats{} + 88.0f : x;
-    Floats scaled = x * 1.44269504f;
-    Integers n = __builtin_convertvector(scaled < 0 ? scaled - 0.5f : scaled + 0.5f, Integers);
-    Floats r = x - __builtin_convertvector(n, Floats) * 0.69314718f;
-    Floats p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
-                1.6666665459e-1f) * r + 5.0000001201e-1f;
-    return (p * r * r + r + 1.0f) * (Floats)((n + 127) << 23);
-}
 
 // c[i][n] (+)= sum over k of a[i, k] b[k][n], I rows and J vectors; a may lie either way.
 template <int I, int J>
@@ -101,6 +86,10 @@ void copy(const float* from, int64_t step, int64_t n, int64_t width, float* to, 
         std::fill(to + i * padded + width, to + (i + 1) * padded, 0.0f);
     }
 }
+void add(const float* from, int64_t padded, int64_t n, int64_t width, float* to, int64_t step) {
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t e = 0; e < width; e++) to[i * step + e] += from[i * padded + e];
+}
 // Columns [0, width) of n rows as panels of rows, PANEL rows of them side by side; what is beyond is 0
 void panels(const float* from, int64_t step, int64_t n, int64_t width, float* to) {
     for (int64_t start = 0; start < n; start += PANEL, to += width * PANEL) {
@@ -139,11 +128,23 @@ inline Tile tile(const Sizes& n, int64_t begin) {
     int64_t from = seen(n, begin).from / PANEL * PANEL, to = seen(n, begin + some - 1).to;
     return {begin, some, from, to, whole(to - from, W)};
 }
+// Queries that share packed keys: with a window few enough that these stay in the cache
+inline int64_t segment(const Sizes& n) {
+    return n.causal && n.window ? std::max<int64_t>(256, whole(2 * n.window, TILE)) : whole(n.n_query, TILE);
+}
+// The keys that queries [begin, end) see, from a multiple of PANEL
+inline Seen keys_of(const Sizes& n, int64_t begin, int64_t end) {
+    return {seen(n, begin).from / PANEL * PANEL, seen(n, end - 1).to};
+}
+inline int64_t most_keys(const Sizes& n) {
+    return n.causal && n.window ? std::min(n.n_key, segment(n) + n.window + PANEL) : n.n_key;
+}
 inline int64_t widest(const Sizes& n) {
     return std::min(whole(n.n_key, W), n.causal && n.window ? whole(n.window + TILE + 2 * PANEL, W) : whole(n.n_key, W)) + W;
 }
 
-void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, const float* values, int64_t V,
+// Queries [first, last) of one head; packed keys and values begin with key `base`.
+void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, const float* values, int64_t base, int64_t V,
                   const float* query, int64_t query_time, float* out, int64_t out_time, float* logs, Buffer& scratch,
                   int64_t first, int64_t last) {
     int64_t across = widest(n), E = whole(n.width, W);
@@ -153,7 +154,7 @@ void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, cons
     for (int64_t begin = first; begin < last; begin += TILE) {
         Tile t = tile(n, begin);
         copy(query + begin * query_time, query_time, t.n, n.width, asked, E);
-        against(t.n, asked, E, keys, n.width, t.from, t.to, scores, across);
+        against(t.n, asked, E, keys, n.width, t.from - base, t.to - base, scores, across);
         float shrink[TILE];
         for (int64_t i = 0; i < t.n; i++) {
             Seen s = seen(n, begin + i);
@@ -179,30 +180,30 @@ void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, cons
             shrink[i] = (n.drawn ? grown : 1.0f) / all;
             logs[begin + i] = most + std::log(all);
         }
-        product(t.n, V, t.to - t.from, scores, across, 1, values + t.from * V, V, gathered, V, false);
+        product(t.n, V, t.to - t.from, scores, across, 1, values + (t.from - base) * V, V, gathered, V, false);
         for (int64_t i = 0; i < t.n; i++)
             for (int64_t v = 0; v < n.n_value; v++) out[(begin + i) * out_time + v] = gathered[i * V + v] * shrink[i];
     }
 }
 
-struct Packed { Buffer key, value, key_panels, value_panels; };
+struct Packed { int64_t base; Buffer key, value, key_panels, value_panels; };
 
-// Gradients of one query head: of its queries, and added to those of its KV head's keys and values.
+// Gradients of queries [first, last) of one head, and what they add to those of keys and values, from key `base` on.
 void backward_head(const Sizes& n, const uint16_t* draws, const Packed& packed, int64_t E, int64_t V, const float* query,
                    int64_t query_time, const float* out, int64_t out_time, const float* upstream, int64_t up_time,
                    const float* logs, float* to_query, int64_t to_query_time, float* to_key, float* to_value,
-                   Buffer& scratch) {
+                   Buffer& scratch, int64_t first, int64_t last) {
     int64_t across = widest(n);
     scratch.resize(TILE * (2 * across + 2 * E + V));
     float *scores = scratch.data(), *used = scores + TILE * across, *asked = used + TILE * across;
     float *found = asked + TILE * E, *above = found + TILE * E;
     float scale = float(n.scale), grown = n.drawn ? 32768.0f / float(32768 - n.dropped) : 1.0f;
-    for (int64_t begin = 0; begin < n.n_query; begin += TILE) {
+    for (int64_t begin = first; begin < last; begin += TILE) {
         Tile t = tile(n, begin);
         copy(query + begin * query_time, query_time, t.n, n.width, asked, E);
         copy(upstream + begin * up_time, up_time, t.n, n.n_value, above, V);
-        against(t.n, asked, E, packed.key_panels.data(), n.width, t.from, t.to, scores, across);
-        against(t.n, above, V, packed.value_panels.data(), n.n_value, t.from, t.to, used, across);
+        against(t.n, asked, E, packed.key_panels.data(), n.width, t.from - packed.base, t.to - packed.base, scores, across);
+        against(t.n, above, V, packed.value_panels.data(), n.n_value, t.from - packed.base, t.to - packed.base, used, across);
         for (int64_t i = 0; i < t.n; i++) {
             Seen s = seen(n, begin + i);
             float *p_row = scores + i * across, *u_row = used + i * across, mean = 0;
@@ -219,20 +220,18 @@ void backward_head(const Sizes& n, const uint16_t* draws, const Packed& packed, 
                 *(Floats*)(u_row + j) = kept_p;
             }
         }
-        int64_t n_key = t.to - t.from;
-        product(t.n, E, n_key, scores, across, 1, packed.key.data() + t.from * E, E, found, E, false);
+        int64_t n_key = t.to - t.from, at = t.from - packed.base;
+        product(t.n, E, n_key, scores, across, 1, packed.key.data() + at * E, E, found, E, false);
         for (int64_t i = 0; i < t.n; i++)
             std::memcpy(to_query + (begin + i) * to_query_time, found + i * E, n.width * sizeof(float));
-        product(n_key, E, t.n, scores, 1, across, asked, E, to_key + t.from * E, E, true);
-        product(n_key, V, t.n, used, 1, across, above, V, to_value + t.from * V, V, true);
+        product(n_key, E, t.n, scores, 1, across, asked, E, to_key + at * E, E, true);
+        product(n_key, V, t.n, used, 1, across, above, V, to_value + at * V, V, true);
     }
 }
 
 inline float* at(const Array& x, int64_t b, int64_t h) { return x.data + b * x.batch + h * x.head; }
 
-// x sigmoid(2 u), which is x (1 + tanh u) / 2: GELU's tanh form
-constexpr float OUTER = 1.5957691216f, INNER = 0.044715f;
-inline Floats gelu(Floats x) { return x / (1 + exponential(-OUTER * (x + INNER * x * x * x))); }
+// The slope of `gelu`
 inline Floats gelu_slope(Floats x) {
     Floats square = x * x, s = 1 / (1 + exponential(-OUTER * (x + INNER * x * square)));
     return s + x * s * (1 - s) * OUTER * (1 + 3 * INNER * square);
@@ -266,58 +265,60 @@ void gelu_backward(const float* x, const float* up, float* to_x, int64_t n, int6
 void attend_forward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
                     const Array* out, float* logs, int64_t n_thread) {
     const Sizes& n = *sizes;
-    int64_t V = whole(n.n_value, W), padded = whole(n.n_key, PANEL);
-    int64_t n_part = std::max<int64_t>(1, std::min((n.n_query + TILE - 1) / TILE, 4 * n_thread / (n.n_batch * n.n_kv)));
+    int64_t V = whole(n.n_value, W), room = whole(most_keys(n), PANEL), n_pair = n.n_batch * n.n_kv;
+    int64_t tiles = (n.n_query + TILE - 1) / TILE;
+    int64_t n_part = std::min(tiles, std::max(4 * n_thread / n_pair, (n.n_query + segment(n) - 1) / segment(n)));
 #pragma omp parallel num_threads(n_thread)
     {
-        Buffer keys(padded * n.width), values(n.n_key * V), scratch;
-        int64_t packed = -1;
+        Buffer keys(room * n.width), values(room * V), scratch;
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < n.n_batch * n.n_kv * n_part; task++) {
+        for (int64_t task = 0; task < n_pair * n_part; task++) {
             int64_t pair = task / n_part, part = task % n_part, b = pair / n.n_kv, k = pair % n.n_kv;
-            if (packed != pair) {
-                panels(at(*key, b, k), key->time, n.n_key, n.width, keys.data());
-                copy(at(*value, b, k), value->time, n.n_key, n.n_value, values.data(), V);
-                packed = pair;
-            }
-            int64_t tiles = (n.n_query + TILE - 1) / TILE;
             int64_t first = tiles * part / n_part * TILE, last = std::min(n.n_query, tiles * (part + 1) / n_part * TILE);
+            Seen some = keys_of(n, first, last);
+            panels(at(*key, b, k) + some.from * key->time, key->time, some.to - some.from, n.width, keys.data());
+            copy(at(*value, b, k) + some.from * value->time, value->time, some.to - some.from, n.n_value, values.data(), V);
             for (int64_t g = 0; g < n.group; g++) {
                 int64_t h = k * n.group + g, row = (b * n.n_head + h) * n.n_query;
-                forward_head(n, draws + row * n.drawn, keys.data(), values.data(), V, at(*query, b, h), query->time,
-                             at(*out, b, h), out->time, logs + row, scratch, first, last);
+                forward_head(n, draws + row * n.drawn, keys.data(), values.data(), some.from, V, at(*query, b, h),
+                             query->time, at(*out, b, h), out->time, logs + row, scratch, first, last);
             }
         }
     }
 }
 
+// Adds to the gradients of keys and values, which are 0 before.
 void attend_backward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
                      const Array* out, const Array* upstream, const float* logs, const Array* to_query,
                      const Array* to_key, const Array* to_value, int64_t n_thread) {
     const Sizes& n = *sizes;
-    int64_t E = whole(n.width, W), V = whole(n.n_value, W), padded = whole(n.n_key, PANEL);
+    int64_t E = whole(n.width, W), V = whole(n.n_value, W), room = whole(most_keys(n), PANEL), together = segment(n);
 #pragma omp parallel num_threads(n_thread)
     {
-        Packed packed{Buffer(n.n_key * E), Buffer(n.n_key * V), Buffer(padded * n.width), Buffer(padded * n.n_value)};
-        Buffer scratch, of_key(n.n_key * E), of_value(n.n_key * V);
+        Packed packed{0, Buffer(room * E), Buffer(room * V), Buffer(room * n.width), Buffer(room * n.n_value)};
+        Buffer scratch, of_key(room * E), of_value(room * V);
 #pragma omp for schedule(dynamic)
         for (int64_t pair = 0; pair < n.n_batch * n.n_kv; pair++) {
             int64_t b = pair / n.n_kv, k = pair % n.n_kv;
-            copy(at(*key, b, k), key->time, n.n_key, n.width, packed.key.data(), E);
-            copy(at(*value, b, k), value->time, n.n_key, n.n_value, packed.value.data(), V);
-            panels(packed.key.data(), E, n.n_key, n.width, packed.key_panels.data());
-            panels(packed.value.data(), V, n.n_key, n.n_value, packed.value_panels.data());
-            std::fill(of_key.begin(), of_key.end(), 0.0f);
-            std::fill(of_value.begin(), of_value.end(), 0.0f);
-            for (int64_t g = 0; g < n.group; g++) {
-                int64_t h = k * n.group + g, row = (b * n.n_head + h) * n.n_query;
-                backward_head(n, draws + row * n.drawn, packed, E, V, at(*query, b, h), query->time, at(*out, b, h),
-                              out->time, at(*upstream, b, h), upstream->time, logs + row, at(*to_query, b, h),
-                              to_query->time, of_key.data(), of_value.data(), scratch);
-            }
-            for (int64_t i = 0; i < n.n_key; i++) {
-                std::memcpy(at(*to_key, b, k) + i * to_key->time, of_key.data() + i * E, n.width * sizeof(float));
-                std::memcpy(at(*to_value, b, k) + i * to_value->time, of_value.data() + i * V, n.n_value * sizeof(float));
+            for (int64_t first = 0; first < n.n_query; first += together) {
+                int64_t last = std::min(n.n_query, first + together);
+                Seen some = keys_of(n, first, last);
+                int64_t n_key = some.to - some.from;
+                packed.base = some.from;
+                copy(at(*key, b, k) + some.from * key->time, key->time, n_key, n.width, packed.key.data(), E);
+                copy(at(*value, b, k) + some.from * value->time, value->time, n_key, n.n_value, packed.value.data(), V);
+                panels(packed.key.data(), E, n_key, n.width, packed.key_panels.data());
+                panels(packed.value.data(), V, n_key, n.n_value, packed.value_panels.data());
+                std::fill(of_key.begin(), of_key.begin() + n_key * E, 0.0f);
+                std::fill(of_value.begin(), of_value.begin() + n_key * V, 0.0f);
+                for (int64_t g = 0; g < n.group; g++) {
+                    int64_t h = k * n.group + g, row = (b * n.n_head + h) * n.n_query;
+                    backward_head(n, draws + row * n.drawn, packed, E, V, at(*query, b, h), query->time, at(*out, b, h),
+                                  out->time, at(*upstream, b, h), upstream->time, logs + row, at(*to_query, b, h),
+                                  to_query->time, of_key.data(), of_value.data(), scratch, first, last);
+                }
+                add(of_key.data(), E, n_key, n.width, at(*to_key, b, k) + some.from * to_key->time, to_key->time);
+                add(of_value.data(), V, n_key, n.n_value, at(*to_value, b, k) + some.from * to_value->time, to_value->time);
             }
         }
     }

@@ -126,7 +126,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients with respect to queries, keys and values."""
     query, key, value, upstream = _dense(query, key, value, upstream)
-    grads = [torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)]
+    grads = [torch.zeros(t.shape, dtype=t.dtype) for t in (query, key, value)]
     sizes = _sizes(query, value, draws, causal, window, dropped, scale)
     inputs = _array(query), _array(key), _array(value), draws, _array(out), _array(upstream)
     _run("attend_backward", sizes, *inputs, logs, *map(_array, grads))
