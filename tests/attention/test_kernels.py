@@ -196,7 +196,7 @@ def test_gradients_are_the_reference(kernel):
 
 
 def test_attend_uses_every_kernel(monkeypatch):
-    """Without a compiler: few queries fold, many go to SDPA, many keys to what is made of it; dropout, learned scores."""
+    """Without a compiler: few queries fold, many go to SDPA, many keys to what is made of it; dropout, scores."""
     monkeypatch.setattr(kernels, "fits", lambda *_: False)
     used = []
     for name in ("reference", "folded", "sdpa", "windowed", "continued", "blocked"):

@@ -47,7 +47,8 @@ def _built(name: str) -> Path:
 
 def _built_by(compiler: str, name: str) -> Path:
     source = HERE / f"{name}.cpp"
-    made_of = [source.read_bytes(), HEADER.read_bytes(), " ".join((compiler, *FLAGS, *LINK)).encode(), _processor().encode()]
+    words = " ".join((compiler, *FLAGS, *LINK))
+    made_of = [source.read_bytes(), HEADER.read_bytes(), words.encode(), _processor().encode()]
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     folder = Path.home() / ".cache" / "rehead"
     place = folder / f"{name}-{digest}.so"
