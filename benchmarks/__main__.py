@@ -52,6 +52,7 @@ def main() -> None:
             torch.set_num_threads(threads)
             setting = Setting(given.device, threads, given.rounds, given.peers)
             done = []
+            torch.manual_seed(0)  # of the first case, made before the loop's
             for case in importlib.import_module(name).cases(setting):
                 if given.only not in case.name:
                     continue

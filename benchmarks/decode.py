@@ -99,8 +99,15 @@ def greedy(model: Any, ids: Tensor, n_new: int, sample: bool = False, **given: A
 
     @torch.no_grad()
     def run() -> Tensor:
+        seen = torch.ones_like(ids)  # or a token that is the padding's number would be hidden
         return model.generate(
-            ids, max_new_tokens=n_new, min_new_tokens=n_new, do_sample=sample, pad_token_id=0, **given
+            ids,
+            attention_mask=seen,
+            max_new_tokens=n_new,
+            min_new_tokens=n_new,
+            do_sample=sample,
+            pad_token_id=0,
+            **given,
         )
 
     return run
