@@ -22,14 +22,14 @@ from rehead.model import GPT
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-ALONE = {"cpu": "rehead without its C++ kernel", "cuda": "rehead without CUDA graphs"}
+ALONE = {"cpu": "rehead decoding by PyTorch", "cuda": "rehead without CUDA graphs"}
 DYNAMIC, STATIC = "transformers generate, dynamic cache", "transformers generate, static cache"
 
 
 def cases(setting: Setting) -> Cases:
     """Small to large: char GPT, GPT-2 small, Llama's shape, MLA."""
     theirs, ours = gpt2(setting, vocab_size=65, n_positions=256, n_embd=192, n_layer=6, n_head=6)
-    ids = torch.randint(65, (1, 10), device=setting.device)
+    ids = torch.randint(1, 65, (1, 10), device=setting.device)
     yield Case(
         name="6-layer 192-wide char GPT, 200 tokens",
         ours=Arm(lambda: generate(ours, ids, 200, 0)),
@@ -54,7 +54,7 @@ def cases(setting: Setting) -> Cases:
         at_least={"8 runs of transformers generate": 10},
     )
     theirs, ours = gpt2(setting, n_positions=1024)
-    ids = torch.randint(50257, (1, 192), device=setting.device)
+    ids = torch.randint(1, 50257, (1, 192), device=setting.device)
     yield Case(
         name="GPT-2 small, 128 tokens after 128, the prompt's included",
         ours=Arm(lambda: generate(ours, ids[:, :128], 128, 0)),
@@ -95,14 +95,12 @@ def both(theirs: Any, setting: Setting) -> tuple[Any, GPT]:
 
 
 def greedy(model: Any, ids: Tensor, n_new: int, sample: bool = False, **given: Any) -> Callable[[], Tensor]:
-    """`generate` of transformers, exactly `n_new` tokens."""
+    """`generate` of transformers, exactly `n_new` tokens. A 0 among `ids` is padding to it, which nothing sees."""
 
     @torch.no_grad()
     def run() -> Tensor:
-        seen = torch.ones_like(ids)  # or a token that is the padding's number would be hidden
         return model.generate(
             ids,
-            attention_mask=seen,
             max_new_tokens=n_new,
             min_new_tokens=n_new,
             do_sample=sample,
@@ -181,7 +179,7 @@ def llama_shape(setting: Setting) -> Cases:
     )  # fmt: skip
     theirs, ours = both(transformers.LlamaForCausalLM(config).to(dtype), setting)
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(device)  # its angles were cast as well
-    ids = torch.randint(4096, (batch, n_token + 1), device=device)
+    ids = torch.randint(1, 4096, (batch, n_token + 1), device=device)
     remembered = [
         [torch.randn(batch, 8, n_token, 64, device=device, dtype=dtype) for _ in range(2)] for _ in range(4)
     ]

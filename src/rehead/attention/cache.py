@@ -153,7 +153,9 @@ class LayerCache:
     def take(self, rows: Int[Tensor, " B"]) -> None:
         """Sequence i becomes what sequence `rows[i]` was; there may be more of them than before, or fewer."""
         self._store = {name: store[rows] for name, store in self._store.items()}
-        self.positions = None if self.positions is None else self.positions[rows]
+        if self.positions is not None:
+            self.positions = self.positions[rows]
+            self._furthest = int(self.positions.max()) + 1 if len(rows) else 0
         self.batch_size = len(rows)
 
     def row_positions(self, n_row: int) -> Int[Tensor, "1 S"]:

@@ -30,7 +30,7 @@ def draw(shape: torch.Size | tuple[int, ...]) -> Int16[Tensor, "..."]:
 def raw_draw(shape: torch.Size | tuple[int, ...]) -> Int16[Tensor, "..."]:
     """16 random bits a number, four from each 64; `draw` leaves 15 of them."""
     n = torch.Size(shape).numel()
-    words = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    words = torch.empty((n + 3) // 4, dtype=torch.int64, device="cpu").random_(-(2**63), None)
     return words.view(torch.int16)[:n].view(shape)
 
 

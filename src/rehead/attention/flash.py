@@ -59,7 +59,8 @@ def windowed(
     (n_batch, n_query, n_head, _), (n_key, n_kv_head, n_value) = query.shape, value.shape[1:]
     width = -(-max(query.shape[-1], n_value) // UNIT) * UNIT
     query, key, value = (
-        F.pad(t, (0, width - t.shape[-1])).flatten(0, 1) for t in (query, key, value)
+        (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))).flatten(0, 1)
+        for t in (query, key, value)
     )  # texts one after another
     text = torch.arange(n_batch + 1, dtype=torch.int32, device=query.device)
     gathered = varlen_attn(

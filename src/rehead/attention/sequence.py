@@ -15,6 +15,8 @@ from rehead.native import sequence as native
 WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 """Types whose numbers are computed as float32."""
 
+TILE = 32
+"""Queries that a thread takes at a time, as in sequence.cpp."""
 LONGEST = 4096
 """Keys without a window up to which it is faster than PyTorch's flash attention; measured, docs/log.md."""
 
@@ -22,12 +24,20 @@ LONGEST = 4096
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> bool:
     """Whether these arguments can go this way and, as measured, should."""
     tensors = query, key, value
-    if not mask.has_rule or any(t.dtype not in WIDENED for t in tensors) or not native.serves(query):
+    if not mask.has_rule or query.dtype not in WIDENED or any(t.dtype != query.dtype for t in tensors):
         return False
+    if any(len(t) != len(query) or not t.numel() for t in tensors) or not native.serves(query):
+        return False
+    if pdrop > 0:  # whatever the number of threads, so that they do not decide what is dropped
+        return True
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if learns and len(key) * key.shape[2] < torch.get_num_threads():  # its threads share out KV heads
-        return False
-    return pdrop > 0 or mask.window is not None or mask.n_key <= LONGEST
+    n_task = len(key) * key.shape[2] * (1 if learns else -(-query.shape[1] // TILE))
+    return n_task >= torch.get_num_threads() and (_window(mask) > 0 or mask.n_key <= LONGEST)
+
+
+def _window(mask: Mask) -> int:
+    """Keys that a query sees, 0 where that is all up to its own."""
+    return mask.window if mask.window is not None and mask.window < mask.n_key else 0
 
 
 def sequence(
@@ -39,9 +49,11 @@ def sequence(
     scale: float | None = None,
     pdrop: float = 0.0,
 ) -> Float[Tensor, "B L H V"]:
-    """The reference, with dropout as in `blocked`; for arguments that `fits` lets through."""
-    window = mask.window if mask.window is not None and mask.window < mask.n_key else 0
-    draws = None
+    """The reference, for arguments that `fits` lets through.
+
+    Without a window weights are dropped by the draws of `blocked`, if its blocks are of whole words.
+    """
+    window, draws = _window(mask), None
     if pdrop:
         batch, n_query, n_head, _ = query.shape
         draws = raw_draw((batch, n_head, n_query, window or mask.n_key))

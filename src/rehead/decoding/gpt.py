@@ -12,7 +12,7 @@ from rehead.attention.rope import Rotary
 from rehead.attention.step import Moment, is_plain
 from rehead.decoding.program import Kind, Program, kernel
 from rehead.model import GPT, LanguageModel
-from rehead.model.base import Decode, require_length
+from rehead.model.base import Decode
 from rehead.model.layers import GELU, Block, SwiGLU
 from rehead.model.step import is_watched
 from rehead.native import NoKernel
@@ -61,12 +61,11 @@ def native_decoder(model: LanguageModel) -> Decode | None:
     def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
         if len(ids) > MOST_ROWS or not is_gapless(widest(cache)):
             return slow(ids, cache)
+        n_position = cache[0].n_token + 1
+        model.require_room(n_position)
         moment = Moment(cache[0])
         for layer in cache:
             layer.settle(moment.advance(layer))
-        n_position = cache[0].n_token
-        if model.config.learned_positions:
-            require_length(n_position, model.config.block_size)
         stores = [store for layer in cache for store in layer.stores]
         if not bound or not bound[0].fits(stores, n_position):
             room = max(2 * n_position, *(layer.capacity or 0 for layer in cache), 64)

@@ -6,6 +6,7 @@ Tested by recording operations on a CPU; it has not been run on a GPU, nor is it
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache as once
 
 import torch
 from torch import Tensor
@@ -79,6 +80,8 @@ class Graphed:
             self.bound = Bound(self.step, cache, reach)
         logits = self.bound(ids, moment)
         self.is_trusted = self.bound.is_trusted
+        if not self.is_trusted:
+            self.bound = None
         return logits
 
     def _is_gapless(self, cache: LayerCache) -> bool:
@@ -143,14 +146,18 @@ class Bound:
         return 0.0
 
     def _replayed(self) -> float:
-        """How far a replay is from a run, which follows it, so that right numbers are left."""
+        """How far a replay is from a run, which follows it on the rows as they were before."""
         assert self.replay is not None
         assert self.logits is not None
-        self.logits.fill_(torch.nan)
+        before: list[Tensor] = []
         try:
+            before += [store.clone() for store in self.stores]
+            self.logits.fill_(torch.nan)
             self.replay()
             got = self.logits.clone()
         finally:
+            for store, rows in zip(self.stores, before, strict=False):
+                store.copy_(rows)
             self._run()
         return off(got, self.logits)
 
@@ -169,7 +176,13 @@ def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]
     graph = torch.cuda.CUDAGraph()
     with (
         torch.cuda.device(device),
-        torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"),
+        torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local"),
     ):
         run()
     return graph.replay
+
+
+@once
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One to capture on: libraries keep a workspace for every stream they have seen."""
+    return torch.cuda.Stream(device)

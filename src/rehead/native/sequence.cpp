@@ -266,6 +266,7 @@ void attend_forward(const Sizes* sizes, const Array* query, const Array* key, co
                     const Array* out, float* logs, int64_t n_thread) {
     const Sizes& n = *sizes;
     int64_t V = whole(n.n_value, W), room = whole(most_keys(n), PANEL), n_pair = n.n_batch * n.n_kv;
+    if (!n_pair || !n.n_query) return;
     int64_t tiles = (n.n_query + TILE - 1) / TILE;
     int64_t n_part = std::min(tiles, std::max(4 * n_thread / n_pair, (n.n_query + segment(n) - 1) / segment(n)));
 #pragma omp parallel num_threads(n_thread)
@@ -293,6 +294,7 @@ void attend_backward(const Sizes* sizes, const Array* query, const Array* key, c
                      const Array* to_key, const Array* to_value, int64_t n_thread) {
     const Sizes& n = *sizes;
     int64_t E = whole(n.width, W), V = whole(n.n_value, W), room = whole(most_keys(n), PANEL), together = segment(n);
+    if (!n.n_query) return;
 #pragma omp parallel num_threads(n_thread)
     {
         Packed packed{0, Buffer(room * E), Buffer(room * V), Buffer(room * n.width), Buffer(room * n.n_value)};

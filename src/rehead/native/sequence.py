@@ -64,7 +64,7 @@ def _run(name: str, *given: Any) -> None:
 
 
 def _array(t: Tensor) -> Any:
-    assert t.stride(3) == 1
+    assert t.shape[3] == 1 or t.stride(3) == 1
     return ctypes.byref(Array(t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)))
 
 
@@ -74,11 +74,35 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _sizes(
-    query: Tensor, value: Tensor, draws: Tensor | None, causal: bool, window: int, dropped: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    draws: Tensor | None,
+    causal: bool,
+    window: int,
+    dropped: int,
+    scale: float,
 ) -> Any:
+    """Refuses what would be read or written beyond its end."""
     batch, n_query, n_head, width = query.shape
     _, n_key, n_kv, n_value = value.shape
     drawn = 0 if draws is None else draws.shape[-1]
+    if key.shape != (batch, n_key, n_kv, width) or len(value) != batch or n_head % n_kv:
+        raise ValueError(
+            f"queries {query.shape}, keys {key.shape}, values {value.shape} do not fit each other"
+        )
+    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (query, key, value)):
+        raise ValueError("queries, keys and values are float32 on a CPU")
+    if not n_key or (causal and n_query > n_key):
+        raise ValueError(f"{n_query} queries, causal={causal}, have {n_key} keys")
+    if draws is not None:
+        n_seen = min(window or n_key, n_key)
+        if draws.shape != (batch, n_head, n_query, n_seen) or draws.dtype != torch.int16:
+            raise ValueError(
+                f"{draws.dtype} draws {draws.shape} for {(batch, n_head, n_query, n_seen)} weights"
+            )
+        if not draws.is_contiguous():
+            raise ValueError("draws are not contiguous")
     return ctypes.byref(
         Sizes(
             batch, n_query, n_key, n_head, n_head // n_kv, n_kv, width, n_value, causal, window, drawn, dropped, scale
@@ -105,7 +129,7 @@ def attend(
     query, key, value = _dense(query, key, value)
     out = query.new_empty(*query.shape[:3], value.shape[3])
     logs = query.new_empty(query.shape[0], query.shape[2], query.shape[1])
-    sizes = _sizes(query, value, draws, causal, window, dropped, scale)
+    sizes = _sizes(query, key, value, draws, causal, window, dropped, scale)
     _run("attend_forward", sizes, _array(query), _array(key), _array(value), draws, _array(out), logs)
     return out, logs
 
@@ -126,8 +150,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients with respect to queries, keys and values."""
     query, key, value, upstream = _dense(query, key, value, upstream)
-    grads = [torch.zeros(t.shape, dtype=t.dtype) for t in (query, key, value)]
-    sizes = _sizes(query, value, draws, causal, window, dropped, scale)
+    grads = [query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)]
+    sizes = _sizes(query, key, value, draws, causal, window, dropped, scale)
     inputs = _array(query), _array(key), _array(value), draws, _array(out), _array(upstream)
     _run("attend_backward", sizes, *inputs, logs, *map(_array, grads))
     return grads[0], grads[1], grads[2]
@@ -179,14 +203,25 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _back(ctx: Any, upstream: Tensor, _logs: Any) -> tuple[Any, ...]:
+def _back(ctx: Any, upstream: Tensor | None, _logs: Any) -> tuple[Any, ...]:
+    if upstream is None:
+        return (None,) * 8
     query, key, value, draws, out, logs = ctx.saved_tensors
     grads = attend_backward(query, key, value, draws, out, logs, upstream, *ctx.rest)
     return (*grads, None, None, None, None, None)
 
 
 attend.register_autograd(_back, setup_context=_keep)
+
+
+def _gelu_back(ctx: Any, upstream: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    if torch.is_grad_enabled():  # for a second derivative, which PyTorch's own has
+        return torch.ops.aten.gelu_backward(upstream, x, approximate="tanh")
+    return gelu_backward(x, upstream)
+
+
 gelu.register_autograd(
-    lambda ctx, upstream: gelu_backward(*ctx.saved_tensors, upstream),
+    _gelu_back,
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )

@@ -13,6 +13,8 @@ from rehead.data import BatchSampler, Split, Tokens, evaluation_blocks, split
 from rehead.errors import ConfigError, Interrupted, NumericError
 from rehead.generation import stream
 from rehead.measure import evaluate, parameters
+from rehead.native import NoKernel
+from rehead.native.sequence import kernel
 from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
@@ -208,7 +210,8 @@ class Run:
 
 def _arithmetic() -> dict[str, Any]:
     """What rounding depends on."""
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    compiled = not isinstance(kernel(), NoKernel)
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "C++ kernel": compiled}
 
 
 def _warn_of_rounding(recorded: dict[str, Any]) -> None:
