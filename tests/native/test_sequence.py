@@ -292,6 +292,15 @@ def test_some_inputs_learn():
         assert_near(found, [wanted[1 + index]], 3e-6)
 
 
+def test_forward_derivatives_are_not_lost():
+    """PyTorch's own attention on a CPU has none, and says so."""
+    query, key, value = sample(SIZES["whole tiles"])
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.jvp(
+            lambda q: kernels.attend(q, key, value, rule(SIZES["whole tiles"])), (query,), (query,)
+        )
+
+
 def test_heads_of_one_number():
     query, key, value = (torch.randn(2, 20, 1, 3, dtype=torch.float32).transpose(2, 3) for _ in range(3))
     mask = Mask(n_query=20, n_key=20)

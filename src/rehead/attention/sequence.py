@@ -26,7 +26,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) ->
     tensors = query, key, value
     if not mask.has_rule or query.dtype not in WIDENED or any(t.dtype != query.dtype for t in tensors):
         return False
-    if any(len(t) != len(query) or not t.numel() for t in tensors) or not native.serves(query):
+    if any(len(t) != len(query) or not t.numel() for t in tensors) or not native.serves(*tensors):
         return False
     if pdrop > 0:  # whatever the number of threads, so that they do not decide what is dropped
         return True

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from rehead.native.build import NoKernel, library
 
@@ -47,9 +48,14 @@ def kernel() -> ctypes.CDLL | NoKernel:
     return loaded
 
 
-def serves(x: Tensor) -> bool:
-    """Whether there is this way for a tensor like `x`: on a CPU, not in a compiled graph, which has its own."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+def serves(*tensors: Tensor) -> bool:
+    """Whether there is this way for tensors: on a CPU, without forward derivatives, and there is a compiler.
+
+    Not in a compiled graph, which has ways of its own.
+    """
+    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
+        return False
+    if any(unpack_dual(x).tangent is not None for x in tensors):
         return False
     return not isinstance(kernel(), NoKernel)
 
