@@ -292,6 +292,7 @@ def test_some_inputs_learn():
         assert_near(found, [wanted[1 + index]], 3e-6)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which PyTorch imports for it
 def test_forward_derivatives_are_not_lost():
     """PyTorch's own attention on a CPU has none, and says so."""
     query, key, value = sample(SIZES["whole tiles"])
