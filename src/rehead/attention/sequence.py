@@ -58,6 +58,6 @@ def sequence(
         batch, n_query, n_head, _ = query.shape
         draws = raw_draw((batch, n_head, n_query, window or mask.n_key))
     scale = float(key.shape[-1] ** -0.5) if scale is None else scale
-    tensors = (t.float() for t in (query, key, value))
-    gathered, _ = native.attend(*tensors, draws, mask.causal, window, threshold(pdrop), scale)
+    q, k, v = query.float(), key.float(), value.float()
+    gathered = native.attend(q, k, v, draws, mask.causal, window, threshold(pdrop), scale)
     return gathered.to(query.dtype)

@@ -1,4 +1,4 @@
-"""What sequence.cpp computes, as operators of PyTorch: `torch.compile`, tracing and autograd see them as any other.
+"""What sequence.cpp computes, as operators of PyTorch with gradients; who watches operators sees them too.
 
 Attention of many queries and GELU, in float32. Nothing here checks whether a call is worth it.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.function import once_differentiable
 
 from rehead.native.build import NoKernel, library
 
@@ -116,7 +117,102 @@ def _sizes(
     )  # fmt: skip
 
 
-@torch.library.custom_op("rehead::attend", mutates_args=(), device_types="cpu")
+# Not by `torch.library.custom_op`: the first call of one imports PyTorch's compiler, 1.6 s and 145 MB.
+_OPERATORS = torch.library.Library("rehead", "DEF")
+_RULE = "bool causal, int window, int dropped, float scale"
+_OPERATORS.define(
+    f"attend(Tensor query, Tensor key, Tensor value, Tensor? draws, {_RULE}) -> (Tensor, Tensor)"
+)
+_OPERATORS.define(
+    "attend_backward(Tensor query, Tensor key, Tensor value, Tensor? draws, Tensor out, Tensor logs, Tensor upstream, "
+    f"{_RULE}) -> (Tensor, Tensor, Tensor)"
+)
+_OPERATORS.define("gelu(Tensor x) -> Tensor")
+_OPERATORS.define("gelu_backward(Tensor x, Tensor upstream) -> Tensor")
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, draws: Tensor | None, *rule: Any
+) -> tuple[Tensor, Tensor]:
+    query, key, value = _dense(query, key, value)
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    logs = query.new_empty(query.shape[0], query.shape[2], query.shape[1])
+    sizes = _sizes(query, key, value, draws, *rule)
+    _run("attend_forward", sizes, _array(query), _array(key), _array(value), draws, _array(out), logs)
+    return out, logs
+
+
+def _attend_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    draws: Tensor | None,
+    out: Tensor,
+    logs: Tensor,
+    upstream: Tensor,
+    *rule: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, upstream = _dense(query, key, value, upstream)
+    grads = query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    sizes = _sizes(query, key, value, draws, *rule)
+    inputs = _array(query), _array(key), _array(value), draws, _array(out), _array(upstream)
+    _run("attend_backward", sizes, *inputs, logs, *map(_array, grads))
+    return grads
+
+
+def _gelu(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _run("gelu_forward", x, y, x.numel())
+    return y
+
+
+def _gelu_backward(x: Tensor, upstream: Tensor) -> Tensor:
+    x, upstream = x.contiguous(), upstream.contiguous()
+    to_x = torch.empty_like(x)
+    _run("gelu_backward", x, upstream, to_x, x.numel())
+    return to_x
+
+
+for _name, _kernel in (
+    ("attend", _attend),
+    ("attend_backward", _attend_backward),
+    ("gelu", _gelu),
+    ("gelu_backward", _gelu_backward),
+):
+    _OPERATORS.impl(_name, _kernel, "CPU")
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, draws: Tensor | None, *rule: Any
+    ) -> Tensor:
+        out, logs = torch.ops.rehead.attend(query, key, value, draws, *rule)
+        ctx.save_for_backward(query, key, value, draws, out, logs)
+        ctx.rule = rule
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return (*torch.ops.rehead.attend_backward(*ctx.saved_tensors, upstream, *ctx.rule), *[None] * 5)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.ops.rehead.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative, which PyTorch's own has
+            return torch.ops.aten.gelu_backward(upstream, x, approximate="tanh")
+        return torch.ops.rehead.gelu_backward(x, upstream)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -126,108 +222,19 @@ def attend(
     window: int,
     dropped: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """What queries (B, L, H, E) gather of values (B, S, K, V), and the logarithms of their softmaxes' denominators.
+) -> Tensor:
+    """What queries (B, L, H, E) gather of values (B, S, K, V).
 
     Causal queries are the last L of S; `window` keys each, 0 for all. `draws` (B, H, L, W), int16, are for the W keys
-    from the first that a query sees: where the low 15 bits are below `dropped`, the weight is.
+    from the first that a query sees: where the low 15 bits are below `dropped`, the weight is. ValueError for sizes
+    that do not fit each other.
     """
-    query, key, value = _dense(query, key, value)
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    logs = query.new_empty(query.shape[0], query.shape[2], query.shape[1])
-    sizes = _sizes(query, key, value, draws, causal, window, dropped, scale)
-    _run("attend_forward", sizes, _array(query), _array(key), _array(value), draws, _array(out), logs)
-    return out, logs
+    given = query, key, value, draws, causal, window, dropped, scale
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        return _Attend.apply(*given)
+    return torch.ops.rehead.attend(*given)[0]
 
 
-@torch.library.custom_op("rehead::attend_backward", mutates_args=(), device_types="cpu")
-def attend_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    draws: Tensor | None,
-    out: Tensor,
-    logs: Tensor,
-    upstream: Tensor,
-    causal: bool,
-    window: int,
-    dropped: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to queries, keys and values."""
-    query, key, value, upstream = _dense(query, key, value, upstream)
-    grads = [query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)]
-    sizes = _sizes(query, key, value, draws, causal, window, dropped, scale)
-    inputs = _array(query), _array(key), _array(value), draws, _array(out), _array(upstream)
-    _run("attend_backward", sizes, *inputs, logs, *map(_array, grads))
-    return grads[0], grads[1], grads[2]
-
-
-@torch.library.custom_op("rehead::gelu", mutates_args=(), device_types="cpu")
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form."""
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    _run("gelu_forward", x, y, x.numel())
-    return y
-
-
-@torch.library.custom_op("rehead::gelu_backward", mutates_args=(), device_types="cpu")
-def gelu_backward(x: Tensor, upstream: Tensor) -> Tensor:
-    """Its gradient."""
-    x, upstream = x.contiguous(), upstream.contiguous()
-    to_x = torch.empty_like(x)
-    _run("gelu_backward", x, upstream, to_x, x.numel())
-    return to_x
-
-
-@attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, n_query, n_head, _ = query.shape
-    return query.new_empty(batch, n_query, n_head, value.shape[3]), query.new_empty(batch, n_head, n_query)
-
-
-@attend_backward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in (query, key, value))
-
-
-@gelu.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@gelu_backward.register_fake
-def _(x: Tensor, upstream: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, draws, *ctx.rest = inputs
-    ctx.save_for_backward(query, key, value, draws, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _back(ctx: Any, upstream: Tensor | None, _logs: Any) -> tuple[Any, ...]:
-    if upstream is None:
-        return (None,) * 8
-    query, key, value, draws, out, logs = ctx.saved_tensors
-    grads = attend_backward(query, key, value, draws, out, logs, upstream, *ctx.rest)
-    return (*grads, None, None, None, None, None)
-
-
-attend.register_autograd(_back, setup_context=_keep)
-
-
-def _gelu_back(ctx: Any, upstream: Tensor) -> Tensor:
-    (x,) = ctx.saved_tensors
-    if torch.is_grad_enabled():  # for a second derivative, which PyTorch's own has
-        return torch.ops.aten.gelu_backward(upstream, x, approximate="tanh")
-    return gelu_backward(x, upstream)
-
-
-gelu.register_autograd(
-    _gelu_back,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+    return _Gelu.apply(x) if torch.is_grad_enabled() and x.requires_grad else torch.ops.rehead.gelu(x)
