@@ -108,7 +108,7 @@ void against(int64_t n_i, const float* x, int64_t x_i, const float* packed, int6
                 out + key - from, out_i, false);
 }
 
-// All ones where the number drawn for the pair keeps its weight; `draws` are those of keys `first` and on.
+// All ones where the number drawn for a pair keeps its weight: sixteen of one query's `draws`, from number `at` on.
 inline Integers kept(const uint16_t* draws, int64_t at, int64_t n_drawn, int64_t dropped) {
     Integers found;
     if (at >= 0 && at + W <= n_drawn) {

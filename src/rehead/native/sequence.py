@@ -90,7 +90,7 @@ def _sizes(
     dropped: int,
     scale: float,
 ) -> Any:
-    """Refuses what would be read or written beyond its end."""
+    """What the kernel is told of a call; refuses sizes by which it would read or write beyond an end."""
     batch, n_query, n_head, width = query.shape
     _, n_key, n_kv, n_value = value.shape
     drawn = 0 if draws is None else draws.shape[-1]
@@ -117,7 +117,7 @@ def _sizes(
     )  # fmt: skip
 
 
-# Not by `torch.library.custom_op`: the first call of one imports PyTorch's compiler, 1.6 s and 145 MB.
+# Not by PyTorch's decorator `custom_op`: the first call of one imports PyTorch's compiler, 1.6 s and 145 MB.
 _OPERATORS = torch.library.Library("rehead", "DEF")
 _RULE = "bool causal, int window, int dropped, float scale"
 _OPERATORS.define(
