@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 import rehead
+from rehead.attention import GroupedConfig, LatentConfig
 from rehead.checkpoint import read_at
-from rehead.config import flags
+from rehead.config import GPTConfig, flags
 from rehead.conversion import Wish, factor
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.convert import TEST_TOKENS, blocks_of, with_layers
@@ -30,7 +31,7 @@ from rehead.data import source_of, split, tokenize
 from rehead.measure import evaluate, kv_bytes_per_token
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
-from rehead.report.plot import COLOURS
+from rehead.report.chart import COLOURS
 from rehead.tokenizer import Tokenizer
 from rehead.training import train
 from rehead.training.heal import heal_options
@@ -64,6 +65,9 @@ def separate(model, texts, rank):
     latents = [target.target(layer, model.config.n_embd) for layer in model.config.attention]
     layers = []
     for module, latent, evidence in zip(attentions(model), latents, seen, strict=True):
+        assert isinstance(module.config, GroupedConfig)
+        assert isinstance(latent, LatentConfig)
+        assert evidence.inputs is not None
         weights = {name: weight.detach().double() for name, weight in module.named_parameters()}
         key, value = (
             factor(weights[f"{name}.weight"], share, evidence.inputs[:-1, :-1])
@@ -122,6 +126,7 @@ def main():
     source, results = arguments.source, arguments.results
     results.mkdir(parents=True, exist_ok=True)
     model = rehead.load(source)
+    assert isinstance(model.config, GPTConfig)
     options = flags.read([], (source / "config.yaml",))
     tokenizer = read_at(source, Tokenizer.load)
     ids = tokenize(source_of(options.data), tokenizer, results / "tokens.bin").ids

@@ -12,17 +12,20 @@ import transformers
 from harness import Arm, Case, Cases, Setting
 from torch import Tensor
 
-import rehead.generation
+from rehead import generation
 from rehead.attention import LatentConfig, kernels
+from rehead.attention.fused import continued, sdpa
 from rehead.attention.mask import Mask
 from rehead.attention.step import attend_one
 from rehead.checkpoint import load
 from rehead.generation import generate
-from rehead.model import GPT
+from rehead.model import LanguageModel
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 ALONE = {"cpu": "rehead decoding by PyTorch", "cuda": "rehead without CUDA graphs"}
+GENERATION: Any = generation
+"""Whose `decoder` is replaced."""
 DYNAMIC, STATIC = "transformers generate, dynamic cache", "transformers generate, static cache"
 
 
@@ -79,7 +82,7 @@ def cases(setting: Setting) -> Cases:
             yield few(setting, n_query, dtype)
 
 
-def gpt2(setting: Setting, **sizes: int) -> tuple[Any, GPT]:
+def gpt2(setting: Setting, **sizes: int) -> tuple[Any, LanguageModel]:
     """A random GPT-2 of transformers, and ours with its weights."""
     config = transformers.GPT2Config(
         **sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, bos_token_id=None, eos_token_id=None
@@ -87,7 +90,7 @@ def gpt2(setting: Setting, **sizes: int) -> tuple[Any, GPT]:
     return both(transformers.GPT2LMHeadModel(config), setting)
 
 
-def both(theirs: Any, setting: Setting) -> tuple[Any, GPT]:
+def both(theirs: Any, setting: Setting) -> tuple[Any, LanguageModel]:
     """A model of transformers, and ours read from its folder."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(Path(folder))
@@ -111,7 +114,7 @@ def greedy(model: Any, ids: Tensor, n_new: int, sample: bool = False, **given: A
     return run
 
 
-def steps(model: GPT) -> Any:
+def steps(model: LanguageModel) -> Any:
     """PyTorch's way, on any device."""
     return model.decoder()
 
@@ -121,12 +124,12 @@ def alone(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
     @contextmanager
     def without() -> Any:
-        fast = rehead.generation.decoder
-        rehead.generation.decoder = steps
+        fast = GENERATION.decoder
+        GENERATION.decoder = steps
         try:
             yield
         finally:
-            rehead.generation.decoder = fast
+            GENERATION.decoder = fast
 
     def slower() -> Tensor:
         with without():
@@ -135,7 +138,7 @@ def alone(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return slower
 
 
-def one_token(model: GPT, ids: Tensor, cache: Any = None) -> Callable[[], Tensor]:
+def one_token(model: LanguageModel, ids: Tensor, cache: Any = None) -> Callable[[], Tensor]:
     """The logits after one token more, always at the same place; the prompt is read once, before."""
     n_token = ids.shape[1]
     if cache is None:
@@ -147,7 +150,7 @@ def one_token(model: GPT, ids: Tensor, cache: Any = None) -> Callable[[], Tensor
 
     @torch.inference_mode()
     def run() -> Tensor:
-        way = rehead.generation.decoder
+        way = GENERATION.decoder
         if way not in decoders:
             decoders[way] = way(model)
         for layer in cache:
@@ -193,7 +196,7 @@ def llama_shape(setting: Setting) -> Cases:
 
     @torch.inference_mode()
     def eight() -> Tensor:
-        decode = rehead.generation.decoder(ours)
+        decode = GENERATION.decoder(ours)
         for layer in cache:
             layer.length = n_token
         token = ids[:, -1].contiguous()
@@ -311,8 +314,8 @@ def few(setting: Setting, n_query: int, dtype: torch.dtype) -> Case:
     mask = Mask(n_query=n_query, n_key=n_key)
     ways = {
         "folded": lambda: kernels.folded(query, key, value, mask),
-        "in two parts": lambda: kernels.continued(query, key, value),
-        "SDPA with a mask": lambda: kernels.sdpa(query, key, value, mask),
+        "in two parts": lambda: continued(query, key, value),
+        "SDPA with a mask": lambda: sdpa(query, key, value, mask),
     }
     taken = "folded" if n_query <= kernels.FEW_QUERIES[dtype] else "in two parts"
     ours = ways.pop(taken)

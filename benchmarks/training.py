@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from harness import Arm, Case, Cases, Setting
 from torch import Tensor, nn
 
-from rehead.config import ModelOptions, TrainerOptions
+from rehead.config import GPTConfig, ModelOptions, TrainerOptions
 from rehead.data import BatchSampler
 from rehead.measure.size import forward_flops
-from rehead.model import LanguageModel, build
+from rehead.model import LanguageModel, build, evaluating
 from rehead.training.loop import Trainer
 
 VOCABULARY, BLOCK, BATCH, LAYERS, HEADS, WIDTH = 65, 128, 64, 6, 6, 192
@@ -60,6 +60,7 @@ def ours(dropout: float, setting: Setting) -> LanguageModel:
 def model_flops(model: LanguageModel) -> float:
     """Of one iteration; of the scores only those that causality leaves."""
     config = model.config
+    assert isinstance(config, GPTConfig)
     pairs = sum(layer.attention_flops(BLOCK) for layer in config.attention) / 2
     return 3 * BATCH * BLOCK * (forward_flops(config, BLOCK) - pairs)
 
@@ -90,11 +91,9 @@ def batch(setting: Setting) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def logits(model: nn.Module, setting: Setting) -> Tensor:
     """Of one batch, without dropout."""
-    training = model.training
     inputs, targets = batch(setting)
-    model.eval()
-    found = model(inputs) if isinstance(model, LanguageModel) else model(inputs, targets)
-    model.train(training)
+    with evaluating(model):
+        found = model(inputs) if isinstance(model, LanguageModel) else model(inputs, targets)
     return found if isinstance(found, Tensor) else found[0]
 
 

@@ -59,7 +59,10 @@ def cases(setting: Setting) -> Cases:
 def sample(n: int, setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one sequence."""
     device = setting.device
-    return tuple(torch.randn(1, n, HEADS, WIDTH, device=device, dtype=DTYPE[device]) for _ in range(3))
+    query, key, value = (
+        torch.randn(1, n, HEADS, WIDTH, device=device, dtype=DTYPE[device]) for _ in range(3)
+    )
+    return query, key, value
 
 
 def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -70,7 +73,9 @@ def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def masked(n: int, setting: Setting) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """SDPA with the window as a matrix, made once."""
-    mask = Mask(n_query=n, n_key=n, window=WINDOW).dense(setting.device)[:, None]
+    dense = Mask(n_query=n, n_key=n, window=WINDOW).dense(setting.device)
+    assert dense is not None
+    mask = dense[:, None]
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (query, key, value))

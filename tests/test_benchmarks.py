@@ -1,5 +1,6 @@
 """The benchmark suite: that it measures what it says, on arms whose speed is known."""
 
+import importlib
 import json
 import sys
 import time
@@ -24,6 +25,19 @@ def suite(monkeypatch):
     yield harness, page
     for name in ("harness", "page"):
         sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "__main__")
+)
+def test_every_benchmark_can_be_imported(name, monkeypatch):
+    """Names move; a benchmark that nobody ran for a while would not notice."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module(name)
+    assert Path(module.__file__).parent == BENCHMARKS
+    for stale in {name, "harness", "page"} - before:
+        sys.modules.pop(stale, None)
 
 
 def sleeper(harness, seconds, result=1.0):

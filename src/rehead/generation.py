@@ -9,7 +9,7 @@ from torch import Tensor
 from rehead.attention import EMPTY
 from rehead.decoding import decoder
 from rehead.errors import UsageError
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, evaluating
 from rehead.model.base import Decode, Remembers
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
@@ -76,9 +76,7 @@ def stream(
     noise = _noise(len(prompts), max_new_tokens, seed).to(model.device).T
 
     def tokens() -> Iterator[Tensor]:
-        training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             for step in range(max_new_tokens):
                 with torch.inference_mode():
                     logits = contexts.next_logits(use_cache)
@@ -91,8 +89,6 @@ def stream(
                 token = token.clone()  # a plain tensor, usable outside inference mode
                 contexts.add(token)
                 yield token
-        finally:
-            model.train(training)
 
     return tokens()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rehead.attention import EMPTY, LatentConfig, absorbed, kernels, trust
-from rehead.attention.step import Moment
+from rehead.attention.step import NextToken
 
 pytest.importorskip("triton")  # comes with torch on Linux only
 
@@ -243,7 +243,7 @@ def test_a_step_by_it_is_forward(config, lengths, guarded, monkeypatch):
             module(past, positions=positions, cache=cache)
             if prepared:
                 step = module.step()
-                outputs.append(torch.stack([step(x, cache, Moment(cache)) for x in new]))
+                outputs.append(torch.stack([step(x, cache, NextToken(cache)) for x in new]))
                 assert len(calls) == len(new) + len(absorbed.TRIED)
             else:
                 outputs.append(torch.stack([module(x[:, None], cache=cache)[:, 0] for x in new]))
@@ -267,9 +267,9 @@ def test_rehead_imports_no_triton(tmp_path):
     code = """
 import sys, torch, rehead, rehead.attention, rehead.model
 module = rehead.attention.LatentConfig(n_query_head=2, kv_lora_rank=9, qk_nope_head_dim=6, v_head_dim=5).build(8)
-from rehead.attention.step import Moment
+from rehead.attention.step import NextToken
 cache = module.config.cache(1)
-with torch.inference_mode(): module.step()(torch.randn(1, 8), cache, Moment(cache))
+with torch.inference_mode(): module.step()(torch.randn(1, 8), cache, NextToken(cache))
 assert cache.length == 1 and "triton" not in sys.modules
 """
     run(code, tmp_path)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rehead.attention import EMPTY, GroupedConfig, LayerCache, RopeConfig, step, variants
 from rehead.attention.rope import Rotary
-from rehead.attention.step import Moment, Product, few
+from rehead.attention.step import NextToken, Product, few
 from rehead.config import GPTConfig
 from rehead.model import build
 
@@ -54,7 +54,7 @@ def outputs(module, cache, n_step, prepared):
     advance = module.step()
     return torch.stack(
         [
-            advance(x, cache, Moment(cache)) if prepared else module(x[:, None], cache=cache)[:, 0]
+            advance(x, cache, NextToken(cache)) if prepared else module(x[:, None], cache=cache)[:, 0]
             for x in given
         ]
     )
@@ -86,7 +86,7 @@ def late(monkeypatch):
 
 
 def unhidden(monkeypatch):
-    monkeypatch.setattr(Moment, "hidden", lambda *_: None)
+    monkeypatch.setattr(NextToken, "hidden", lambda *_: None)
 
 
 def misplaced(monkeypatch):

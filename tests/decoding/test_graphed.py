@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, trust, variants
 from rehead.attention.fixed import Fixed
+from rehead.attention.step import Moment, NextToken
 from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graphed
 from rehead.errors import UsageError
@@ -336,6 +337,25 @@ def test_a_step_is_all_on_the_device(name):
         with Placed():
             got = step(ids, cache, Fixed(positions, 16, tables))
     assert got.shape == (B, V)
+
+
+def test_every_moment_has_what_moments_offer():
+    """A moment is what it was built from and three abstract questions; a kind that leaves one open cannot be made."""
+    cache = model_of("gqa, rope").new_cache(B)[0]
+    fixed = Fixed(torch.zeros(B, 1, dtype=torch.long), 16, {})
+    shared = {"start", "positions", "_turns", "_hidden"}
+    for moment in (NextToken(cache), fixed):
+        assert isinstance(moment, Moment)
+        assert shared <= set(vars(moment))
+    public = {name for name in dir(fixed) if not name.startswith("_") and callable(getattr(fixed, name))}
+    assert public == {"turn", "turn_keys", "remember", "hidden"}  # no room to make: its caches have made it
+    assert not Fixed.__abstractmethods__
+
+    class Unfinished(Moment):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Unfinished(0, None)
 
 
 # Which models

@@ -1,6 +1,7 @@
 """Decoding in C++ is the model's own forward: every attention, both dtypes, alike and ragged rows, rings, threads."""
 
 import ctypes
+import gc
 import re
 from dataclasses import replace
 
@@ -104,6 +105,30 @@ def test_native_is_forward(name, dtype, lengths):
 def test_one_row_and_five(name):
     check(name, batch=1, capacity=110)
     check(name, batch=5, n_prefill=3)
+
+
+def beside_the_weights(model):
+    """Bytes of all tensors there are that hold no weight of the model."""
+    gc.collect()
+    weights = {weight.untyped_storage().data_ptr() for weight in model.state_dict().values()}
+    found = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
+    return sum(size for place, size in storages.items() if place not in weights)
+
+
+@pytest.mark.parametrize("name", ["gqa, rope", "mla"])
+def test_nothing_is_prepared_that_nobody_uses(name):
+    """PyTorch's step joins weights in copies; the C++ reads them where they are."""
+    model = made(config_of(name))
+    one_layer = sum(weight.nbytes for weight in model.layers[0].parameters())
+    before = beside_the_weights(model)
+    decode = decoding.native_decoder(model)
+    assert beside_the_weights(model) <= before
+    by_torch = model.decoder()  # the same count sees the copies
+    assert beside_the_weights(model) > before + one_layer / 4
+    del by_torch
+    logits(model, decode, batch=MOST_ROWS + 1)  # here they are needed
+    assert beside_the_weights(model) > before + one_layer / 4
 
 
 @pytest.mark.parametrize("name", ["wide", "mla, wide", "mqa", "gqa, rope, window"])

@@ -24,9 +24,8 @@ class Fixed(Moment):
     """
 
     def __init__(self, positions: Int[Tensor, "B 1"], reach: int, tables: Tables) -> None:
-        self.start, self.positions, self.reach, self.tables = 0, positions, reach, tables
-        self._turns = {}
-        self._hidden = {}
+        super().__init__(0, positions)
+        self.reach, self.tables = reach, tables
         self._slots: dict[int, Tensor] = {}
 
     def turn_keys(

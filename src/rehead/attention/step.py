@@ -4,12 +4,13 @@
 the token stands, its turns, who is hidden from it) is made once, in a `Moment`; weights are read through `Product`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention.cache import LayerCache, Place
@@ -28,14 +29,12 @@ PACKED_FROM = 2**22
 """Bytes of a weight from which oneDNN's product of a few rows is faster than the BLAS's."""
 
 
-class Moment:
+class Moment(ABC):
     """Where the new token of each row stands: after `start` others, or each row at its own of `positions`."""
 
-    def __init__(self, cache: LayerCache) -> None:
-        self.start = cache.length
-        self.positions = cache.next(1)
+    def __init__(self, start: int, positions: Int[Tensor, "B 1"] | None) -> None:
+        self.start, self.positions = start, positions
         self._turns: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
-        self._places: dict[tuple[int, int | None], Place] = {}
         self._hidden: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def turn(self, rotary: Rotary, x: Float[Tensor, "B H E"]) -> Float[Tensor, "B H E"]:
@@ -46,13 +45,36 @@ class Moment:
             self._turns[key] = cos[..., 0, :, :], sin[..., 0, :, :]  # of the one token
         return rotary.apply(x, *self._turns[key])
 
-    def _own_turns(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary.turns(1, x.dtype, x.device, self.positions, self.start)
-
+    @abstractmethod
     def turn_keys(
         self, rotary: Rotary, key: Float[Tensor, "B S K E"], cache: LayerCache
     ) -> Float[Tensor, "B S K E"]:
         """All keys that `remember` gave, rebuilt, turned to where they stand."""
+
+    @abstractmethod
+    def remember(self, cache: LayerCache, **new: Tensor) -> list[Float[Tensor, "BK S _"]]:
+        """Store the new token's rows, (B, ...) each; all rows that may be seen, in the cache's order."""
+
+    @abstractmethod
+    def hidden(self, cache: LayerCache, n_head: int, dtype: torch.dtype) -> Float[Tensor, "BK 1 S"] | None:
+        """What is added to the scores of `n_head` KV heads: 0, or minus infinity for what is hidden."""
+
+    @abstractmethod
+    def _own_turns(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of where the new tokens stand."""
+
+
+class NextToken(Moment):
+    """The token after those in a cache: the caches of all layers make room for it and store it."""
+
+    def __init__(self, cache: LayerCache) -> None:
+        super().__init__(cache.length, cache.next(1))
+        self._places: dict[tuple[int, int | None], Place] = {}
+
+    def turn_keys(
+        self, rotary: Rotary, key: Float[Tensor, "B S K E"], cache: LayerCache
+    ) -> Float[Tensor, "B S K E"]:
+        """See `Moment.turn_keys`."""
         n_key, standing = key.shape[1], (id(self._places.get((cache.n_rows, cache.window))), key.shape[1])
         whole = (rotary.config, rotary.width, key.dtype, *standing)
         if whole not in self._turns:
@@ -73,11 +95,11 @@ class Moment:
         return self._places[key]
 
     def remember(self, cache: LayerCache, **new: Tensor) -> list[Float[Tensor, "BK S _"]]:
-        """Store the new token's rows, (B, ...) each; all rows that may be seen, in the cache's order."""
+        """See `Moment.remember`."""
         return cache.append_one(self.advance(cache), **new)
 
     def hidden(self, cache: LayerCache, n_head: int, dtype: torch.dtype) -> Float[Tensor, "BK 1 S"] | None:
-        """What is added to the scores of `n_head` KV heads: 0, or minus infinity for what is hidden."""
+        """See `Moment.hidden`."""
         if self.positions is None:
             return None
         place = self._places[cache.n_rows, cache.window]
@@ -87,6 +109,9 @@ class Moment:
             bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
             self._hidden[key] = bias[:, None].expand(-1, n_head, -1, -1).flatten(0, 1)
         return self._hidden[key]
+
+    def _own_turns(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary.turns(1, x.dtype, x.device, self.positions, self.start)
 
 
 def attend_one(

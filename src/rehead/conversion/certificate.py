@@ -21,7 +21,7 @@ from rehead.errors import ConfigError, InvalidInput
 from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, evaluating
 
 CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 LARGEST = 16 * 2**20
@@ -225,13 +225,11 @@ def _output_errors(
             sums[index] += torch.stack([difference.square().sum(), output.double().square().sum()]).cpu()
 
         hooks.append(old.register_forward_hook(note))
-    modes = source.training, result.training
-    source.eval(), result.eval()
     try:
-        for ids, _ in blocks:
-            source.hidden(ids.to(source.device))
+        with evaluating(source, result):
+            for ids, _ in blocks:
+                source.hidden(ids.to(source.device))
     finally:
         for hook in hooks:
             hook.remove()
-        source.train(modes[0]), result.train(modes[1])
     return [float((error / total).sqrt()) if total else 0.0 for error, total in sums]

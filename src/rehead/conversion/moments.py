@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rehead.attention import Attention, GroupedAttention
 from rehead.conversion.base import Evidence
 from rehead.data import IGNORE
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, evaluating
 
 
 class Moment:
@@ -46,7 +46,7 @@ def gather(
     """
     layers = attentions(model)
     inputs, outputs = [Moment() for _ in layers], [Moment() for _ in layers]
-    with _evaluating(model, gradients=gradients):
+    with _observing(model, gradients=gradients):
         for ids, targets in blocks:
             counts = (targets != IGNORE).flatten()
             seen: list[Tensor] = []
@@ -73,15 +73,14 @@ def gather(
 
 
 @contextmanager
-def _evaluating(model: LanguageModel, *, gradients: bool) -> Iterator[None]:
+def _observing(model: LanguageModel, *, gradients: bool) -> Iterator[None]:
     """Without dropout, and with gradients or without, whatever was set before."""
-    training, needed = model.training, [weight.requires_grad for weight in model.parameters()]
-    model.eval().requires_grad_(gradients)
+    needed = [weight.requires_grad for weight in model.parameters()]
+    model.requires_grad_(gradients)
     try:
-        with torch.set_grad_enabled(gradients):
+        with evaluating(model), torch.set_grad_enabled(gradients):
             yield
     finally:
-        model.train(training)
         for weight, need in zip(model.parameters(), needed, strict=True):
             weight.requires_grad_(need)
 

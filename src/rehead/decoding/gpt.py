@@ -1,6 +1,7 @@
 """A GPT's step as a program: every part says which operations it is."""
 
 from collections.abc import Sequence
+from functools import cache as once
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from rehead.attention import EMPTY, GroupedAttention, LatentAttention, LayerCache
 from rehead.attention.dropout import Dropout
 from rehead.attention.rope import Rotary
-from rehead.attention.step import Moment, is_plain
+from rehead.attention.step import Moment, NextToken, is_plain
 from rehead.decoding.program import Kind, Program, kernel
 from rehead.model import GPT, LanguageModel
 from rehead.model.base import Decode
@@ -55,15 +56,15 @@ def native_decoder(model: LanguageModel) -> Decode | None:
     if why_not(model) is not None:
         return None
     assert isinstance(model, GPT)
-    slow = model.decoder()
+    by_torch = once(model.decoder)  # joins weights in copies, which few need
     bound: list[Bound] = []
 
     def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
         if len(ids) > MOST_ROWS or not is_gapless(widest(cache)):
-            return slow(ids, cache)
+            return by_torch()(ids, cache)
         n_position = cache[0].n_token + 1
         model.require_room(n_position)
-        moment = Moment(cache[0])
+        moment = NextToken(cache[0])
         for layer in cache:
             layer.settle(moment.advance(layer))
         stores = [store for layer in cache for store in layer.stores]

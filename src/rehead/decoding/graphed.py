@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rehead.attention import LayerCache
 from rehead.attention.fixed import Fixed, Tables
-from rehead.attention.step import Moment
+from rehead.attention.step import Moment, NextToken
 from rehead.attention.trust import agrees, off
 from rehead.decoding.gpt import is_gapless, widest
 from rehead.model import GPT, LanguageModel
@@ -68,7 +68,7 @@ class Graphed:
     def __call__(self, ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
         """See `Decode`."""
         self.model.require_room(cache[0].n_token + 1)
-        moment = Moment(cache[0])
+        moment = NextToken(cache[0])
         if not self.is_trusted or not self._is_gapless(widest(cache)):
             return self.step(ids, cache, moment)
         for layer in cache:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rehead.attention import Attention
 from rehead.attention.mask import Mask
 from rehead.errors import NumericError, UsageError
-from rehead.model import GPT, LanguageModel
+from rehead.model import GPT, LanguageModel, evaluating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,16 @@ def attention_maps(model: LanguageModel, ids: Int[Tensor, " L"]) -> list[Float[T
     def keep(module: Attention, given: tuple[Tensor, ...], named: dict[str, object]) -> None:
         maps.append(module.weights(*given)[0].float().cpu())
 
-    training = model.training
     hooks = [
         layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)  # type: ignore[union-attr]
         for layer in model.layers
     ]
     try:
-        model.eval().hidden(ids[None].to(model.device))
+        with evaluating(model):
+            model.hidden(ids[None].to(model.device))
     finally:
         for hook in hooks:
             hook.remove()
-        model.train(training)
     for index, weights in enumerate(maps):
         if not weights.isfinite().all():
             raise NumericError(f"layer {index}: attention weights are not finite, the model is damaged.")

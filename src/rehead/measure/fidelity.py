@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rehead.data import IGNORE
 from rehead.errors import NumericError
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, evaluating
 
 LOGITS, EXACT = 2**25, 2**19
 """Numbers held at a time, and taken into float64: those of a large vocabulary would fill the memory."""
@@ -43,11 +43,10 @@ def compare(
     Raises NumericError where a logit of either is not finite.
     """
     models = (first, second)
-    modes = [model.training for model in models]
     largest = error = 0.0
     sums = torch.zeros(4, dtype=torch.float64)  # kl, flips, both losses
     count = 0
-    try:
+    with evaluating(*models):
         for here, there, wanted in _logits(models, blocks):
             if not (here.isfinite().all() and there.isfinite().all()):
                 which = "first" if not here.isfinite().all() else "second"
@@ -60,9 +59,6 @@ def compare(
             sums[1] += (one.argmax(-1) != other.argmax(-1)).sum()
             sums[2:] += torch.stack([F.nll_loss(log, wanted, reduction="sum") for log in logs])
             count += len(wanted)
-    finally:
-        for model, mode in zip(models, modes, strict=True):
-            model.train(mode)
     divergence, flips, *losses = (sums / count).tolist()
     return Comparison(
         max_error=error,
@@ -81,7 +77,7 @@ def _logits(
     width = models[0].head.out_features
     for ids, targets in blocks:
         counts = (targets != IGNORE).flatten()
-        hidden = [model.eval().hidden(ids.to(model.device)).flatten(0, 1)[counts] for model in models]
+        hidden = [model.hidden(ids.to(model.device)).flatten(0, 1)[counts] for model in models]
         for first, second, wanted in _split(LOGITS // width, *hidden, targets.flatten()[counts]):
             logits = (models[0].head(first).cpu(), models[1].head(second).cpu())
             yield from _split(EXACT // width, *logits, wanted)

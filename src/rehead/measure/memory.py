@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, evaluating
 
 STATM = Path("/proc/self/statm")
 
@@ -60,5 +60,6 @@ def held_cache_bytes(model: LanguageModel, n_token: int, batch_size: int = 1) ->
     """Bytes the cache really holds after `n_token` tokens went through the model."""
     cache = model.new_cache(batch_size, n_token)
     ids = torch.zeros(batch_size, n_token, dtype=torch.long, device=model.device)
-    model.hidden(ids, cache=cache)
+    with evaluating(model):
+        model.hidden(ids, cache=cache)
     return sum(layer.n_bytes for layer in cache)

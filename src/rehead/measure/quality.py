@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rehead.data import IGNORE
 from rehead.errors import InvalidInput, NumericError
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, evaluating
 
 
 @torch.no_grad()
@@ -20,10 +20,8 @@ def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> t
     float64, so the mean does not depend on how the blocks are batched beyond the model's own rounding.
     """
     model.require_generates()
-    training = model.training
-    model.eval()
     total, count = 0.0, 0
-    try:
+    with evaluating(model):
         for inputs, targets in blocks:
             logits = model(inputs.to(model.device)).flatten(0, 1).float()
             losses = F.cross_entropy(
@@ -31,8 +29,6 @@ def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> t
             )
             total += float(losses.double().sum())
             count += int((targets != IGNORE).sum())
-    finally:
-        model.train(training)
     if count == 0:
         raise InvalidInput("0 tokens to evaluate: the text needs at least two.")
     if not math.isfinite(total):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, modes_kept
 
 AT_PEAK = {"weights": "Parameter", "gradients": "Gradient", "optimizer": "Optstate", "peak": "Total"}
 
@@ -18,7 +18,7 @@ def step_memory(model: LanguageModel, optimizer: Optimizer, ids: Tensor) -> dict
     `weights`, `gradients` and `optimizer` (its moments) as they are then; `activations`, what the forward pass
     has kept when it ends, of which the backward pass may have freed a part before that moment. The numbers are
     those of the allocated tensors on any device, without the interpreter's and torch's own. The step is taken,
-    the weights change.
+    the weights change; the mode does not.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -31,17 +31,17 @@ def step_memory(model: LanguageModel, optimizer: Optimizer, ids: Tensor) -> dict
         loss.backward()
         optimizer.step()
 
-    model.train()
-    step(lambda: None)  # so that the optimizer has its moments
     tracker = MemTracker()
-    tracker.track_external(model, optimizer, inputs, targets)
     kept: list[int] = []
 
     def snapshot(of: str) -> dict[str, int]:
         found = tracker.get_tracker_snapshot(of)[model.device]
         return {str(getattr(key, "value", key)): size for key, size in found.items()}
 
-    with warnings.catch_warnings():
+    with modes_kept(model), warnings.catch_warnings():
+        model.train()
+        step(lambda: None)  # so that the optimizer has its moments
+        tracker.track_external(model, optimizer, inputs, targets)
         warnings.simplefilter("ignore")
         with tracker:
             step(lambda: kept.append(snapshot("current")["Activation"]))

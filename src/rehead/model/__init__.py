@@ -2,6 +2,17 @@
 
 from rehead.model.base import LanguageModel, build, skeleton
 from rehead.model.gpt import GPT
+from rehead.model.modes import evaluating, modes_kept
 from rehead.model.rnn import RNN, StateCache, both_seen
 
-__all__ = ["GPT", "RNN", "LanguageModel", "StateCache", "both_seen", "build", "skeleton"]
+__all__ = [
+    "GPT",
+    "RNN",
+    "LanguageModel",
+    "StateCache",
+    "both_seen",
+    "build",
+    "evaluating",
+    "modes_kept",
+    "skeleton",
+]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rehead.attention import LayerCache
 from rehead.attention.dropout import Dropout
-from rehead.attention.step import Moment, Product
+from rehead.attention.step import Moment, NextToken, Product
 from rehead.config import GPTConfig
 from rehead.model.base import Decode, LanguageModel, models, require_length
 from rehead.model.init import initialise
@@ -60,7 +60,7 @@ class GPT(LanguageModel):
 
         def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
             self.require_room(cache[0].n_token + 1)
-            return step(ids, cache, Moment(cache[0]))
+            return step(ids, cache, NextToken(cache[0]))
 
         return decode
 

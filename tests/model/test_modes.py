@@ -1,0 +1,95 @@
+"""What needs eval mode for a while leaves every part in the mode it was in, also where it fails."""
+
+import pytest
+import torch
+
+from rehead.config import ModelOptions
+from rehead.conversion import convert
+from rehead.conversion.moments import gather
+from rehead.generation import generate, stream
+from rehead.measure import evaluate
+from rehead.measure.attention_maps import attention_maps
+from rehead.measure.fidelity import compare
+from rehead.measure.memory import held_cache_bytes
+from rehead.measure.training import step_memory
+from rehead.model import build, evaluating, modes_kept
+
+IDS = torch.arange(9)[None]
+BLOCKS = [(IDS[:, :-1], IDS[:, 1:])]
+
+
+@pytest.fixture
+def model():
+    """In training, but for one layer, as in fine-tuning with a frozen part."""
+    model = build(ModelOptions(n_layer=2, n_embd=12, n_query_head=2).resolve(11, 16))
+    model.train()
+    model.layers[0].eval()
+    return model
+
+
+def modes(model):
+    return {name: part.training for name, part in model.named_modules()}
+
+
+def in_maps(model):
+    attention_maps(model, IDS[0])
+
+
+USES = {
+    "generate": lambda model: generate(model, IDS, 3, 0),
+    "evaluate": lambda model: evaluate(model, BLOCKS),
+    "compare": lambda model: compare(model, model, BLOCKS),
+    "attention maps": in_maps,
+    "moments": lambda model: gather(model, BLOCKS, gradients=True),
+    "certificate": lambda model: convert(model, to="mqa"),
+    "held bytes": lambda model: held_cache_bytes(model, 5),
+    "step memory": lambda model: step_memory(model, torch.optim.AdamW(model.parameters()), IDS),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_part_is_in_the_mode_it_was_in(model, use):
+    before = modes(model)
+    assert set(before.values()) == {True, False}
+    use(model)
+    assert modes(model) == before
+
+
+def test_no_dropout_while_evaluating(model):
+    model.embd_dropout.p = 0.9
+    with evaluating(model):
+        assert not any(modes(model).values())
+        once, twice = model(IDS), model(IDS)
+    assert torch.equal(once, twice)
+    assert not torch.equal(model(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("manager", [evaluating, modes_kept])
+def test_also_after_a_failure(model, manager):
+    before = modes(model)
+
+    def fail():
+        with manager(model, build(model.config)):
+            model.train(not model.training)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert modes(model) == before
+
+
+def test_a_generation_that_is_given_up(model):
+    before = modes(model)
+    tokens = stream(model, list(IDS), 5, 0)
+    next(tokens)
+    assert not any(modes(model).values())
+    tokens.close()
+    assert modes(model) == before
+
+
+def test_the_old_way_is_caught(model):
+    """`train(training)` of the whole model sets every part to one mode."""
+    before, training = modes(model), model.training
+    model.eval()
+    model.train(training)
+    assert modes(model) != before
