@@ -1,10 +1,10 @@
-# make setup | demo | test | test-slow | test-serving | check | bench | bench-gpu    (Python >= 3.11; set PYTHON to choose one)
+# make setup | demo | test | test-slow | test-serving | check | release-check | bench | bench-gpu    (Python >= 3.11; set PYTHON to choose one)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-serving serving-env check bench bench-gpu format lock clean
+.PHONY: setup demo test test-slow test-serving serving-env release-check check bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/rehead study --preset demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not serving' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not serving and not release' $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -33,6 +33,10 @@ serving-env: $(STAMP)
 
 test-serving: serving-env
 	$(BIN)/python -m pytest -m serving -n 0 tests/serving $(ARGS)
+
+# Wheel and sdist, built and tried in clean environments of every Python here (PYTHONS="python3.12 ..."); uploads nothing.
+release-check: $(STAMP)
+	$(BIN)/python -m pytest -m release -n 0 -p no:cacheprovider tests/release $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

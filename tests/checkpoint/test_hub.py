@@ -14,7 +14,7 @@ from corpus import stock_folder
 
 import rehead
 from rehead.checkpoint import hub
-from rehead.errors import InvalidInput, UsageError
+from rehead.errors import InvalidInput
 
 COMMIT, OTHER = "a1" * 20, "b2" * 20
 NEVER = {"pytorch_model.bin": b"\x80\x04.", "modeling_x.py": b"raise SystemExit", "onnx/config.json": b"{}"}
@@ -163,12 +163,3 @@ def test_a_misspelt_local_name_asks_nobody(tmp_path, monkeypatch):
     for name in ("out/gqaa", "gqa", "a/b/c", str(tmp_path / "gqa")):
         with pytest.raises(InvalidInput, match="does not exist"):
             rehead.load(name)
-
-
-def test_without_the_package_the_message_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match=r"pip install 'rehead\[hf\]'"):
-        rehead.load(f"org/model@{COMMIT}")
-    with pytest.raises(InvalidInput, match=r"org/model@<40 hex digits>\.$"):
-        rehead.load("org/model")

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rehead.errors import InvalidInput, ReheadError, ResourceError, UsageError
+from rehead.errors import InvalidInput, ReheadError, ResourceError
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -29,15 +29,11 @@ def snapshot(path: Path) -> Path | None:
     name, revision = match[1], match[2]
     if revision is None or not COMMIT.fullmatch(revision):
         raise InvalidInput(
-            f"{path} is no folder here, and a model of Hugging Face is taken at one commit: "
+            f"{path} does not exist locally. To load it from the Hugging Face Hub, pin a commit: "
             f"{name}@<40 hex digits>.{_newest(name, revision or 'main')}"
         )
-    try:
-        from huggingface_hub import HfApi, errors, snapshot_download
-    except ImportError as error:
-        raise UsageError(
-            f"{path} is no folder here; to fetch it from Hugging Face: pip install 'rehead[hf]'."
-        ) from error
+    from huggingface_hub import HfApi, errors, snapshot_download
+
     wanted: dict[str, Any] = {
         "revision": revision,
         "allow_patterns": FETCHED,
@@ -62,7 +58,7 @@ def _newest(name: str, revision: str) -> str:
         from huggingface_hub import HfApi
 
         commit = HfApi().model_info(name, revision=revision, timeout=PATIENCE).sha
-    except Exception:  # not installed, no network, no such model
+    except Exception:  # no network, no such model
         return ""
     return f" Its {revision} is at {name}@{commit}." if commit else ""
 
