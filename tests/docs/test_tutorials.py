@@ -1,4 +1,4 @@
-"""The tutorials, run from top to bottom; what they print is what they show."""
+"""The tutorials and the page of sources, run from top to bottom; what they print is what they show."""
 
 import re
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "docs" / "sources.md"]
 BLOCKS = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
 def test_there_are_tutorials():
-    assert PAGES
+    assert len(PAGES) > 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
