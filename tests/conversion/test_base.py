@@ -9,9 +9,13 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, variants
+from rehead.attention.grouped import HeadMap
+from rehead.attention.rope import Layout
+from rehead.checkpoint import families
 from rehead.cli import conversion as commands
 from rehead.conversion import conversions, methods, targets
 from rehead.conversion.base import Evidence
+from rehead.conversion.serve import Engine
 from rehead.errors import ConfigError
 
 D = 23
@@ -99,20 +103,24 @@ def test_every_conversion_says_what_it_does(name):
 
 
 def test_the_command_line_knows_all_of_them():
-    """Its choices are the registries'."""
-    found = inspect.get_annotations(commands.convert)
+    """Its choices are the registries', written out because help imports no torch."""
 
-    def choices(name):
+    def choices(command, name):
+        found = inspect.get_annotations(command)[name]
         return {
             choice
-            for part in (found[name], *get_args(found[name]))
+            for part in (found, *get_args(found))
             for literal in (part, *get_args(part))
             for choice in get_args(literal)
             if isinstance(choice, str)
         }
 
-    assert choices("to") == set(targets)
-    assert choices("method") == set(methods())
+    assert choices(commands.convert, "to") == set(targets)
+    assert choices(commands.convert, "method") == set(methods())
+    assert choices(commands.convert, "head_map") == set(get_args(HeadMap))
+    assert choices(commands.convert, "rope_layout") == set(get_args(Layout))
+    assert choices(commands.export, "format") == {"auto", *families}
+    assert choices(commands.export, "engine") == set(get_args(Engine))
 
 
 def test_methods_that_are_of_no_use(gpt):

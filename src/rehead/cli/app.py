@@ -6,13 +6,16 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from rehead import __version__
+from rehead.cli.layout import Layout
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON document on stdout")]
+DEVICE = "cpu, cuda, cuda:N, mps, or auto, which takes the fastest there is"
 app = App(
     name="rehead",
     version=__version__,
     help="Train, generate with and measure language models by how their heads share keys and values.",
     help_format="plaintext",
+    help_formatter=Layout(),
     suppress_keyboard_interrupt=False,
 )
 

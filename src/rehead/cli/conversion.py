@@ -13,19 +13,24 @@ from rehead.cli.app import Json, app, say
 def plan(
     model: Annotated[Path, Parameter(help="a model or run folder, a config.json, or a YAML of options")],
     *,
-    context: Annotated[int | None, Parameter(help="tokens in the cache; the model's block_size")] = None,
-    batch: int = 1,
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    context: Annotated[
+        int | None, Parameter(help="tokens in the cache [default: the model's block_size]")
+    ] = None,
+    batch: Annotated[int, Parameter(help="sequences decoded at once")] = 1,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], Parameter(help="number format of the weights and the cache")
+    ] = "fp32",
     parts: Annotated[
-        bool,
-        Parameter(negative="", help="what a layer's attention is made of and computes, in a second table"),
+        bool, Parameter(negative="", help="also show the parameters and FLOPs of one layer's attention")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show what each variant of a model would cost, and what converting to it would be.
+    """Show what each variant of a model would cost, and whether converting to it is exact.
 
     FLOPs and bytes are those of one decoded token per sequence. A conversion is exact, approximate,
-    impossible, or pointless where it would not shrink the cache.
+    impossible, or pointless where it would not shrink the cache. For example:
+
+        rehead plan out/run --context 8192 --dtype bf16
     """
     import torch
 
@@ -46,35 +51,52 @@ def plan(
 
 @app.command
 def convert(
-    source: Path,
-    destination: Path,
+    source: Annotated[Path, Parameter(help="a model or run folder")],
+    destination: Annotated[Path, Parameter(help="a new folder for the result")],
     *,
     to: Annotated[
-        Literal["mha", "gqa", "mqa", "mla", "reduced"] | None, Parameter(help="left out, the kind stays")
+        Literal["mha", "gqa", "mqa", "mla", "reduced"] | None,
+        Parameter(help="the attention to convert to [default: the kind it is]"),
     ] = None,
-    n_kv_head: Annotated[int | None, Parameter(help="KV heads, for gqa and mla")] = None,
-    kv_rank: Annotated[int | None, Parameter(help="numbers of the latent; all it needs to be exact")] = None,
-    kv_fraction: Annotated[float | None, Parameter(help="the same as a share of the present cache")] = None,
+    n_kv_head: Annotated[int | None, Parameter(help="number of KV heads, with --to gqa or mla")] = None,
+    kv_rank: Annotated[
+        int | None,
+        Parameter(help="width of the latent, with --to mla or reduced [default: what is needed to be exact]"),
+    ] = None,
+    kv_fraction: Annotated[
+        float | None,
+        Parameter(help="width of the latent as a share of the present cache, instead of --kv-rank"),
+    ] = None,
     max_loss: Annotated[
-        float | None, Parameter(help="smallest latents that cost no more nats per token")
+        float | None,
+        Parameter(
+            help="with --to mla: the smallest latents that cost at most this many nats per token; "
+            "accepts that loss, so --allow-loss is not needed"
+        ),
     ] = None,
     measured_ranks: Annotated[
-        bool, Parameter(negative="", help="with --kv-fraction: a rank for each layer, by measuring")
+        bool, Parameter(negative="", help="with --kv-fraction: measure which layers need a wider latent")
     ] = False,
     method: Annotated[
         Literal["weighted", "whitened", "svd", "procrustes", "mean", "first"] | None,
-        Parameter(help="how to approximate; the best there is evidence for"),
+        Parameter(help="how to approximate [default: the best that the text at hand allows]"),
     ] = None,
-    head_map: Literal["contiguous", "modular"] | None = None,
-    rope_layout: Literal["half-split", "interleaved"] | None = None,
+    head_map: Annotated[
+        Literal["contiguous", "modular"] | None,
+        Parameter(help="which query heads share a KV head [default: as it is]"),
+    ] = None,
+    rope_layout: Annotated[
+        Literal["half-split", "interleaved"] | None,
+        Parameter(help="which numbers rope rotates together [default: as it is]"),
+    ] = None,
     calibration: Annotated[
         Path | None, Parameter(help="text to fit to; its last tenth is held out unless --test is given")
     ] = None,
     test: Annotated[Path | None, Parameter(help="text to measure on")] = None,
     allow_loss: Annotated[
-        bool, Parameter(negative="", help="write the result though it is not exact")
+        bool, Parameter(negative="", help="write the result even if it is not exact")
     ] = False,
-    seed: int = 0,
+    seed: Annotated[int, Parameter(help="for the random tokens measured on when there is no text")] = 0,
     json: Json = False,
 ) -> None:
     """Turn a model's attention into another kind, with a certificate of what was kept and lost.
@@ -82,7 +104,7 @@ def convert(
     The result is a model folder with conversion.json and CONVERSION.md in it. A run folder brings its
     own text. For example:
 
-    rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
+        rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
     """
     from rehead.conversion import Wish
     from rehead.conversion.folder import convert_folder
@@ -115,8 +137,8 @@ def convert(
 
 @app.command
 def export(
-    source: Path,
-    destination: Path,
+    source: Annotated[Path, Parameter(help="a model or run folder")],
+    destination: Annotated[Path, Parameter(help="a new folder for the result")],
     *,
     format: Annotated[
         Literal[
@@ -131,11 +153,15 @@ def export(
             "minicpm3",
             "youtu",
         ],
-        Parameter(help="the family to write; auto takes the first that can say all of the model"),
+        Parameter(help="the model family to write; auto takes the first that can represent the model"),
     ] = "auto",
     engine: Annotated[
         Literal["transformers", "vllm"] | None,
-        Parameter(name="--for", help="vllm: only what it serves as it is; transformers: all that it can say"),
+        Parameter(
+            name="--for",
+            help="the engine that will load it: vllm allows only what vLLM serves, transformers more "
+            "[default: what both load, where possible]",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -143,7 +169,11 @@ def export(
 
     MQA with rope, and models without rope, go out exactly as DeepSeek-V3's MLA,
     which vLLM and SGLang serve with their own kernels; with --for transformers, GQA
-    and MHA with rope do too. What a class or the engine cannot say is refused by name.
+    and MHA with rope do too. What a class or the engine cannot represent is refused by name.
+    For example:
+
+        rehead export out/llama out/stock
+        rehead export out/llama out/deepseek --format deepseek_v3 --for transformers
     """
     from rehead.conversion.export import export_folder
 

@@ -14,6 +14,7 @@ from cyclopts import CycloptsError
 
 from rehead.cli.app import app
 from rehead.errors import ReheadError, ResourceError, UsageError
+from rehead.registry import nearest
 
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|Storage size calculation")
 """How torch says it, which has no error class for it on every device."""
@@ -27,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = [_bare(word) for word in (sys.argv[1:] if argv is None else argv)]
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     if not argv:
         app.help_print()
         return UsageError.exit_code
@@ -39,12 +42,12 @@ def _run(argv: list[str], debug: bool) -> int:
     """Any failure as one line on stderr and an exit status."""
     try:
         _require_text(argv)
+        _require_command(argv[0])
         _require_whole(argv)
         app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
-        command = f"rehead {argv[0]}" if argv[0] in app else "rehead"
-        return _fail(UsageError(f"{error} See {command} --help."), debug)
+        return _fail(UsageError(f"{error} See rehead {argv[0]} --help."), debug)
     except ReheadError as error:
         return _fail(error, debug)
     except KeyboardInterrupt:
@@ -103,11 +106,19 @@ def _require_text(argv: list[str]) -> None:
             raise UsageError(f"{word!r:.200} is not UTF-8: rename it, or set LC_ALL=C.UTF-8.")
 
 
+def _require_command(word: str) -> None:
+    """Refuse what is neither a command nor one of the options that stand alone."""
+    if word not in app:
+        commands = sorted(name for name in app if not name.startswith("-"))
+        raise UsageError(f"unknown command {word!r}.{nearest(word, commands)} See rehead --help.")
+
+
 def _require_whole(argv: list[str]) -> None:
     """Refuse 1.5 where a whole number is wanted; cyclopts would round it."""
-    command = app[argv[0]].default_command if argv[0] in app else None
-    if command is None:
+    if argv[0].startswith("-"):
         return
+    command = app[argv[0]].default_command
+    assert command is not None
     hints = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(command).items()}
     whole = {f"--{name.replace('_', '-')}" for name, kinds in hints.items() if int in kinds}
     for word, after in pairwise([*argv, ""]):

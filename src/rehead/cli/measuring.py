@@ -6,28 +6,28 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import Json, app, say
+from rehead.cli.app import DEVICE, Json, app, say
 
 
 @app.command
 def inspect(
-    model: Path,
+    model: Annotated[Path, Parameter(help="a model or run folder")],
     *,
-    text: str,
+    text: Annotated[str, Parameter(help="the text to look at")],
     compare: Annotated[
         str | None, Parameter(help="another text; the rows of the beginning both share should not change")
     ] = None,
-    layer: int = 0,
-    head: int = 0,
+    layer: Annotated[int, Parameter(help="the layer whose map is printed, from 0")] = 0,
+    head: Annotated[int, Parameter(help="the head whose map is printed, from 0")] = 0,
     html: Annotated[Path | None, Parameter(help="write a page with all layers and heads")] = None,
-    max_tokens: Annotated[int, Parameter(help="look at no more tokens of a text")] = 256,
+    max_tokens: Annotated[int, Parameter(help="read at most this many tokens of a text")] = 256,
     json: Json = False,
 ) -> None:
     """Show who attends to whom in a text: the map of one head, and how widely each head looks.
 
-    Computed in float32. For example, with a GPT-2 folder:
+    Computed in float32. For example:
 
-    rehead inspect gpt2 --text "Hope is a waking dream" --compare "Hope is a waking dream and"
+        rehead inspect out/run --text "Hope is a waking dream" --compare "Hope is a waking dream and"
     """
     from rehead.checkpoint import load, read_at
     from rehead.data.files import write_whole
@@ -54,24 +54,29 @@ def inspect(
 
 @app.command
 def bench(
-    model: Path,
+    model: Annotated[Path, Parameter(help="a model or run folder")],
     *,
     prompt_lengths: Annotated[
         tuple[int, ...],
         Parameter(
-            negative="", consume_multiple=True, help="tokens; an eighth and half of the model's length"
+            negative="",
+            consume_multiple=True,
+            help="tokens in the prompt [default: an eighth and half of the model's block_size]",
         ),
     ] = (),
     batch: Annotated[
         tuple[int, ...], Parameter(negative="", consume_multiple=True, help="sequences at once")
     ] = (1,),
-    new_tokens: Annotated[int | None, Parameter(help="32, or half the model's length")] = None,
+    new_tokens: Annotated[
+        int | None, Parameter(help="tokens to generate [default: 32, or half the model's block_size if less]")
+    ] = None,
     rounds: Annotated[int, Parameter(help="generations with and without cache, in alternating order")] = 5,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, Parameter(help="left out, as the model was saved")
+        Literal["fp32", "bf16", "fp16"] | None,
+        Parameter(help="number format of the weights [default: as saved]"),
     ] = None,
-    explain: Annotated[bool, Parameter(negative="", help="say which way is taken, and why")] = False,
-    device: str = "auto",
+    explain: Annotated[bool, Parameter(negative="", help="say which code runs, and why")] = False,
+    device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
     """Time a model reading prompts and writing after them, with and without cache, and count its memory.
@@ -80,7 +85,7 @@ def bench(
     measured (reading memory, multiplying matrices), so that each figure stands
     beside what was possible. For example:
 
-    rehead bench out/run --prompt-lengths 16 64 --batch 1 8 --new-tokens 32
+        rehead bench out/run --prompt-lengths 16 64 --batch 1 8 --new-tokens 32
     """
     import torch
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rehead.cli.app import Json, app, say
+from rehead.cli.app import DEVICE, Json, app, say
 from rehead.errors import UsageError
 
 MOST_SAMPLES = 10_000
@@ -14,23 +14,36 @@ MOST_SAMPLES = 10_000
 
 @app.command
 def generate(
-    folder: Path,
+    folder: Annotated[Path, Parameter(help="a model or run folder")],
     *,
-    prompt: Annotated[tuple[str, ...], Parameter(negative="", help="once per prompt")],
-    max_new_tokens: int = 200,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    samples: Annotated[int, Parameter(help="per prompt, with seeds that follow on --seed")] = 1,
-    cache: Annotated[bool, Parameter(help="keep keys and values; without, all is computed anew")] = True,
-    device: str = "auto",
+    prompt: Annotated[tuple[str, ...], Parameter(negative="", help="the text to continue; may be repeated")],
+    max_new_tokens: Annotated[int, Parameter(help="tokens to write after the prompt")] = 200,
+    temperature: Annotated[
+        float, Parameter(help="divides the logits: 0 takes the likeliest token, 1 samples the model as it is")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, Parameter(help="sample from this many of the likeliest tokens [default: all]")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        Parameter(
+            help="sample from the likeliest tokens that hold this share of the probability [default: all]"
+        ),
+    ] = None,
+    seed: Annotated[int, Parameter(help="of the random numbers; the same seed gives the same text")] = 0,
+    samples: Annotated[int, Parameter(help="texts per prompt, with seeds SEED, SEED + 1, ...")] = 1,
+    cache: Annotated[
+        bool, Parameter(help="keep keys and values; without, every step reads the whole text again")
+    ] = True,
+    device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
     """Write text after one or more prompts, with a model folder or a run folder.
 
     Temperature 0 always takes the likeliest token. The same seed gives the same
-    text, also when several prompts are given at once.
+    text, also when several prompts are given at once. For example:
+
+        rehead generate out/run --prompt "O God, O God!" --max-new-tokens 100 --temperature 0.8
     """
     import torch
 
@@ -67,17 +80,19 @@ def generate(
 
 @app.command
 def eval(
-    folder: Path,
+    folder: Annotated[Path, Parameter(help="a model or run folder")],
     *,
     data: Annotated[Path, Parameter(help="a text file, or a folder of them")],
-    batch_size: int = 32,
-    device: str = "auto",
+    batch_size: Annotated[int, Parameter(help="blocks read at once; less takes less memory")] = 32,
+    device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text: loss, perplexity, bits per byte.
 
     The text is read in blocks of the model's length; every token but the first
-    is predicted once.
+    is predicted once. For example:
+
+        rehead eval out/run --data input.txt
     """
     from rehead.checkpoint import load, read_at
     from rehead.data import Source, evaluation_blocks, require_vocabulary, tokenize
@@ -102,7 +117,12 @@ def eval(
 
 @app.command
 def env(*, json: Json = False) -> None:
-    """Print versions and hardware, for a bug report."""
+    """Print versions and hardware, for a bug report.
+
+    For example:
+
+        rehead env
+    """
     from rehead.measure.environment import environment
 
     facts = environment()

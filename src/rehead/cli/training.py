@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from rehead.cli.app import Json, app, say
+from rehead.cli.options import OPTIONS
 from rehead.errors import UsageError
+
+SAME_OPTIONS = "options of the run, as `rehead train --help` lists them"
 
 if TYPE_CHECKING:
     from rehead.config import RunOptions
@@ -16,18 +19,22 @@ if TYPE_CHECKING:
 
 @app.command
 def train(
-    *flags: str,
-    config: Annotated[tuple[Path, ...], Parameter(negative="", help="YAML file(s) under the flags")] = (),
-    print_config: Annotated[bool, Parameter(negative="", help="print all options and stop")] = False,
+    *flags: Annotated[str, Parameter(group=OPTIONS)],
+    config: Annotated[
+        tuple[Path, ...],
+        Parameter(negative="", help="a YAML file of options, which flags override; may be repeated"),
+    ] = (),
+    print_config: Annotated[
+        bool, Parameter(negative="", help="print the options as YAML and stop, without training")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a GPT or an Elman RNN on a text.
 
     Flags are group.key=value, with or without leading dashes; the groups are
-    system, data, model and trainer. `rehead train --print-config` lists all of
-    them with their defaults. For example:
+    system, data, model and trainer. For example:
 
-    rehead train data.path=input.txt model.n_kv_head=3 model.rope=True
+        rehead train data.path=input.txt model.n_kv_head=3 model.rope=True
     """
     from rehead.config import flags as reader
 
@@ -43,18 +50,17 @@ def train(
 
 @app.command
 def heal(
-    folder: Path,
-    *flags: str,
+    folder: Annotated[Path, Parameter(help="the converted model")],
+    *flags: Annotated[str, Parameter(help=SAME_OPTIONS)],
     teacher: Annotated[Path, Parameter(help="the model it was converted from")],
     json: Json = False,
 ) -> None:
     """Train a converted model until it predicts as its source did, and renew its certificate.
 
-    Flags are those of `rehead train`. The run goes to FOLDER-healed and reads the
-    source's own text, unless flags say otherwise; trainer.distillation=0 learns
-    from the text alone. For example:
+    The run goes to FOLDER-healed and reads the source's own text, unless flags
+    say otherwise; trainer.distillation=0 learns from the text alone. For example:
 
-    rehead heal out/mla --teacher out/run trainer.max_iters=300
+        rehead heal out/mla --teacher out/run trainer.max_iters=300
     """
     from rehead.checkpoint import resolve
     from rehead.conversion.certificate import CERTIFICATE, Certificate
@@ -70,21 +76,23 @@ def heal(
 
 @app.command
 def study(
-    *flags: str,
+    *flags: Annotated[str, Parameter(help=SAME_OPTIONS)],
     preset: Annotated[
         str, Parameter(help="demo, homework, frontier, grid, or a YAML file like them (docs/study.md)")
     ] = "demo",
     jobs: Annotated[int, Parameter(help="runs at once, each with its share of the threads")] = 1,
-    fraction: Annotated[float, Parameter(help="of every run's iterations; the report says so")] = 1.0,
+    fraction: Annotated[
+        float, Parameter(help="share of every run's iterations to train; the report says so")
+    ] = 1.0,
     json: Json = False,
 ) -> None:
     """Train variants of one model, or convert and heal them, and set them side by side in a report.
 
-    Flags are those of `rehead train` and hold for every variant; one with several values gives a
-    variant for each, system.seed repeats them. All goes to system.work_dir (runs/PRESET): report.html,
-    pictures, results.json, CSV. What is done is not done again. For example:
+    A flag holds for every variant; one with several values gives a variant for each, and several
+    values of system.seed repeat them all. The result goes to system.work_dir (runs/PRESET): report.html,
+    pictures, results.json, CSV. Variants that are finished are not trained again. For example:
 
-    rehead study --preset grid model.n_kv_head=[1,2,3,6] system.seed=[0,1]
+        rehead study --preset grid model.n_kv_head=[1,2,3,6] system.seed=[0,1]
     """
     from rehead.report.progress import Board
     from rehead.report.study import present, require_packages, write

@@ -34,41 +34,77 @@ class ModelOptions:
     """
 
     type: Literal["gpt", "rnn"] = "gpt"
+    """gpt, a decoder with attention; rnn, an Elman network"""
     shape: Shape = "gpt"
+    """gpt: LayerNorm, GELU, biases, learned positions; llama: RMSNorm, SwiGLU, no biases, rope"""
     attention: Literal["mha", "gqa", "mqa", "mla"] | None = None
+    """kind of attention [default: follows from n_kv_head: mha, gqa or mqa]"""
     n_layer: int | None = None
+    """number of layers [default: 6; rnn: 1]"""
     n_query_head: int = 6
+    """number of query heads"""
     n_kv_head: int | None = None
+    """number of KV heads, a divisor of n_query_head [default: n_query_head; mqa: 1]"""
     n_embd: int = 192
+    """width of the model"""
     head_dim: int | None = None
+    """width of a query and key head [default: n_embd / n_query_head]"""
     v_head_dim: int | None = None
+    """width of a value head [default: head_dim]"""
     head_map: HeadMap | None = None
+    """which query heads share a KV head: neighbours, or every n_kv_head-th [default: contiguous]"""
     window: int | None = None
+    """keys a token sees, its own included [default: all before it]"""
     score: str | None = None
+    """scaled_dot, multiplicative, concatenated or additive [default: scaled_dot]"""
     score_width: int | None = None
+    """hidden units of the additive score [default: 64]"""
     tie_kv: bool | None = None
+    """the keys are the values too [default: False]"""
     qk_norm_eps: float | None = None
+    """eps of an RMSNorm on queries and keys, as Qwen3 has it [default: no such norm]"""
     rope: bool | None = None
+    """rotary positions in place of learned ones [default: False; llama: True]"""
     rope_theta: float | None = None
+    """base of the rotary frequencies [default: 10000]"""
     rope_layout: Layout | None = None
+    """which numbers are rotated together: halves or neighbours [default: half-split]"""
     rope_scaling: dict[str, Any] | None = None
+    """longer reach of rope, e.g. '{rope_type: linear, factor: 2}'; also llama3, yarn, longrope [default: none]"""
     kv_lora_rank: int | None = None
+    """mla: width of the latent [default: 4 head_dim]"""
     q_lora_rank: int | None = None
+    """mla: width of a latent for the queries [default: none]"""
     qk_nope_head_dim: int | None = None
+    """mla: width of a head's part without position [default: head_dim]"""
     qk_rope_head_dim: int | None = None
+    """mla: width of the rotated part all heads share [default: half head_dim, even; without rope: 0]"""
     latent_norm: bool | None = None
+    """mla: an RMSNorm on the latent [default: True]"""
     layers: list[dict[str, Any]] | None = None
+    """what differs per layer, a list of n_layer entries or one that repeats: '[{window: 64}, {}]' [default: nothing]"""
     norm: Literal["layernorm", "rmsnorm"] | None = None
+    """kind of norm [default: layernorm; llama: rmsnorm]"""
     mlp: Literal["gelu", "swiglu"] | None = None
+    """kind of feed-forward layer [default: gelu; llama: swiglu]"""
     n_hidden: int | None = None
+    """width inside the feed-forward layer, or of an rnn's state [default: 4 n_embd; swiglu: 8/3 n_embd; rnn: n_embd]"""
     bias: bool | None = None
+    """biases in linear layers [default: True; llama: False]"""
     tie_embeddings: bool = False
+    """the output layer is the token embedding"""
     activation: Literal["tanh", "slide"] | None = None
+    """rnn: its nonlinearity [default: tanh]"""
     embd_pdrop: float = 0.1
+    """dropout after the embedding"""
     resid_pdrop: float = 0.1
+    """dropout on what every layer adds"""
     attn_pdrop: float = 0.1
+    """dropout on attention weights"""
     pretrained_folder: str | None = None
+    """start from the weights of this model, which the other flags describe [default: fresh weights]"""
     folder: str | None = None
+    """start from this model as it is; then no other flag of this group may be given [default: none]"""
 
     def resolve(self, vocab_size: int, block_size: int) -> ModelConfig:
         """The model these flags describe. Raises ConfigError where they contradict each other."""

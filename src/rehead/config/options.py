@@ -15,7 +15,9 @@ class SystemOptions:
     """Where a run lives, and its seed."""
 
     work_dir: str = "out/run"
+    """folder of the run: its options, metrics and checkpoints; a study has runs/PRESET"""
     seed: int = 3407
+    """of the fresh weights, the order of batches, dropout and samples"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
@@ -27,11 +29,17 @@ class DataOptions:
     """Text: a file or folder at `path`, or a corpus by `name`; the last `val_fraction` validates."""
 
     path: str | None = None
+    """a UTF-8 text, or a folder of .txt and .md files [default: a text known by name]"""
     name: str | None = None
+    """a text known by name: python-docs, or shakespeare, which is downloaded [default: python-docs]"""
     block_size: int = 128
+    """tokens the model sees at once, in training and after it"""
     tokenizer: Literal["char", "byte", "bpe"] = "char"
+    """char: one token per character of the text; byte: one per byte; bpe: trained on the text"""
     vocab_size: int | None = None
+    """tokens of the bpe tokenizer at most, 256 or more; needed for bpe only [default: none]"""
     val_fraction: float = 0.1
+    """share of the text, at its end, kept for validation"""
 
 
 @dataclass(kw_only=True)
@@ -43,28 +51,51 @@ class TrainerOptions:
     """
 
     max_iters: int = 600
+    """optimizer steps in all"""
     batch_size: int = 64
+    """blocks per forward pass"""
     grad_accumulation: int = 1
+    """forward passes per optimizer step"""
     learning_rate: float = 5e-4
+    """of AdamW, after the warm-up"""
     schedule: Literal["constant", "cosine"] = "constant"
+    """how the learning rate goes on: unchanged, or down to min_learning_rate along a cosine"""
     warmup_iters: int = 0
+    """steps over which the learning rate rises from 0"""
     min_learning_rate: float = 0.0
+    """where the cosine ends"""
     beta1: float = 0.9
+    """AdamW's decay of the mean gradient"""
     beta2: float = 0.95
+    """AdamW's decay of the mean squared gradient"""
     weight_decay: float = 0.1
+    """AdamW's, on the weights of linear layers"""
     grad_norm_clip: float = 1.0
+    """the gradient is scaled down to this norm where it is larger"""
     device: str = "auto"
+    """cpu, cuda, cuda:N, mps, or auto, which takes cuda or mps where the machine has one"""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """float32, or bfloat16 for autocast: the weights stay in float32"""
     compile: bool = False
+    """run the model through torch.compile"""
     eval_every: int = 100
+    """steps between validations"""
     eval_batches: int = 8
+    """batches per validation"""
     save_every: int = 200
+    """steps between checkpoints"""
     keep: int = 2
+    """newest checkpoints to keep"""
     sample_every: int = 200
+    """steps between sample texts; 0 for none"""
     sample_tokens: int = 200
+    """tokens per sample text"""
     resume: bool = False
+    """continue the run in system.work_dir from its newest checkpoint"""
     teacher: str | None = None
+    """a model folder whose predictions the model learns [default: none]"""
     distillation: float = 1.0
+    """with a teacher: the share of its predictions in the loss; the rest is the text's own"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.distillation <= 1:
