@@ -1,6 +1,7 @@
 """Studies: variants of one run, trained or made from each other, measured alike and set side by side."""
 
-from rehead.study.grid import Job, jobs
+from rehead.study.grid import jobs
+from rehead.study.job import Job
 from rehead.study.maps import Maps, maps
 from rehead.study.preset import Preset
 from rehead.study.run import study

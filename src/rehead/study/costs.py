@@ -14,7 +14,7 @@ from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_pe
 from rehead.measure.memory import held_cache_bytes
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
-from rehead.study.grid import Job
+from rehead.study.job import Job
 from rehead.study.work import load
 from rehead.training.loop import Trainer
 

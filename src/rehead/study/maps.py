@@ -10,7 +10,7 @@ from rehead import checkpoint
 from rehead.data import split
 from rehead.measure.attention_maps import attention_maps
 from rehead.model import GPT
-from rehead.study.grid import Job
+from rehead.study.job import Job
 from rehead.study.work import load
 from rehead.tokenizer import Tokenizer
 from rehead.training.start import read_text

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rehead.errors import Interrupted, ReheadError, ResourceError
-from rehead.study.grid import Job
+from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.work import work
 from rehead.training.interrupt import stop_signals

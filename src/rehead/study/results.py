@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rehead.measure.environment import environment
-from rehead.study.grid import Job
+from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.work import measured
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rehead.data.files import write_whole
 from rehead.study.costs import costs
-from rehead.study.grid import Job
+from rehead.study.job import Job
 from rehead.study.parallel import at_once
 from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv

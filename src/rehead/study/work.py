@@ -17,7 +17,7 @@ from rehead.errors import InvalidInput
 from rehead.generation import stream
 from rehead.measure import evaluate
 from rehead.model import LanguageModel
-from rehead.study.grid import Job
+from rehead.study.job import Job
 from rehead.study.metrics import read_metrics
 from rehead.study.preset import Preset
 from rehead.tokenizer import Tokenizer
