@@ -1,6 +1,16 @@
-"""How the heads of a language model share keys and values: train, convert, measure, hand over.
+"""Change how a language model's attention heads share keys and values; measure what that costs and saves.
 
-Names are loaded when first used, so that importing rehead for its command line needs no torch.
+    import rehead
+
+    model = rehead.load("out/gqa")  # a model folder, a run folder, a Hugging Face folder
+    tokenizer = rehead.load_tokenizer("out/gqa")
+    ids = tokenizer.encode("O God, O God!")
+    print(tokenizer.decode(rehead.generate(model, ids, max_new_tokens=100)))
+    smaller, certificate = rehead.convert(model, "mla", kv_fraction=0.5, calibration=ids)
+    rehead.save(smaller, "out/latent")
+
+A model is a `torch.nn.Module`: `model(ids)` maps ids (B, L) to logits (B, L, vocabulary). The attentions
+themselves are in `rehead.attention`. Names are loaded when first used: `import rehead` imports no torch.
 """
 
 from importlib import import_module
@@ -12,11 +22,13 @@ if TYPE_CHECKING:
     from rehead.checkpoint import load, save
     from rehead.conversion import convert
     from rehead.generation import generate
+    from rehead.tokenizer import load_tokenizer
 
 _HOMES = {
     "convert": "rehead.conversion",
     "generate": "rehead.generation",
     "load": "rehead.checkpoint",
+    "load_tokenizer": "rehead.tokenizer",
     "save": "rehead.checkpoint",
 }
 
@@ -24,7 +36,13 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name == "attention":
+        return import_module("rehead.attention")
     raise AttributeError(f"module 'rehead' has no attribute {name!r}")
 
 
-__all__ = ["__version__", "convert", "generate", "load", "save"]
+def __dir__() -> list[str]:
+    return sorted({*__all__, "attention", *(name for name in globals() if name.startswith("__"))})
+
+
+__all__ = ["__version__", "convert", "generate", "load", "load_tokenizer", "save"]

@@ -1,10 +1,13 @@
-"""Text to ids and back: three kinds of vocabulary, one file (`tokenizer.json`, as Hugging Face reads it).
+"""Text to ids and back, from one file: `tokenizer.json`, as Hugging Face writes it.
 
-char: each character of the training text is a token, as in the homework. byte: each UTF-8 byte is,
-and its value is its id; any text, 256 ids. bpe: bytes merged by frequency, as GPT-2; any text.
+rehead trains three kinds. char: each character of the training text is a token, as in the homework.
+byte: each UTF-8 byte is a token, and its value is its id; any text, 256 ids. bpe: bytes merged by
+frequency, as GPT-2; any text. It reads whatever the `tokenizers` library reads.
 """
 
+import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -16,7 +19,7 @@ import tokenizers as hf
 from jaxtyping import Int64
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from rehead.checkpoint import read_config
+from rehead.checkpoint import read_at, read_config
 from rehead.checkpoint.shards import require_regular
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 from rehead.registry import Registry
@@ -24,6 +27,7 @@ from rehead.registry import Registry
 FILE = "tokenizer.json"
 MAX_BYTES = 64 << 20  # of that file
 MAX_VOCAB = 4 << 20  # tokens
+AGAIN = "Save it again with `tokenizers`"
 KINDS: Registry[Callable[[Iterable[str], int | None], hf.Tokenizer]] = Registry("tokenizer")
 
 _UNITS = {"char": ("utf-32-le", "<u4"), "byte": ("utf-8", "u1")}  # where a token is one unit of an encoding
@@ -31,10 +35,10 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Llama's spelling of a byte
 
 
 class Tokenizer:
-    """A vocabulary of one `kind`, ids 0 to `vocab_size` - 1.
+    """A vocabulary of one `kind`: char, byte, bpe, wordlevel, wordpiece or unigram.
 
-    Special tokens are never added, and their text in a prompt is plain text. A tokenizer trained here
-    gives every text back to the letter; a downloaded one does what its file says, without truncation.
+    Its largest id is `vocab_size` - 1. A tokenizer trained here gives every text back to the letter; a
+    downloaded one does what its file says, as `transformers` does, but never truncates or pads.
     """
 
     def __init__(self, inner: hf.Tokenizer, kind: str) -> None:
@@ -53,19 +57,19 @@ class Tokenizer:
         elif kind == "byte":
             self._table = np.arange(256)
 
-    def encode(self, text: str, after: str = "") -> Int64[np.ndarray, "N"]:
-        """The ids of `text`, or, where `after` is the text just before it, its ids as a continuation.
+    def encode(self, text: str, after: str = "", *, special_tokens: bool = False) -> Int64[np.ndarray, "N"]:
+        """The ids (N,) of `text`, or, where `after` is the text just before it, its ids as a continuation.
 
-        InvalidInput when a character is not in the vocabulary, or is half of a surrogate pair.
+        With `special_tokens` the ids are those of `transformers`: special tokens spelled in the text are
+        read as such, and those that the file puts around a text are added. Without, all is plain text.
+        InvalidInput when the vocabulary cannot say the text, or a character is half of a surrogate pair.
         """
         if after:
             head, ids = self.encode(after), self.encode(after + text)
             if np.array_equal(ids[: len(head)], head):
                 return ids[len(head) :]
         if self.kind not in _UNITS:
-            with _guard("the tokenizer"):
-                encoding = self._inner.encode(_sound(text), add_special_tokens=False)
-            return np.array(encoding.ids, dtype=np.int64)
+            return self._encoded(_sound(text), special_tokens)
         codec, dtype = _UNITS[self.kind]
         units = np.frombuffer(_sound(text).encode(codec), dtype=dtype)
         ids = np.asarray(self._table[np.minimum(units, len(self._table) - 1)])
@@ -77,22 +81,34 @@ class Tokenizer:
             )
         return ids
 
+    def _encoded(self, text: str, special_tokens: bool) -> Int64[np.ndarray, "N"]:
+        """The ids by the library."""
+        way = "Leave out what its vocabulary lacks, or use another tokenizer"
+        self._inner.encode_special_tokens = not special_tokens
+        with _guard("the tokenizer cannot read this text", way):
+            encoding = self._inner.encode(text, add_special_tokens=special_tokens)
+        return np.array(encoding.ids, dtype=np.int64)
+
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of ids (N,); bytes that are not UTF-8 become U+FFFD. InvalidInput on an unknown id."""
+        """The text of ids (N,); bytes that are not UTF-8 become U+FFFD.
+
+        An id without a token, as models with a padded vocabulary may draw, has no text: a warning says
+        so. InvalidInput on a negative id.
+        """
         numbers = [int(i) for i in ids]
-        if unknown := set(numbers) - self._ids:
-            raise InvalidInput(
-                f"id {min(unknown)} is not in the vocabulary of {self.vocab_size} tokens: "
-                f"decode with the {FILE} that the ids were made with."
-            )
-        with _guard("the tokenizer"):
-            return self._inner.decode(numbers, skip_special_tokens=False)
+        known = self._known(numbers)
+        self._warn_of_unknown(len(numbers) - len(known))
+        return self._text(known)
+
+    def token(self, id: int | None) -> str:
+        """How the vocabulary spells an id, such as `Ġthe`; nothing for one without a token."""
+        return (None if id is None else self._inner.id_to_token(id)) or ""
 
     def pieces(self, ids: Iterable[SupportsInt]) -> list[str]:
         """What each of ids (N,) says in the middle of a text; part of a character is U+FFFD."""
         found = []
         for token in ids:  # twice, as some decoders treat a first token apart
-            found.append(self.decode([token, token])[len(self.decode([token])) :])
+            found.append(self._text(self._known([token, token]))[len(self._text(self._known([token]))) :])
         return found
 
     def stream(self, ids: Iterable[SupportsInt], after: Iterable[SupportsInt] = ()) -> Iterator[str]:
@@ -102,18 +118,55 @@ class Tokenizer:
         is why the last ids shown are kept). Held back: a character whose last byte is still to come, and
         a run of Llama's byte tokens, which is text only if all of it is.
         """
-        shown = [int(i) for i in after]
+        shown = self._known(after)
         held: list[int] = []
         text = ""
+        n_unknown = 0
         for token in ids:
-            held.append(int(token))
-            text = self.decode(shown + held)[len(self.decode(shown)) :]
-            byte = _BYTE_TOKEN.fullmatch(self._inner.id_to_token(held[-1]) or "")
-            if text and not text.endswith("\ufffd") and not byte:
+            new = self._known([token])
+            if not new:
+                n_unknown += 1
+                continue
+            held += new
+            before, whole = self._text(shown), self._text(shown + held)
+            text = whole[len(before) :]
+            byte = _BYTE_TOKEN.fullmatch(self.token(held[-1]))
+            if text and not text.endswith("\ufffd") and not byte and whole.startswith(before):
                 yield text
                 shown, held, text = held, [], ""
         if text:
             yield text
+        self._warn_of_unknown(n_unknown)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        with _guard("the tokenizer cannot decode these ids", "Use another tokenizer"):
+            return self._inner.decode(ids, skip_special_tokens=False)
+
+    def _known(self, ids: Iterable[SupportsInt]) -> list[int]:
+        """Those of ids that have a token."""
+        numbers = [int(i) for i in ids]
+        if numbers and min(numbers) < 0:
+            raise InvalidInput(
+                f"id {min(numbers)} is below 0: ids are 0 to {self.vocab_size - 1}. Leave it out."
+            )
+        return [i for i in numbers if i in self._ids]
+
+    def _warn_of_unknown(self, n_unknown: int) -> None:
+        if n_unknown:
+            warnings.warn(
+                f"{n_unknown} ids are not in the tokenizer's vocabulary of {self.vocab_size} and have no text: the "
+                "model's vocabulary is larger, or the ids are another tokenizer's",
+                stacklevel=3,
+            )
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of the token that stands for what the vocabulary lacks, if there is one."""
+        if isinstance(self._inner.model, models.Unigram):
+            unknown = json.loads(self.to_json())["model"]["unk_id"]
+            return None if unknown is None else int(unknown)
+        token = self._inner.model.unk_token
+        return None if token is None else self._inner.token_to_id(token)
 
     def to_json(self) -> str:
         """The text of a `tokenizer.json`, for `from_json` and for `tokenizers.Tokenizer.from_file`."""
@@ -123,23 +176,25 @@ class Tokenizer:
     def from_json(cls, text: str, name: str = FILE) -> "Tokenizer":
         """A tokenizer from the text of a `tokenizer.json`; `name` is the file's in errors.
 
-        InvalidInput when it is not one, or its model is neither BPE nor a character vocabulary of ours.
+        InvalidInput when it is not one, or would cut the same text differently each time.
         """
-        with _guard(name):
+        with _guard(f"{name} is not a usable {FILE}", AGAIN):
             inner = hf.Tokenizer.from_str(text)
             vocab = inner.get_vocab()
             tokens = sorted(vocab, key=lambda token: vocab[token])
             if len(set(vocab.values())) != len(vocab):
                 raise InvalidInput(f"{name} gives several tokens one id: download it again.")
-            if isinstance(inner.model, models.BPE) and not inner.model.dropout:
-                ours = len(vocab) == 256 and inner.to_str() == _bytes().to_str()
-                return cls(inner, "byte" if ours else "bpe")
+            if getattr(inner.model, "dropout", None):
+                raise InvalidInput(
+                    f"{name} has dropout={inner.model.dropout}: a text would have other ids each time. Set "
+                    '"dropout": null in it.'
+                )
+            kind = type(inner.model).__name__.lower()
+            if kind == "bpe" and len(vocab) == 256 and inner.to_str() == _bytes().to_str():
+                kind = "byte"
             if set(map(len, tokens)) == {1} and inner.to_str() == _characters(tokens).to_str():
-                return cls(inner, "char")
-        raise InvalidInput(
-            f"{name} holds {type(inner.model).__name__}, which rehead does not read: "
-            "use BPE without dropout, or characters as rehead writes them."
-        )
+                kind = "char"
+            return cls(inner, kind)
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -147,7 +202,7 @@ class Tokenizer:
 
         In a model folder it may not have more tokens than the model.
         """
-        with _guard(str(path)):
+        with _guard(f"{path} is not a usable {FILE}", AGAIN):
             file = path / FILE if path.is_dir() else path
             if not file.is_file():
                 raise InvalidInput(f"no file {str(file)!r}: give a {FILE}, or a folder that has one.")
@@ -158,11 +213,24 @@ class Tokenizer:
         if file != path and (path / "config.json").is_file():
             size = read_config(path).vocab_size
             if found.vocab_size > size:
+                first = min(i for i in found._ids if i >= size)
                 raise InvalidInput(
-                    f"{file} has ids up to {found.vocab_size - 1}, the model beside it vocab_size={size}: it is "
-                    "another model's. Download both again."
+                    f"{file} has ids up to {found.vocab_size - 1}, the model beside it vocab_size={size}: the model "
+                    f"has no embedding for {found.token(first)!r:.40} (id {first}). Download both again, "
+                    "or save the model after resize_token_embeddings."
                 )
         return found
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of whatever `rehead.load` takes, of a folder with a tokenizer.json, or of that file.
+
+    `encode(text)` gives ids (N,), `decode(ids)` the text. Raises InvalidInput where there is none.
+    """
+    place = Path(path)
+    if place.is_file() or (place / FILE).is_file():
+        return Tokenizer.load(place)
+    return read_at(place, Tokenizer.load)
 
 
 def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -> Tokenizer:
@@ -231,14 +299,12 @@ def _sound(text: str) -> str:
 
 
 @contextmanager
-def _guard(name: str) -> Iterator[None]:
-    """Names the file in what the library raises, a Rust panic included (which is no Exception)."""
+def _guard(problem: str, way: str) -> Iterator[None]:
+    """One line for what the library raises, a Rust panic included (which is not an Exception)."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, ReheadError | MemoryError | KeyboardInterrupt | SystemExit):
             raise
         why = str(error).partition("\n")[0]
-        raise InvalidInput(
-            f"{name} is not a usable {FILE}: {why}. Save it again with `tokenizers`."
-        ) from None
+        raise InvalidInput(f"{problem}: {why}. {way}.") from None

@@ -57,7 +57,7 @@ def generate(
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples}: texts per prompt. Use 1 to {MOST_SAMPLES:,}.")
     prompt = tuple(text for text in prompt for _ in range(samples))
-    ids = [torch.from_numpy(tokenizer.encode(text)) for text in prompt]
+    ids = [torch.from_numpy(tokenizer.encode(text, special_tokens=True)) for text in prompt]
     seeds = [seed + n for n in range(samples)] * (len(prompt) // samples)
     tokens = stream(
         model, ids, max_new_tokens, temperature, top_k=top_k, top_p=top_p, seed=seeds, use_cache=cache

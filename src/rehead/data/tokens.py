@@ -1,6 +1,7 @@
 """The ids of a text in a memory-mapped file, and what tells that text from another."""
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,20 +33,24 @@ class Tokens:
 def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens:
     """Writes the ids of a text to the file `store`, as raw uint16 (uint32 for a vocabulary above 65,536).
 
-    The chunks of `source` are encoded one at a time. InvalidInput for a text without tokens,
-    ResourceError when `store` cannot be written; then nothing is left there.
+    The chunks of `source` are encoded one at a time, as plain text. Warns of tokens that stand for what
+    the vocabulary lacks. InvalidInput for a text without tokens, ResourceError when `store` cannot be
+    written; then nothing is left there.
     """
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    digest, n_bytes, n_characters = hashlib.sha256(), 0, 0
+    digest, n_bytes, n_characters, n_unknown = hashlib.sha256(), 0, 0, 0
+    unknown = tokenizer.unknown_id
 
     def blocks() -> Iterator[bytes]:
-        nonlocal n_bytes, n_characters
+        nonlocal n_bytes, n_characters, n_unknown
         last = ""
         for chunk in source:
             digest.update(text := chunk.encode())
             n_bytes += len(text)
             n_characters += len(chunk)
-            yield tokenizer.encode(chunk, after=last).astype(dtype).tobytes()
+            ids = tokenizer.encode(chunk, after=last)
+            n_unknown += 0 if unknown is None else int((ids == unknown).sum())
+            yield ids.astype(dtype).tobytes()
             last = chunk[-1:]
 
     with resource(f"cannot write the tokens to {str(store)!r}", "free some space, or choose another place"):
@@ -53,6 +58,12 @@ def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens
     if not store.stat().st_size:
         raise InvalidInput("the text has 0 tokens: give a longer one.")
     ids = np.memmap(store, dtype=dtype, mode="r")
+    if n_unknown:
+        warnings.warn(
+            f"{n_unknown} of {len(ids)} tokens are {tokenizer.token(unknown)!r}, which stands for all that the "
+            "vocabulary lacks: losses count them as if they were one word",
+            stacklevel=2,
+        )
     return Tokens(ids=ids, sha256=digest.hexdigest(), n_bytes=n_bytes, n_characters=n_characters)
 
 

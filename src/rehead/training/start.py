@@ -48,7 +48,8 @@ def read_text(options: RunOptions, folder: Path, checkpoint: Path | None) -> tup
 def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: int) -> LanguageModel:
     """A fresh model drawn from `seed`, with the weights of `pretrained_folder` where one is given.
 
-    With `folder`, the model that lies there.
+    Its vocabulary is then as large as that folder's, which may be padded beyond the tokenizer's. With
+    `folder`, the model that lies there.
     """
     torch.manual_seed(seed)
     if options.folder is not None:
@@ -61,11 +62,13 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
                 "or less."
             )
         return found
-    config = options.resolve(vocab_size, block_size)
+    place = options.pretrained_folder
+    trained = None if place is None else load(place)
+    config = options.resolve(trained.config.vocab_size if trained else vocab_size, block_size)
     _require_memory(config)
     model = build(config)
-    if options.pretrained_folder is not None:
-        _warm_start(model, load(options.pretrained_folder), options.pretrained_folder)
+    if place is not None and trained is not None:
+        _warm_start(model, trained, place)
     return model
 
 
