@@ -8,31 +8,29 @@ HEAD = """# Benchmarks
 
 Written by `make bench` (see [benchmarks/](../benchmarks/)); the numbers are in [benchmarks.json](benchmarks.json).
 
-Every case is our way against its peers in one process, with the same weights, after the results were found equal.
-Rounds are A B B A; a ratio is the peer's time over ours, so above 1 we are faster: the median of the rounds, in
-brackets its 95 % bootstrap interval. *Control* is our way against itself and should be 1. *Ceiling* is the share of the
-machine's speed, measured in the same rounds: of a 1024 x 1024 matrix product where a case multiplies, of reading
-memory where it reads. *Others* is how many cores other processes kept busy meanwhile; where it is far from 0, trust
-the ratios and not the milliseconds. **Bold** ratios were asked for and are reached, those in *italics* are not.
-Ratios that cannot be told from 1 (interval or three times the control's spread) are marked ~.
+Each case runs rehead and its peers in one process, with the same weights, after their results were found equal.
+Rounds alternate (A B B A). A ratio is the peer's time over rehead's, so rehead is faster above 1: the median of the
+rounds, with its 95 % bootstrap interval in brackets. *Control* is rehead against itself and should be 1. *Ceiling* is
+the share of the machine's speed, measured in the same rounds: of a 1024 x 1024 matrix product where a case
+multiplies, of memory bandwidth where it reads. *Others* is how many cores other processes kept busy; where it is far
+from 0, trust the ratios and not the milliseconds. *Goal* is what the project set itself before measuring: **bold**
+ratios reach it, those in *italics* do not. Ratios that cannot be told from 1 (interval, or three times the control's
+spread) are marked ~.
 """
 TITLES = {
     "decode": "Decoding",
     "window": "Sliding windows and chunked prefill",
     "training": "Training",
 }
-NO_GPU = "\n## GPU\n\nNot measured: no GPU was at hand. Nothing is claimed about the speed on one (`make bench-gpu`).\n"
+NO_GPU = "\n## GPU\n\nNot measured: no GPU was available. Nothing is claimed about speed on a GPU (`make bench-gpu`).\n"
 
 
 def page(runs: list[dict[str, Any]]) -> str:
     """All groups, each with its machine and command."""
-    parts = [HEAD]
+    parts = [HEAD, _summary(runs)]
     for group, title in TITLES.items():
         for run in (run for run in runs if run["group"] == group):
-            place = (
-                "GPU" if run["device"] == "cuda" else f"{run['threads']} thread{'s' * (run['threads'] > 1)}"
-            )
-            parts.append(f"\n## {title}, {place}\n\n{_machine(run)}\n\n```\n{run['command']}\n```\n")
+            parts.append(f"\n## {title}, {_place(run)}\n\n{_machine(run)}\n\n```\n{run['command']}\n```\n")
             ratios = [case for case in run["cases"] if case["kind"] == "ratio"]
             growths = [case for case in run["cases"] if case["kind"] == "growth"]
             if ratios:
@@ -44,6 +42,37 @@ def page(runs: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
+def _summary(runs: list[dict[str, Any]]) -> str:
+    """The cases that had a goal, a line each: one screen that says how it went."""
+    lines = [
+        "\n## Summary\n",
+        "| case | against | where | ratio | goal |",
+        "| --- | --- | --- | ---: | ---: |",
+    ]
+    for run in runs:
+        for case in run["cases"]:
+            for step, found in case["time"].items() if case["kind"] == "growth" else ():
+                time = _mark(_span(found), -found["median"], -case["at_most"])
+                cells = [f"{case['name']} ({case['dtype']})", f"{step}, times the time", _place(run)]
+                lines.append("| " + " | ".join([*cells, time, f"at most {case['at_most']:g}"]) + " |")
+            for name, found in case["peers"].items() if case["kind"] == "ratio" else ():
+                if "at_least" in found and "median" in found:
+                    ratio = _mark(_span(found), found["median"], found["at_least"])
+                    cells = [
+                        f"{case['name']} ({case['dtype']})",
+                        name,
+                        _place(run),
+                        ratio,
+                        f"{found['at_least']:g}",
+                    ]
+                    lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _place(run: dict[str, Any]) -> str:
+    return "GPU" if run["device"] == "cuda" else f"{run['threads']} thread{'s' * (run['threads'] > 1)}"
+
+
 def _machine(run: dict[str, Any]) -> str:
     facts = run["environment"]
     names = ("torch", "transformers", "python", "cpu capability")
@@ -53,7 +82,7 @@ def _machine(run: dict[str, Any]) -> str:
 
 
 def _ratios(cases: list[dict[str, Any]]) -> str:
-    head = "| case | peer | ours, ms | peer, ms | ratio | asked | control | ceiling | others |\n"
+    head = "| case | peer | ours, ms | peer, ms | ratio | goal | control | ceiling | others |\n"
     lines = [head + "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for case in cases:
         ours = f"{1e3 * case['seconds']['ours'][0]:.3g}"
@@ -95,7 +124,7 @@ def _ceiling(case: dict[str, Any]) -> str:
     unit = "GFLOP/s" if found["kind"] == "multiplications" else "GB/s"
     share = f"{100 * found['share']['median']:.0f} %"
     if "at_least" in found:
-        asked = f" (asked {100 * found['at_least']:.0f} %)"
+        asked = f" (goal {100 * found['at_least']:.0f} %)"
         share = _mark(share, found["share"]["median"], found["at_least"]) + asked
     return f"{share} of {found['per_second'] / 1e9:.0f} {unit}"
 

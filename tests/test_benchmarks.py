@@ -70,13 +70,15 @@ def test_a_ratio_is_the_peers_time_over_ours(suite):
     }
     run = {"group": "training", "device": "cpu", "threads": 1, "date": "today", "command": "c"}
     text = page.page([run | {"environment": facts, "cases": json.loads(json.dumps([record]))}])
+    summary, _, text = text.partition("## Training")
+    assert [line.split(" | ")[1] for line in summary.splitlines() if "sleeping" in line] == ["slow", "fast"]
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert "sleeping (float32)" in text
     assert [line.split(" | ")[1] for line in lines[2:]] == ["slow", "fast", "gone"]
     assert lines[2].split(" | ")[4].startswith("**")
     assert lines[3].split(" | ")[4].startswith("*0.")
     assert "peer absent: not there" in lines[4]
-    assert "Not measured: no GPU was at hand" in text
+    assert "Not measured: no GPU was available" in text
 
 
 @pytest.mark.parametrize("theirs", [1.1, [1.0, 2.0], float("nan")])
