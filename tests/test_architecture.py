@@ -115,7 +115,7 @@ def run(code):
 
 
 def test_the_library_needs_torch_safetensors_and_jaxtyping_only():
-    blocked = ["omegaconf", "cyclopts", "rich", "matplotlib", "yaml", "tokenizers", "transformers", "plotly"]
+    blocked = ["omegaconf", "cyclopts", "rich", "matplotlib", "yaml", "tokenizers", "transformers"]
     code = f"""
 import sys
 for name in {blocked}: sys.modules[name] = None

@@ -5,7 +5,6 @@ import shlex
 from importlib.resources import files
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 
@@ -33,7 +32,6 @@ def test_every_preset_is_listed():
 
 def test_the_command_runs_and_leaves_what_is_listed(tmp_path, monkeypatch):
     """With two of the values, one layer and two iterations."""
-    pytest.importorskip("plotly")
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     Path("input.txt").write_text("O God, O God! How weary, stale, flat and unprofitable\n" * 80)

@@ -95,12 +95,10 @@ def test_the_weights_come_back_within_their_rounding():
 
 
 def test_a_page_loads_nothing():
-    pytest.importorskip("plotly")
-    body = page.plotly() + maps.script() + maps.fragment("a", PAYLOADS, drawn(), [None, None])
-    seen = Seen(page.page("<title>", body))
+    seen = Seen(page.page("<title>", maps.fragment("a", PAYLOADS, drawn(), [None, None]), maps.script()))
     loading = ("src", "href", "action", "srcset", "data", "poster")
     assert not [one for one in seen.attributes if one[1] in loading or one[1].startswith("on")]
-    assert seen.tags.count("script") == 2
+    assert seen.tags.count("script") == 1
     policy = next(value for tag, name, value in seen.attributes if (tag, name) == ("meta", "content"))
     assert policy.startswith("default-src 'none'")
 
@@ -109,3 +107,10 @@ def test_too_many_weights_for_a_page():
     weights = [torch.zeros(1, 1, 1).expand(40, 2000, 2000)]
     with pytest.raises(UsageError, match=r"160,000,000 weights.*1264 tokens or fewer"):
         maps.fragment("a", ["x"] * 2000, weights, [None])
+
+
+def test_a_window_that_the_tokens_do_not_fill_is_said():
+    tokens, ones = list("abcd"), [torch.ones(1, 4, 4)] * 2
+    assert "no more than the last 2 tokens in some layers." in maps.fragment("a", tokens, ones, [2, None])
+    assert "last 9 tokens; over these 4 tokens it hides nothing." in maps.fragment("a", tokens, ones, [9, 9])
+    assert "no more than" not in maps.fragment("a", tokens, ones, [None, None])

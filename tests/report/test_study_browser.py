@@ -6,8 +6,8 @@ from rehead.report import study
 
 HOSTILE = ["A<img src=x onerror=alert(1)>", "B<a href='http://example.org'>b</a>", "C</script>", "D"]
 CHARTS = """[...document.querySelectorAll('.chart')].map(
-    (chart) => chart.querySelectorAll('.trace, .point').length > 0)"""
-MAP = "JSON.stringify(document.querySelector('.shown .map').data[0].z)"
+    (chart) => chart.querySelectorAll('.series path, .track b').length > 0)"""
+MAP = "document.querySelector('.shown .map image')?.getAttribute('href')"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -20,12 +20,49 @@ def test_drawn_on_a_phone_without_errors_or_requests(made_up, attention, tmp_pat
     assert len(page.evaluate(CHARTS)) == 8
     assert page.locator("img, a").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    assert "A<img src=x" in page.locator(".chart .legendtext").first.text_content()
+    assert "A<img src=x" in page.locator(".chart .legend button").first.text_content()
 
-    colour = "document.querySelector('.chart').layout.font.color"
-    before = page.evaluate(colour)
+    swatch = "getComputedStyle(document.querySelector('#summary .swatch')).backgroundColor"
+    line = "getComputedStyle(document.querySelector('.chart .c0 .line')).stroke"
+    before = page.evaluate(swatch)
+    assert page.evaluate(line) == before
     page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
-    until(page, f"{colour} !== '{before}'")
+    until(page, f"{swatch} !== '{before}'")
+    assert page.evaluate(line) == page.evaluate(swatch)
+
+
+def test_a_legend_entry_hides_its_series_and_the_pointer_reads_values(made_up, tmp_path, opened, until):
+    file = tmp_path / "report.html"
+    curve = [(step, 3 - step / 10, 3.1 - step / 10) for step in range(0, 12, 2)]
+    file.write_text(study.html(made_up(curve=curve), {}))
+    page = opened(file)
+    until(page, f"{CHARTS}.every(Boolean)")
+    chart = page.locator(".chart.lines").first
+    svg = chart.locator("svg.plot")
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 16, box["y"] + 100)
+    rows = [row.locator("td").all_text_contents() for row in chart.locator(".tip tr").all()]
+    assert chart.locator(".tip b").text_content() == "10 optimizer steps"
+    assert rows == [["A", "2.1"], ["B", "2.1"], ["A (dotted)", "2"], ["B (dotted)", "2"]]
+    page.mouse.move(0, 0)
+    assert not chart.locator(".tip").is_visible()
+    svg.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert chart.locator(".tip b").text_content() == "4 optimizer steps"
+    assert chart.locator(".series").count() == 4
+    chart.get_by_role("button", name="A").click()
+    assert chart.locator(".series").count() == 2
+    assert chart.get_by_role("button", name="A").get_attribute("aria-pressed") == "false"
+    chart.get_by_role("button", name="B").click()
+    assert "nothing chosen" in svg.text_content()
+
+    frontier = page.locator(".chart.points").first
+    frontier.scroll_into_view_if_needed()
+    mark = frontier.locator(".plot .mark").first.bounding_box()
+    page.mouse.move(mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2)
+    assert "2.05 (2 to 2.1)" in frontier.locator(".tip").text_content()
 
 
 def test_variant_layer_and_head_are_chosen(made_up, attention, tmp_path, opened, until):
@@ -33,13 +70,13 @@ def test_variant_layer_and_head_are_chosen(made_up, attention, tmp_path, opened,
     file.write_text(study.html(made_up(), attention()))
     page = opened(file)
     page.locator("#maps").scroll_into_view_if_needed()
-    until(page, "document.querySelector('.shown .map').data !== undefined")
+    until(page, f"{MAP} !== undefined")
     maps = [page.evaluate(MAP)]
     for name in ("layer", "head"):
         page.select_option(f".shown [name={name}]", "1")
         maps.append(page.evaluate(MAP))
     page.select_option("#maps [name=variant]", "1")
     assert page.locator(".shown figcaption").text_content() == "B"
-    until(page, "document.querySelector('.shown .map').data !== undefined")
+    until(page, f"{MAP} !== undefined")
     assert len(set(maps)) == 3
     assert page.evaluate(MAP) == maps[0]

@@ -4,23 +4,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#000000")
-"""Told apart by colour-blind readers (Okabe and Ito)."""
+COLOURS = ("#0072B2", "#C87A00", "#008F68", "#C2609B", "#2F96D0", "#D55E00", "#767676", "#000000")
+"""Told apart by colour-blind readers: those of Okabe and Ito, the light ones darkened to 3:1 on white."""
+DARK_COLOURS = ("#4BA3E3", "#F0B13C", "#2CC295", "#E39BC6", "#9AD4F7", "#FF8A4C", "#A6A6A6", "#F5F5F5")
+"""The same on a dark page, one for one."""
 DASHES = ("solid", "dash", "dashdot", "dot")
 Marker = Literal["circle", "diamond", "star"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """The colour and dash of one variant, the same in every chart of a report."""
+    """The colour and dash of one variant, the same in every chart of a report.
 
-    colour: str
+    `slot` is the colour's place in `COLOURS`, which a page shows as its own colour for each scheme.
+    """
+
+    slot: int
     dash: str
 
     @classmethod
     def of(cls, index: int) -> "Look":
         """Of the variant at `index`; after the last colour they come again, dashed."""
-        return cls(colour=COLOURS[index % len(COLOURS)], dash=DASHES[index // len(COLOURS) % len(DASHES)])
+        return cls(slot=index % len(COLOURS), dash=DASHES[index // len(COLOURS) % len(DASHES)])
+
+    @property
+    def colour(self) -> str:
+        """On white paper."""
+        return COLOURS[self.slot]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,14 +104,9 @@ class Figures:
     def speed(self, variants: Sequence[Record]) -> Panel:
         """Time per training step, tokens per second with and without a cache."""
         timed = [one for one in variants if "seconds_per_step" in one["costs"]]
-        steps = [
-            self._bar(one, "ms per step", [1000 * v for v in one["costs"]["seconds_per_step"]])
-            for one in timed
-        ]
+        steps = [self._bar(one, "", [1000 * v for v in one["costs"]["seconds_per_step"]]) for one in timed]
         decode = [
-            self._bar(
-                one, f"tokens/s, {how}", one["costs"][f"tokens_per_second_{how}"], pale=how == "uncached"
-            )
+            self._bar(one, how, one["costs"][f"tokens_per_second_{how}"], pale=how == "uncached")
             for one in variants
             for how in ("cached", "uncached")
         ]
@@ -142,7 +137,7 @@ class Figures:
         )
 
     def _bars(self, title: str, unit: str, pairs: Iterable[tuple[Record, int]], scale: int) -> Chart:
-        series = [self._bar(one, f"{title} ({unit})", [size / scale]) for one, size in pairs]
+        series = [self._bar(one, "", [size / scale]) for one, size in pairs]
         return Chart(kind="bars", title=title, x=unit, y="", series=series)
 
     def _bar(self, one: Record, name: str, values: Sequence[float], *, pale: bool = False) -> Series:

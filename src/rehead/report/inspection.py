@@ -67,7 +67,7 @@ def html(
         for one in inspections
     ]
     verdict = "" if change is None else f"<p>{said(change)}. {PREFIX}</p>\n"
-    return page.page(title, page.plotly() + maps.script() + verdict + "".join(figures))
+    return page.page(title, verdict + "".join(figures), maps.script())
 
 
 def _window(window: int | None) -> str:

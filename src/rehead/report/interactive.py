@@ -1,156 +1,133 @@
-"""Charts as Plotly draws them in a browser: plain tables of data and layout."""
+"""Charts in a page: bars as HTML, lines and points as data that interactive.js draws as SVG.
 
-import html
+`fragment` is one figure, for any page that has `script()` in it once. Colours are classes (`c0`, `c1`, ...)
+whose values the page's scheme decides, so that charts, swatches and legends always agree.
+"""
+
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
 from typing import Any
 
-from rehead.report.chart import Chart, Series
+from rehead.report.chart import COLOURS, DARK_COLOURS, Chart, Look, Series
 from rehead.report.text import harmless
 
 Table = dict[str, Any]
-PATTERNS = {"solid": "", "dash": "/", "dashdot": "x", "dot": "."}
-"""Of bars, where colours come again."""
-BAR, ROW = 22, 30
-"""Heights in pixels, of a bar and of a row of text."""
 
 
-def figure(chart: Chart) -> Table:
-    """`data` and `layout`; colours of text and grid are the page's, so that they follow its theme."""
-    draw = {"lines": _line, "points": _point, "bars": _bar}[chart.kind]
-    data = [trace for series in chart.series for trace in draw(series)]
-    layout: Table = {
-        "xaxis": {"title": {"text": plain(chart.x)}, "automargin": True},
-        "yaxis": {"title": {"text": plain(chart.y)}, "automargin": True},
-        "margin": {"l": 12, "r": 16, "t": 12, "b": 12},
-        "hovermode": "closest",
-        "showlegend": chart.kind != "bars",
-        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
-        "height": 420,
-    }
-    if chart.log_x:
-        values = [x for series in chart.series for x in series.x if isinstance(x, int | float) and x > 0]
-        layout["xaxis"] |= {
-            "type": "log",
-            "tickvals": _powers(values),
-            "ticktext": [_count(x) for x in _powers(values)],
-        }
+def fragment(chart: Chart) -> str:
+    """One figure of HTML. Names and titles may be untrusted text."""
+    unit = f" <small>{_text(chart.x)}</small>" if chart.kind == "bars" else ""
+    title = f"<figcaption>{_text(chart.title)}{unit}</figcaption>\n" if chart.title or unit else ""
     if chart.kind == "bars":
-        names = len({name for series in chart.series for name in series.y})
-        groups = len({series.pale for series in chart.series})
-        layout |= {"height": 2 * ROW + names * (BAR * groups + 8) + 24, "barmode": "group", "bargap": 0.25}
-        layout["yaxis"] |= {"autorange": "reversed", "title": {"text": ""}}
-        layout["xaxis"] |= {"rangemode": "tozero"}
-    return {"data": data, "layout": layout}
+        return f'<figure class="chart bars">{title}{_bars(chart)}</figure>\n'
+    data = escape(json.dumps(table(chart), allow_nan=False))
+    return (
+        f'<figure class="chart {chart.kind}" data-chart="{data}">{title}'
+        "<noscript>JavaScript, which is off, draws this chart; the tables have the numbers.</noscript></figure>\n"
+    )
 
 
-def plain(text: object) -> str:
-    """Text that Plotly shows as it is; it would take tags and links in it for its own."""
-    return html.escape(harmless(text), quote=False)
+def script() -> str:
+    """What draws the figures, and their style; once a page."""
+    style, code = ((files("rehead.report") / f"interactive.{kind}").read_text() for kind in ("css", "js"))
+    return f"<style>{palette()}{style}</style>\n<script>{code}</script>\n"
 
 
-def finite(values: Sequence[Any]) -> list[Any]:
+def palette() -> str:
+    """The colour of every class `c0`, `c1`, ... on a light page, on paper, and on a dark page."""
+    classes = "".join(f".c{slot} {{ --c: var(--c{slot}); }}\n" for slot in range(len(COLOURS)))
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {_slots(DARK_COLOURS)} }} }}\n"
+    return f":root {{ {_slots(COLOURS)} }}\n{dark}{classes}"
+
+
+def swatch(look: Look) -> str:
+    """A small square in a variant's colour, hatched where colours come again."""
+    return f'<i class="swatch c{look.slot} {look.dash}" aria-hidden="true"></i>'
+
+
+def table(chart: Chart) -> Table:
+    """What interactive.js reads: plain numbers and texts, None where there is a gap."""
+    return {
+        "kind": chart.kind,
+        "x": chart.x,
+        "y": chart.y,
+        "logX": chart.log_x,
+        "label": described(chart),
+        "series": [_series(one) for one in chart.series],
+    }
+
+
+def described(chart: Chart) -> str:
+    """A chart in words, for readers who do not see it: the last value of every line, every point."""
+    ends = [
+        f"{harmless(one.name)} {_number(one.y[-1])}"
+        + (f" at {_number(one.x[-1])}" if chart.kind == "points" else "")
+        for one in chart.series
+        if not one.faint and one.y and one.y[-1] is not None
+    ]
+    what = "ends of lines" if chart.kind == "lines" else "points"
+    return f"{chart.y} over {chart.x}; {what}: {'; '.join(ends)}"
+
+
+def finite(values: Iterable[Any]) -> list[Any]:
     """The values, with None (a gap) for NaN and infinities, which JSON cannot say."""
     return [None if isinstance(value, float) and not math.isfinite(value) else value for value in values]
 
 
-def _line(series: Series) -> list[Table]:
-    name, look = plain(series.name), series.look
-    width = 1.2 if series.faint else 2.4
-    line = {
-        "type": "scatter",
-        "mode": "lines+markers" if len(series.x) == 1 else "lines",
-        "name": name,
-        "legendgroup": name,
-        "showlegend": not series.faint,
-        "x": finite(series.x),
-        "y": finite(series.y),
-        "line": {"color": look.colour, "width": width, "dash": "dot" if series.faint else look.dash},
-        "opacity": 0.75 if series.faint else 1,
-        "hovertemplate": f"{name}{', train' if series.faint else ''}<br>step %{{x:,}}: %{{y:.4f}}<extra></extra>",
-    }
-    if not series.spans:
-        return [line]
-    edge = {
-        "type": "scatter",
-        "mode": "lines",
-        "legendgroup": name,
-        "showlegend": False,
-        "hoverinfo": "skip",
-        "line": {"width": 0, "color": look.colour},
-        "x": finite(series.x),
-    }
-    red, green, blue = (int(look.colour[at : at + 2], 16) for at in (1, 3, 5))
-    fill = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.18)"}
-    return [edge | {"y": finite(series.low)}, edge | fill | {"y": finite(series.high)}, line]
-
-
-def _point(series: Series) -> list[Table]:
-    name, colour = plain(series.name), series.look.colour
-    point: Table = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": finite(series.x),
-        "y": finite(series.y),
-        "marker": {
-            "color": colour,
-            "symbol": series.marker + ("-open" if series.look.dash != "solid" else ""),
-            "size": 13,
-            "line": {"width": 2, "color": colour},
-        },
-        "hovertemplate": f"{name}<br>%{{x:,}} bytes per token<br>loss %{{y:.4f}}<extra></extra>",
-    }
-    if series.faint:
-        point |= {"mode": "lines", "showlegend": False, "hoverinfo": "skip"}
-        point["line"] = {"color": colour, "width": 1, "dash": "dot"}
-    elif series.spans:
-        point["error_y"] = _whiskers(series, series.y, colour)
-    return [point]
-
-
-def _bar(series: Series) -> list[Table]:
-    name, colour = plain(series.name), series.look.colour
-    bar: Table = {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "offsetgroup": "pale" if series.pale else "full",
-        "x": finite(series.x),
-        "y": [plain(label) for label in series.y],
-        "marker": {
-            "color": colour,
-            "opacity": 0.45 if series.pale else 1,
-            "pattern": {"shape": PATTERNS[series.look.dash]},
-        },
-        "hovertemplate": f"%{{y}}<br>{name}: %{{x:,.4~g}}<extra></extra>",
-    }
-    if series.spans:
-        bar["error_x"] = _whiskers(series, series.x, "#888888")
-    return [bar]
-
-
-def _whiskers(series: Series, middle: Sequence[Any], colour: str) -> Table:
-    above = [high - value for high, value in zip(series.high, middle, strict=True)]
-    below = [value - low for low, value in zip(series.low, middle, strict=True)]
+def _series(series: Series) -> Table:
+    spans = {"low": finite(series.low), "high": finite(series.high)} if series.spans else {}
     return {
-        "type": "data",
-        "symmetric": False,
-        "array": above,
-        "arrayminus": below,
-        "color": colour,
-        "thickness": 1.2,
-        "width": 4,
+        "name": harmless(series.name),
+        "x": finite(series.x),
+        "y": finite(series.y),
+        "slot": series.look.slot,
+        "dash": series.look.dash,
+        "marker": series.marker,
+        "faint": series.faint,
+        **spans,
     }
 
 
-def _powers(values: Sequence[float]) -> list[float]:
-    """Powers of two that span the values."""
-    if not values:
-        return []
-    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
-    return [2.0**power for power in range(low, high + 1)]
+def _bars(chart: Chart) -> str:
+    """A name and its bars in each row, the value written beside every bar."""
+    most = max((value for one in chart.series for value in (*one.x, *one.high)), default=0) or 1
+    rows: dict[str, list[str]] = {}
+    for series in chart.series:
+        for at, name in enumerate(series.y):
+            rows.setdefault(str(name), []).append(_bar(series, at, most))
+    body = "".join(f"<div><dt>{_text(name)}</dt>{''.join(bars)}</div>\n" for name, bars in rows.items())
+    return f"<dl>\n{body}</dl>"
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+def _bar(series: Series, at: int, most: float) -> str:
+    value = series.x[at]
+    span = whisker = ""
+    if series.spans:
+        low, high = series.low[at], series.high[at]
+        span = f" <small>{_number(low)}–{_number(high)}</small>"
+        whisker = f'<i style="left: {100 * low / most:.2f}%; width: {100 * (high - low) / most:.2f}%"></i>'
+    name = f" <small>{_text(series.name)}</small>" if series.name else ""
+    pale = " pale" if series.pale else ""
+    return (
+        f'<dd><span class="track" aria-hidden="true"><b class="c{series.look.slot} {series.look.dash}{pale}" '
+        f'style="width: {100 * value / most:.2f}%"></b>{whisker}</span>'
+        f'<span class="value">{_number(value)}{span}{name}</span></dd>'
+    )
+
+
+def _number(value: Any) -> str:
+    """Four digits, or all before the point."""
+    if not isinstance(value, int | float):
+        return harmless(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def _text(text: object) -> str:
+    return escape(harmless(text), quote=False)
+
+
+def _slots(colours: Sequence[str]) -> str:
+    return " ".join(f"--c{slot}: {colour};" for slot, colour in enumerate(colours))

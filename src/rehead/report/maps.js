@@ -1,13 +1,9 @@
 // Draws every figure.attention-maps of a page: the map of one layer and head, and an overview
-// of all heads in which a click chooses one. Needs Plotly. What the data are is said in maps.py.
+// of all heads in which a click chooses one. What the data are is said in maps.py.
 (() => {
-  const SCALES = {
-    light: [[0, "#eef3f9"], [0.5, "#4e95c9"], [1, "#08284f"]],
-    dark: [[0, "#1c2733"], [0.5, "#3a83b8"], [1, "#eaf6ff"]],
-  };
   const TICKS = [0.01, 0.1, 0.25, 0.5, 1];
-  const UNITS = { entropy: "entropy (nats)", distance: "distance (tokens)" };
-  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const NUMBERS = 12, GAPS = 64; // tokens up to which weights are written into their cells, and cells stand apart
+  const UNITS = { entropy: "nats", distance: "tokens" };
 
   async function unpack(base64) {
     const packed = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
@@ -15,86 +11,138 @@
     return new Uint8Array(await new Response(stream).arrayBuffer());
   }
 
-  function look(figure) {
-    const ink = getComputedStyle(figure).color;
-    const [red, green, blue] = ink.match(/[\d.]+/g).map(Number);
-    const scale = red + green + blue > 384 ? SCALES.dark : SCALES.light;
-    const axis = { showgrid: false, zeroline: false, ticks: "", fixedrange: true, automargin: true };
-    const layout = {
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 12 },
-      margin: { l: 10, r: 10, t: 10, b: 10 },
-    };
-    const bar = { orientation: "h", y: 0, yanchor: "top", ypad: 14, thickness: 12, len: 0.6, outlinewidth: 0 };
-    return { scale, axis, bar, layout };
+  function add(parent, name, attributes = {}, text = null) {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    node.textContent = text;
+    return parent.appendChild(node);
   }
 
-  function drawMap(figure, data, cells, layer, head) {
-    const n = data.tokens.length, tokens = data.tokens.map(escaped);
-    const before = data.layers.slice(0, layer).reduce((sum, one) => sum + one.entropy.length, 0);
-    const map = cells.subarray((before + head) * n * n, (before + head + 1) * n * n);
-    const rows = tokens.map((_, i) => Array.from(map.subarray(i * n, (i + 1) * n), (cell) => cell || null));
-    const hover = rows.map((row, i) => row.map((cell, j) => cell === null ? "" :
-      `<b>${((cell / 255) ** 2).toPrecision(2)}</b><br>of ${i} ${tokens[i]}<br>goes to ${j} ${tokens[j]}`));
-    const numbers = rows.map((row) => row.map((cell) => cell === null ? "" : ((cell / 255) ** 2).toFixed(2)));
-    const { scale, axis, bar, layout } = look(figure);
-    const target = figure.querySelector(".map"), width = target.clientWidth;
-    const step = Math.ceil((13 * n) / (0.75 * width)), longest = Math.ceil(width / 30);
-    const places = tokens.map((_, i) => i).filter((i) => i % step === 0);
-    const short = (text) => text.length > longest ? `${text.slice(0, longest - 1)}…` : text;
-    const labelled = { ...axis, tickvals: places, ticktext: places.map((i) => escaped(short(data.tokens[i]))) };
-    const trace = {
-      type: "heatmap", z: rows, customdata: hover, hovertemplate: "%{customdata}<extra></extra>",
-      text: numbers, texttemplate: n > 12 ? "" : "%{text}",
-      zmin: 0, zmax: 255, colorscale: scale, xgap: n > 64 ? 0 : 1, ygap: n > 64 ? 0 : 1,
-      colorbar: {
-        ...bar, title: { text: "weight", side: "bottom" },
-        tickvals: TICKS.map((weight) => 255 * Math.sqrt(weight)), ticktext: TICKS.map(String),
-      },
+  // The page's colours for 0, a half and 1, and those between.
+  function shades(figure) {
+    const style = getComputedStyle(figure);
+    const [weak, middle, strong] = ["--weak", "--middle", "--strong"].map((name) => {
+      const hex = style.getPropertyValue(name).trim();
+      return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+    });
+    return (share) => {
+      const [from, to, way] = share < 0.5 ? [weak, middle, 2 * share] : [middle, strong, 2 * share - 1];
+      return from.map((value, i) => Math.round(value + (to[i] - value) * way));
     };
-    Plotly.react(target, [trace], {
-      ...layout,
-      xaxis: { ...labelled, side: "top", tickangle: -90, constrain: "domain", range: [-0.5, n - 0.5] },
-      yaxis: { ...labelled, range: [n - 0.5, -0.5], scaleanchor: "x", constrain: "domain" },
-    }, { displayModeBar: false });
   }
 
-  function drawOverview(figure, data, kind, choose) {
-    const { scale, axis, bar, layout } = look(figure);
-    const target = figure.querySelector(".overview");
-    const rows = data.layers.map((layer) => layer[kind]);
-    target.style.height = `${Math.min(150 + 30 * rows.length, 500)}px`;
-    const most = Math.max(...rows.map((row) => row.length));
-    const trace = {
-      type: "heatmap", z: rows, colorscale: scale, xgap: 1, ygap: 1,
-      hovertemplate: `layer %{y}, head %{x}<br>${kind} %{z:.2f}<extra></extra>`,
-      colorbar: { ...bar, title: { text: UNITS[kind], side: "bottom" } },
+  const css = (rgb) => `rgb(${rgb.join(" ")})`;
+  const onto = ([red, green, blue]) => 0.3 * red + 0.6 * green + 0.1 * blue > 140 ? "#10151a" : "#ffffff";
+  const weight = (cell) => (cell / 255) ** 2;
+
+  function image(map, n, shade) {
+    const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
+    canvas.width = canvas.height = n;
+    const pixels = context.createImageData(n, n), table = Array.from({ length: 256 }, (_, cell) => shade(cell / 255));
+    map.forEach((cell, at) => { if (cell) pixels.data.set([...table[cell], 255], 4 * at); });
+    context.putImageData(pixels, 0, 0);
+    return canvas.toDataURL();
+  }
+
+  function drawMap(figure, data, map, about) {
+    const n = data.tokens.length, svg = figure.querySelector(".map"), width = svg.clientWidth, shade = shades(figure);
+    const longest = Math.max(4, Math.floor(width / 45)), most = Math.max(...data.tokens.map((token) => token.length));
+    const margin = 10 + 7.5 * Math.min(longest, most), size = width - margin, cell = size / n;
+    const every = Math.ceil(13 / cell);
+    svg.replaceChildren();
+    svg.setAttribute("viewBox", `0 0 ${width} ${width}`);
+    svg.setAttribute("aria-label", about);
+    add(svg, "image", { href: image(map, n, shade), x: margin, y: margin, width: size, height: size, preserveAspectRatio: "none" });
+    if (n <= GAPS) {
+      const lines = data.tokens.map((_, i) => `M${margin + i * cell} ${margin}v${size}M${margin} ${margin + i * cell}h${size}`);
+      add(svg, "path", { class: "gaps", d: lines.join("") });
+    }
+    data.tokens.forEach((token, i) => {
+      if (i % every) return;
+      const text = token.length > longest ? `${token.slice(0, longest - 1)}…` : token, at = margin + (i + 0.5) * cell;
+      add(svg, "text", { class: "row", x: margin - 6, y: at + 4, "text-anchor": "end" }, text);
+      add(svg, "text", { class: "column", transform: `translate(${at + 4} ${margin - 6}) rotate(-90)` }, text);
+    });
+    if (n <= NUMBERS) {
+      map.forEach((value, at) => {
+        const x = margin + (at % n + 0.5) * cell, y = margin + (Math.floor(at / n) + 0.5) * cell + 4;
+        const ink = onto(shade(value / 255));
+        if (value) add(svg, "text", { x, y, "text-anchor": "middle", style: `fill: ${ink}` }, weight(value).toFixed(2));
+      });
+    }
+    const box = add(svg, "rect", { class: "chosen", width: cell, height: cell, visibility: "hidden" });
+    svg.onpointermove = svg.onpointerdown = (event) => {
+      const place = svg.getBoundingClientRect(), scale = width / place.width;
+      const j = Math.floor(((event.clientX - place.left) * scale - margin) / cell);
+      const i = Math.floor(((event.clientY - place.top) * scale - margin) / cell);
+      const value = i >= 0 && j >= 0 && i < n && j < n ? map[i * n + j] : 0;
+      box.setAttribute("visibility", value ? "visible" : "hidden");
+      if (!value) return;
+      box.setAttribute("x", margin + j * cell);
+      box.setAttribute("y", margin + i * cell);
+      figure.querySelector("output").textContent =
+        `${weight(value).toPrecision(2)} of ${i} ${data.tokens[i]} goes to ${j} ${data.tokens[j]}`;
     };
-    const whole = { ...axis, dtick: Math.ceil(Math.max(most, rows.length) / 24) };
-    Plotly.react(target, [trace], {
-      ...layout,
-      xaxis: { ...whole, side: "top", title: { text: "head" } },
-      yaxis: { ...whole, title: { text: "layer" }, range: [rows.length - 0.5, -0.5] },
-    }, { displayModeBar: false });
-    target.removeAllListeners("plotly_click");
-    target.on("plotly_click", ({ points }) => choose(points[0].y, points[0].x));
+  }
+
+  // A gradient with what its ends, or some places on it, stand for.
+  function drawScale(target, shade, title, marks) {
+    const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share)));
+    target.style.setProperty("--ramp", `linear-gradient(90deg, ${stops.join(", ")})`);
+    target.replaceChildren(...marks.map(([share, text]) => {
+      const mark = document.createElement("span");
+      mark.textContent = text;
+      mark.style.left = `${100 * share}%`;
+      return mark;
+    }));
+    target.previousElementSibling.textContent = title;
+  }
+
+  function drawOverview(figure, data, kind, layer, head, choose) {
+    const rows = data.layers.map((one) => one[kind]), all = rows.flat(), shade = shades(figure);
+    const low = Math.min(...all), high = Math.max(...all);
+    const body = figure.querySelector(".overview");
+    body.replaceChildren(...rows.map((row, i) => {
+      const line = document.createElement("tr"), name = line.appendChild(document.createElement("th"));
+      name.textContent = i;
+      name.scope = "row";
+      row.forEach((value, j) => {
+        const button = line.appendChild(document.createElement("td")).appendChild(document.createElement("button"));
+        const colour = shade(high > low ? (value - low) / (high - low) : 0.5);
+        button.type = "button";
+        button.title = `layer ${i}, head ${j}: ${kind} ${value.toFixed(2)} ${UNITS[kind]}`;
+        button.setAttribute("aria-label", button.title);
+        button.setAttribute("aria-pressed", i === layer && j === head);
+        button.style.background = css(colour);
+        button.addEventListener("click", () => choose(i, j));
+      });
+      return line;
+    }));
+    drawScale(figure.querySelector(".of-heads"), shade, `${kind} (${UNITS[kind]})`, [[0, low.toFixed(2)], [1, high.toFixed(2)]]);
+    drawScale(figure.querySelector(".of-map"), shade, "weight", TICKS.map((value) => [Math.sqrt(value), value]));
   }
 
   async function start(figure) {
-    const data = JSON.parse(figure.dataset.about);
+    const data = JSON.parse(figure.dataset.about), n = data.tokens.length;
     const cells = await unpack(figure.dataset.weights);
     const [layers, heads, kinds] = ["layer", "head", "kind"].map((name) => figure.querySelector(`[name=${name}]`));
     const draw = (wanted) => {
-      const count = data.layers[layers.value].entropy.length, head = Math.min(wanted, count - 1);
+      const layer = Number(layers.value), count = data.layers[layer].entropy.length, head = Math.min(wanted, count - 1);
+      const before = data.layers.slice(0, layer).reduce((sum, one) => sum + one.entropy.length, 0) + head;
       heads.replaceChildren(...Array.from({ length: count }, (_, i) => new Option(i, i, false, i === head)));
-      drawMap(figure, data, cells, Number(layers.value), head);
-      drawOverview(figure, data, kinds.value, (layer, chosen) => {
-        layers.value = layer;
-        draw(chosen);
+      figure.querySelector("output").textContent = "";
+      const about = `Attention weights of layer ${layer}, head ${head} over ${n} tokens`;
+      drawMap(figure, data, cells.subarray(before * n * n, (before + 1) * n * n), about);
+      drawOverview(figure, data, kinds.value, layer, head, (chosen, other) => {
+        layers.value = chosen;
+        draw(other);
+        figure.querySelectorAll(".overview tr")[chosen].querySelectorAll("button")[other].focus({ preventScroll: true });
       });
     };
-    const again = () => draw(Number(heads.value));
+    const again = () => { if (figure.clientWidth) draw(Number(heads.value)); };
     for (const choice of [layers, heads, kinds]) choice.addEventListener("change", again);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    for (const kind of ["beforeprint", "afterprint"]) addEventListener(kind, again);
     layers.value = data.layer;
     heads.append(new Option(data.head, data.head));
     let width = 0; // nothing is drawn where nothing is seen, such as in a closed <details>
@@ -102,7 +150,6 @@
       if (figure.clientWidth === width) return;
       width = figure.clientWidth;
       again();
-      for (const chart of figure.querySelectorAll(".js-plotly-plot")) Plotly.Plots.resize(chart);
     }).observe(figure);
   }
 

@@ -1,6 +1,6 @@
 """Attention maps to look through in a browser: one layer and head at a time, and all heads at a glance.
 
-`fragment` is one figure, for any page that has `page.plotly()` and `script()` in it once. Weights travel as
+`fragment` is one figure, for any page that has `script()` in it once. Weights travel as
 the bytes round(255 sqrt(weight)), deflated: small weights keep their order, and 0 is only what is exactly
 0, which a mask makes it.
 """
@@ -56,11 +56,16 @@ def fragment(
 <figure class="attention-maps" data-about="{escape(json.dumps(about))}" data-weights="{_packed(maps)}">
 <figcaption>{escape(title)}</figcaption>
 <p><label>Layer <select name="layer">{options}</select></label>
-<label>Head <select name="head"></select></label> Each row is a token, its cells the tokens it looks back on.</p>
-<div class="map"></div>
+<label>Head <select name="head"></select></label></p>
+<p class="note">Each row is a token, its cells the tokens it looks back on; what a mask hides is blank.
+{_windows(windows, len(tokens))}</p>
+<svg class="map" role="img"></svg>
+<p class="scale"><span></span><span class="of-map"></span><output></output></p>
 <p><label>All heads by <select name="kind"><option value="distance">distance</option>
-<option value="entropy">entropy</option></select></label> (click one to see its map)</p>
-<div class="overview"></div>
+<option value="entropy">entropy</option></select></label>
+<span class="note">a row per layer; choose one to see its map</span></p>
+<div class="heads"><table><tbody class="overview"></tbody></table></div>
+<p class="scale"><span></span><span class="of-heads"></span></p>
 <noscript>The maps are drawn by JavaScript, which is off.</noscript>
 </figure>
 """
@@ -68,7 +73,19 @@ def fragment(
 
 def script() -> str:
     """What draws the figures, and their style; once a page."""
-    return f"<style>{STYLE}</style>\n<script>{(files('rehead.report') / 'maps.js').read_text()}</script>\n"
+    style, code = ((files("rehead.report") / f"maps.{kind}").read_text() for kind in ("css", "js"))
+    return f"<style>{style}</style>\n<script>{code}</script>\n"
+
+
+def _windows(windows: Sequence[int | None], n_token: int) -> str:
+    """What is to be said of layers that see a window only."""
+    some = sorted({window for window in windows if window is not None})
+    if not some:
+        return ""
+    names = ", ".join(map(str, some))
+    everywhere = "" if None not in windows else " in some layers"
+    hides = "" if some[0] < n_token else f"; over these {n_token} tokens it hides nothing"
+    return f"A token sees no more than the last {names} tokens{everywhere}{hides}."
 
 
 def _packed(maps: Sequence[Tensor]) -> str:
@@ -78,12 +95,3 @@ def _packed(maps: Sequence[Tensor]) -> str:
         for weights in maps
     )
     return base64.b64encode(zlib.compress(cells, 9)).decode()
-
-
-STYLE = """
-.attention-maps { margin: 1.5em 0; max-width: 44rem; }
-.attention-maps figcaption { font-weight: 600; overflow-wrap: anywhere; }
-.attention-maps label { margin-right: 1em; }
-.attention-maps select { font: inherit; color: inherit; background: Canvas; padding: .2em .4em; }
-.attention-maps .map { height: min(120vw, 40rem); }
-"""

@@ -2,14 +2,12 @@
 
 from html import escape
 
-from rehead.errors import UsageError
-
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 """What a browser lets the page do: run what stands in it, load nothing."""
 
 
-def page(title: str, body: str) -> str:
-    """A whole page; `title` is escaped, `body` is HTML."""
+def page(title: str, body: str, head: str = "") -> str:
+    """A whole page; `title` is escaped, `body` and `head` (its styles and scripts) are HTML."""
     return f"""\
 <!DOCTYPE html>
 <html lang="en">
@@ -19,27 +17,33 @@ def page(title: str, body: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>{STYLE}</style>
-</head>
+{head}</head>
 <body>
+<main>
 <h1>{escape(title)}</h1>
 {body}
+</main>
 </body>
 </html>
 """
 
 
-def plotly() -> str:
-    """Plotly's script, 5 MB; once a page."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UsageError('interactive pages need plotly: pip install "rehead[report]".') from error
-    return f"<script>{get_plotlyjs()}</script>\n"
-
-
 STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; color: CanvasText; background: Canvas; }
-body { max-width: 60rem; margin: 0 auto; padding: 1rem; }
+:root {
+  color-scheme: light dark;
+  --ink: #1f2328; --soft: #59616b; --line: #c9ced4; --page: #ffffff; --card: #f4f6f8; --grid: #e6e9ec;
+  --warn: #b35900; --weak: #eaf1f8; --middle: #4e95c9; --strong: #08284f;
+}
+@media screen and (prefers-color-scheme: dark) {
+  :root {
+    --ink: #e6e8ea; --soft: #a3abb4; --line: #434a52; --page: #14171a; --card: #1d2125; --grid: #2b3036;
+    --warn: #f0b13c; --weak: #1c2733; --middle: #3a83b8; --strong: #eaf6ff;
+  }
+}
+@media print { :root { color-scheme: light; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
+main { max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.4em; overflow-wrap: anywhere; }
+select { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 4px; }
+select { padding: .2em .4em; max-width: 100%; }
 """

@@ -9,10 +9,9 @@ from typing import Any
 
 from rehead.data.files import write_whole
 from rehead.errors import UsageError
-from rehead.report import maps, page
+from rehead.report import interactive, maps, page
 from rehead.report.chart import Look, Panel
 from rehead.report.figures import Figures, frontier, per_token
-from rehead.report.interactive import figure
 from rehead.report.plot import draw
 from rehead.report.table import show
 from rehead.report.text import harmless
@@ -44,7 +43,7 @@ class Answer:
 
 def require_packages() -> None:
     """Refuse to begin what could not be reported."""
-    missing = [name for name in ("jinja2", "matplotlib", "plotly") if find_spec(name) is None]
+    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
     if missing:
         raise UsageError(f'a report needs {" and ".join(missing)}: pip install "rehead[report]".')
 
@@ -96,7 +95,13 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters |= {"harmless": harmless, "loss": _loss, "figure": figure, "per_token": per_token}
+    environment.filters |= {
+        "harmless": harmless,
+        "loss": _loss,
+        "per_token": per_token,
+        "figure": lambda chart: Markup(interactive.fragment(chart)),
+        "swatch": lambda look: Markup(interactive.swatch(look)),
+    }
     variants = document["variants"]
     figures = [
         (name, Markup(maps.fragment(harmless(name), one.tokens, one.weights, one.windows)))
@@ -113,8 +118,8 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         most_sample=MOST_SAMPLE,
     )
     style, script = ((files("rehead.report") / name).read_text() for name in ("study.css", "study.js"))
-    head = f"<style>{style}</style>\n{page.plotly()}{maps.script()}<script>{script}</script>\n"
-    return page.page(f"Study: {harmless(document['study'])}", head + body)
+    head = f"<style>{style}</style>\n{interactive.script()}{maps.script()}<script>{script}</script>\n"
+    return page.page(f"Study: {harmless(document['study'])}", body, head)
 
 
 def answers(document: Record) -> list[Answer]:
