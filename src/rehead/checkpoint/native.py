@@ -88,7 +88,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
         else:
             assert isinstance(config, GPTConfig)
             weights = stock.read_weights(folder, table, config)
-        _assign(model, weights, folder, in_memory)
+        assign(model, weights, str(folder / SINGLE), in_memory)
         _warn_of_damage(model, folder)
         return model
 
@@ -123,8 +123,8 @@ def _config(table: dict[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path, in_memory: bool) -> None:
-    """Put `weights` in place of the model's own, name by name and shape by shape."""
+def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memory: bool) -> None:
+    """Put `weights`, read from `where`, in place of the model's own, name by name and shape by shape."""
     expected = dict(model.named_parameters())
     for problem, names in (
         ("lacks", expected.keys() - weights.keys()),
@@ -132,15 +132,15 @@ def _assign(model: LanguageModel, weights: dict[str, Tensor], folder: Path, in_m
     ):
         if names:
             listed = ", ".join(sorted(names)[:10])
-            raise InvalidInput(f"{folder / SINGLE} {problem} {len(names)} weights: {listed:.300}.")
+            raise InvalidInput(f"{where} {problem} {len(names)} weights: {listed:.300}.")
     for name, weight in weights.items():
         if weight.shape != expected[name].shape:
             raise InvalidInput(
-                f"{folder / SINGLE}: {name} has shape {list(weight.shape)}, the config says "
+                f"{where}: {name} has shape {list(weight.shape)}, the config says "
                 f"{list(expected[name].shape)}."
             )
         if not weight.is_floating_point():
-            raise InvalidInput(f"{folder / SINGLE}: {name} holds {weight.dtype}, expected floating point.")
+            raise InvalidInput(f"{where}: {name} holds {weight.dtype}, expected floating point.")
     widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")

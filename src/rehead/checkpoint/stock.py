@@ -121,10 +121,11 @@ def write(
     }
     write_weights(folder, weights)
     generation = {"max_length": model.config.block_size, "do_sample": True, "temperature": 1.0, **ids}
-    texts = {"config.json": _json(table), "generation_config.json": _json(generation), **files}
+    texts = {"config.json": _json(table), "generation_config.json": _json(generation)}
     if "tokenizer.json" in files:
         own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
         texts["tokenizer_config.json"] = _json(own)
+    texts |= files
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 

@@ -3,7 +3,7 @@
 Importing a module here enters its commands.
 """
 
-from rehead.cli import conversion, measuring, models, training
+from rehead.cli import conversion, importing, measuring, models, training
 from rehead.cli.entry import main
 
-__all__ = ["conversion", "main", "measuring", "models", "training"]
+__all__ = ["conversion", "importing", "main", "measuring", "models", "training"]

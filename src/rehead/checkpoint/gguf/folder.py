@@ -1,0 +1,67 @@
+"""A GGUF file as a stock Hugging Face folder."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rehead.checkpoint import stock
+from rehead.checkpoint.deferred import changed
+from rehead.checkpoint.family import families
+from rehead.checkpoint.gguf.file import File
+from rehead.checkpoint.gguf.names import read_config, read_weights
+from rehead.checkpoint.gguf.tokenizer import Vocabulary
+from rehead.checkpoint.native import assign
+from rehead.errors import InvalidInput
+from rehead.model import skeleton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What a folder was made of."""
+
+    architecture: str
+    """The stock class, such as LlamaForCausalLM."""
+    parameters: int
+    types: dict[str, int]
+    """How many tensors of each type of ggml the file holds."""
+    vocab_size: int
+    chat_template: bool
+    """Whether the file had one; it is taken along and never run."""
+
+
+def import_file(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Imported:
+    """Write a GGUF file of llama.cpp as a folder that `transformers`, and rehead, load.
+
+    Quantised weights become the numbers they stand for, which float32 holds as the package `gguf` computes
+    them; another `dtype` rounds them. The folder appears whole or not at all. Raises InvalidInput or
+    IntegrityError for what is not read, by name.
+    """
+    file = File(path)
+    table, config = read_config(file)
+    vocabulary = Vocabulary(file, config.vocab_size)
+    model = skeleton(config)
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    weights = {
+        name: changed(lambda numbers, name=name: _rounded(numbers, dtype, f"{path}: {name}"), weight)
+        for name, weight in read_weights(file, config, shapes).items()
+    }
+    assign(model, weights, str(path), in_memory=False)
+    files = vocabulary.files(config.block_size)
+    stock.export(model, folder, families[table["model_type"]], files, vocabulary.special_ids())
+    return Imported(
+        architecture=families[table["model_type"]].architecture,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        types=dict(Counter(entry.type for entry in file.entries.values()).most_common()),
+        vocab_size=config.vocab_size,
+        chat_template="chat_template.jinja" in files,
+    )
+
+
+def _rounded(numbers: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """In `dtype`, refusing what it cannot hold."""
+    rounded = numbers.to(dtype)
+    if not numbers.is_meta and not rounded.isfinite().all():
+        raise InvalidInput(f"{where} has numbers beyond {str(dtype)[6:]}: use bf16 or fp32.")
+    return rounded

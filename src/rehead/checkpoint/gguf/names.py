@@ -1,0 +1,188 @@
+"""What a GGUF file calls the fields and weights of the stock classes."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rehead.attention import GroupedConfig
+from rehead.attention.rope import Llama3Scaling
+from rehead.checkpoint import stock
+from rehead.checkpoint.deferred import changed
+from rehead.checkpoint.family import Fields, Table, families
+from rehead.checkpoint.gguf.file import File
+from rehead.config import GPTConfig
+from rehead.errors import InvalidInput
+from rehead.registry import nearest
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Of GGUF; each is a model family's name too."""
+OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+FREQUENCIES = "rope_freqs.weight"
+"""What Llama 3.1 divides its angles by."""
+SILENT = ("general.", "tokenizer.", "quantize.", "split.")
+"""Beginnings of keys that do not change what the model computes, or are read elsewhere."""
+
+
+def named(theirs: str) -> str:
+    """A weight's name in the file, from its name in a stock class."""
+    if theirs in OUTSIDE:
+        return OUTSIDE[theirs]
+    _, _, layer, rest = theirs.split(".", 3)
+    part, _, leaf = rest.rpartition(".")
+    return f"blk.{layer}.{PARTS[part]}.{leaf}"
+
+
+def read_config(file: File) -> tuple[Table, GPTConfig]:
+    """The config.json that a file's metadata describes, and what rehead reads in it.
+
+    Raises InvalidInput for an architecture, a key or a value that rehead does not know.
+    """
+    facts = {key: value for key, value in file.facts.items() if not key.startswith(SILENT)}
+    arch = file.facts.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        hint = nearest(str(arch), list(ARCHITECTURES))
+        raise InvalidInput(f"{file.path}: general.architecture={arch!r:.80} is not read.{hint}")
+    if file.facts.get("general.type", "model") != "model":
+        raise InvalidInput(
+            f"{file.path}: general.type={file.facts['general.type']!r:.80}: rehead reads whole models."
+        )
+    if file.facts.get("split.count", 0) not in (0, 1):
+        raise InvalidInput(
+            f"{file.path} is one of {file.facts['split.count']!r:.40} files: join them with `llama-gguf-split --merge`."
+        )
+    fields = _Own(facts, str(file.path), arch)
+    table = _table(file, fields)
+    fields.finish()
+    return table, stock.read_config(table, str(file.path))
+
+
+class _Own(Fields):
+    """The keys of one architecture, without its name before them."""
+
+    def __init__(self, table: Table, where: str, arch: str) -> None:
+        super().__init__(table, where)
+        self.arch = arch
+
+    def take(self, name: str, kind: type, default: Any = ...) -> Any:
+        """As of Fields."""
+        return super().take(f"{self.arch}.{name}", kind, default)
+
+
+def _table(file: File, fields: _Own) -> Table:
+    width, heads = fields.take("embedding_length", int), fields.take("attention.head_count", int)
+    head_dim = fields.take("attention.key_length", int, width // heads if heads > 0 else 0)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (value := fields.take(name, int, head_dim)) != head_dim:
+            raise InvalidInput(
+                f"{file.path}: {fields.arch}.{name}={value}, its heads are {head_dim} wide: no stock class says that."
+            )
+    n_layer, there = (
+        fields.take("block_count", int),
+        {name.split(".")[1] for name in file.entries if "blk." in name},
+    )
+    if there != set(map(str, range(min(n_layer, len(file.entries))))):
+        raise InvalidInput(
+            f"{file.path}: {fields.arch}.block_count={n_layer}, its tensors are those of {len(there)} layers."
+        )
+    if (embedding := file.entries.get("token_embd.weight")) is None:
+        raise InvalidInput(f"{file.path} lacks token_embd.weight: it holds no whole model.")
+    vocab_size = fields.take("vocab_size", int, embedding.shape[0])
+    if vocab_size != embedding.shape[0]:
+        raise InvalidInput(
+            f"{file.path}: {fields.arch}.vocab_size={vocab_size}, token_embd.weight has {embedding.shape[0]} rows."
+        )
+    theta = fields.take("rope.freq_base", float, 10_000.0)
+    table = {
+        "architectures": [families[fields.arch].architecture],
+        "model_type": fields.arch,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.take("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "num_hidden_layers": n_layer,
+        "intermediate_size": fields.take("feed_forward_length", int),
+        "max_position_embeddings": fields.take("context_length", int),
+        "rms_norm_eps": fields.take("attention.layer_norm_rms_epsilon", float),
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": "output.weight" not in file.entries,
+        "rope_parameters": {"rope_theta": theta, **_scaling(file, fields, theta, head_dim)},
+    }
+    if fields.arch != "qwen2":
+        table["attention_bias"] = "blk.0.attn_q.bias" in file.entries
+    if fields.arch == "llama":
+        table["mlp_bias"] = "blk.0.ffn_up.bias" in file.entries
+    return table
+
+
+def _scaling(file: File, fields: _Own, theta: float, head_dim: int) -> Table:
+    """As transformers says it: none, linear, or what Llama 3.1's file holds as a tensor."""
+    kind = fields.take("rope.scaling.type", str, "linear")
+    factor = fields.take("rope.scaling.factor", float, 0.0) or 1.0
+    fields.take("rope.scaling.finetuned", bool, False)
+    if kind not in ("none", "linear"):
+        raise InvalidInput(
+            f"{file.path}: {fields.arch}.rope.scaling.type={kind!r:.40}: rehead knows 'none', 'linear' here."
+        )
+    scaled = kind == "linear" and factor != 1
+    if FREQUENCIES not in file.entries:
+        return {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
+    divisors = file.read(FREQUENCIES).double().flatten()
+    if len(divisors) == head_dim // 2 and divisors.max() >= 1 and theta > 0 and not scaled:
+        known = Llama3Scaling(factor=float(divisors.max()))
+        angles = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        if torch.allclose(known.scale(angles, theta), angles / divisors, rtol=1e-5, atol=0):
+            return {"rope_type": "llama3", **vars(known)}
+    raise InvalidInput(
+        f"{file.path}: {FREQUENCIES} changes the angles otherwise than Llama 3.1 does: no stock class says that."
+    )
+
+
+def read_weights(file: File, config: GPTConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """All weights under our names, deferred, in float32.
+
+    `shapes` are those of our model. Every tensor of the file has its place, or InvalidInput says which not.
+    """
+    family = families[file.facts["general.architecture"]]
+    wanted = {named(weight.theirs): weight.ours[0] for weight in family.weights(config)}
+    for problem, names in (
+        ("lacks", wanted.keys() - file.entries.keys()),
+        ("holds, beyond what its metadata describes,", file.entries.keys() - wanted.keys() - {FREQUENCIES}),
+    ):
+        if names:
+            raise InvalidInput(
+                f"{file.path} {problem} {len(names)} tensors: {', '.join(sorted(names)[:10]):.300}."
+            )
+    found: dict[str, Tensor] = {}
+    for name, ours in wanted.items():
+        if file.entries[name].shape != shapes[ours]:
+            raise InvalidInput(
+                f"{file.path}: {name} has shape {list(file.entries[name].shape)}, its metadata describes "
+                f"{list(shapes[ours])}."
+            )
+        found[ours] = file.deferred(name)
+        if file.facts["general.architecture"] == "llama" and (".attn_q." in name or ".attn_k." in name):
+            first = config.attention[0]
+            assert isinstance(first, GroupedConfig)
+            found[ours] = changed(partial(half_split, head_dim=first.head_dim), found[ours])
+    return found
+
+
+def half_split(rows: Tensor, head_dim: int) -> Tensor:
+    """Queries' or keys' rows of every head: pairs (2i, 2i + 1), as llama.cpp has Llama's, to (i, i + E/2)."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)
