@@ -11,6 +11,7 @@ from typing import get_args, get_origin
 
 import pytest
 import torch
+from gguf_files import model, write  # of tests/checkpoint
 
 from rehead.cli import main
 from rehead.cli.app import app
@@ -108,6 +109,7 @@ def place(tmp_path_factory):
     llama = ["model.shape=llama", "model.n_kv_head=2", "model.bias=False"]
     assert main(["train", *text, "system.work_dir=out/llama", *llama]) == 0
     assert main(["convert", "out/run", "out/mla", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]) == 0
+    write(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), model("llama"), "llama", "Q4_1")
     yield folder
     os.chdir(before)
 
