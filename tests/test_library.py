@@ -1,5 +1,9 @@
 """The library as a newcomer types it."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -59,3 +63,133 @@ def test_a_tokenizer_is_loaded_from_whatever_a_model_is(folder, tmp_path):
     rehead.save(tiny(5), tmp_path / "bare")
     with pytest.raises(InvalidInput, match=r"no file '.*bare/tokenizer\.json': give a tokenizer\.json"):
         rehead.load_tokenizer(tmp_path / "bare")
+
+
+BAD_CALLS = """
+import json, sys, warnings
+import numpy as np, torch
+import rehead
+from rehead.attention import GroupedConfig, LatentConfig
+
+warnings.simplefilter("error")
+folder = sys.argv[1]
+model, tokenizer = rehead.load(folder), rehead.load_tokenizer(folder)
+ids = torch.tensor([[1, 2, 3]])
+calls = {
+    "list": lambda: rehead.generate(model, [[1, 2, 3]], 2),
+    "text": lambda: rehead.generate(model, "to be, or not", 2),
+    "none": lambda: rehead.generate(model, None, 2),
+    "float": lambda: rehead.generate(model, ids.float(), 2),
+    "float array": lambda: rehead.generate(model, np.array([1.5, 2.0]), 2),
+    "bool": lambda: rehead.generate(model, ids > 1, 2),
+    "deep": lambda: rehead.generate(model, ids[None], 2),
+    "scalar": lambda: rehead.generate(model, torch.tensor(3), 2),
+    "empty": lambda: rehead.generate(model, torch.zeros(1, 0, dtype=torch.long), 2),
+    "no rows": lambda: rehead.generate(model, torch.zeros(0, 4, dtype=torch.long), 2),
+    "too large": lambda: rehead.generate(model, ids + 90, 2),
+    "negative": lambda: rehead.generate(model, ids - 2, 2),
+    "path": lambda: rehead.generate(folder, ids, 2),
+    "half": lambda: rehead.generate(model, ids, 2.5),
+    "many seeds": lambda: rehead.generate(model, ids, 2, seed=[1, 2]),
+    "half a seed": lambda: rehead.generate(model, ids, 2, seed=1.5),
+    "cold": lambda: rehead.generate(model, ids, 2, temperature="cold"),
+    "model of one text": lambda: model(ids[0]),
+    "model of floats": lambda: model(ids.float()),
+    "model of a list": lambda: model([[1, 2]]),
+    "model too large": lambda: model(ids + 90),
+    "model of nothing": lambda: model(torch.zeros(1, 0, dtype=torch.long)),
+    "save a path": lambda: rehead.save(folder, folder + "-2"),
+    "save over": lambda: rehead.save(model, folder),
+    "load cuda": lambda: rehead.load(folder, device="cuda"),
+    "load gpu": lambda: rehead.load(folder, device="gpu"),
+    "load nothing": lambda: rehead.load(""),
+    "convert on a batch": lambda: rehead.convert(model, "mqa", calibration=ids.numpy()),
+}
+said = {}
+for name, call in calls.items():
+    try:
+        said[name] = ["", repr(call())]
+    except Exception as error:
+        said[name] = [type(error).__name__, str(error)]
+print(json.dumps(said))
+"""
+
+WHOLE = "token ids are a tensor or an array of whole numbers, "
+ENCODE = "Encode text with rehead.load_tokenizer(path).encode(text); wrap a list in torch.tensor(ids)."
+REFUSED = {
+    "list": ("ids is a list", WHOLE + "(L,) or (B, L)", ENCODE),
+    "text": ("ids is 'to be, or not', text", WHOLE + "(L,) or (B, L)", ENCODE),
+    "none": ("ids is a NoneType", WHOLE + "(L,) or (B, L)", ENCODE),
+    "float": ("ids has dtype float32", WHOLE, "Convert with ids.long()"),
+    "float array": ("ids has dtype float64", WHOLE, 'Convert with ids.astype("int64")'),
+    "bool": ("ids has dtype bool", WHOLE, "Convert with ids.long()"),
+    "deep": ("ids has shape (1, 1, 3)", WHOLE, "ids[0] is one text"),
+    "scalar": ("ids has shape ()", WHOLE, "ids[None, None] is a batch of one token"),
+    "empty": ("prompt 0 is empty", "at least one token"),
+    "no rows": ("no prompts", "give at least one"),
+    "too large": ("prompt 0 holds 91 to 93", "tokens are 0 to 14", "the model's own tokenizer"),
+    "negative": ("prompt 0 holds -1 to 1", "tokens are 0 to 14", "the model's own tokenizer"),
+    "path": ("model is '", "expected a rehead model", "Use rehead.load(path) first"),
+    "half": ("max_new_tokens=2.5", "not a whole number", "Use 0 to 10,000,000"),
+    "many seeds": ("2 seeds for 1 prompts", "Give one, or one a prompt"),
+    "half a seed": ("seed=1.5", "not a whole number", "such as 0"),
+    "cold": ("temperature='cold'", "not a number", "like 0.8"),
+    "model of one text": ("ids has shape (3,)", WHOLE + "(B, L)", "ids[None] is a batch of one text"),
+    "model of floats": ("ids has dtype float32", WHOLE, "ids.long()"),
+    "model of a list": ("ids is a list", WHOLE, ENCODE),
+    "model too large": ("ids holds 91 to 93", "tokens are 0 to 14", "the model's own tokenizer"),
+    "model of nothing": ("ids has shape (1, 0)", "there is no token", "at least one"),
+    "save a path": ("model is '", "expected a rehead model", "Use rehead.load(path) first"),
+    "save over": (" exists", "choose another name"),
+    "load cuda": ("device=cuda", "this machine has ", "Use one of them, or auto"),
+    "load gpu": ("device=gpu", "this machine has ", "Use one of them, or auto"),
+    "load nothing": ("no model folder", "config.json"),
+    "convert on a batch": ("shape (1, 3)", "expected (N,)"),
+}
+
+
+@pytest.fixture(scope="module")
+def said(folder):
+    """What every bad call answers, without the type checks of these tests."""
+    done = subprocess.run(
+        [sys.executable, "-c", BAD_CALLS, str(folder)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_argument_is_one_clear_error(name, said):
+    if name == "load cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    kind, message = said[name]
+    assert kind in ("UsageError", "InvalidInput", "ConfigError"), message
+    assert "\n" not in message
+    for part in REFUSED[name]:
+        assert part in message
+
+
+def test_every_bad_call_is_checked(said):
+    assert said.keys() == REFUSED.keys()
+
+
+def test_one_text_gives_one_text_and_a_batch_a_batch(folder):
+    model, tokenizer = rehead.load(folder), rehead.load_tokenizer(folder)
+    ids = tokenizer.encode("to be")
+    one = rehead.generate(model, ids, max_new_tokens=7, temperature=0)
+    assert (one.shape, one.dtype) == ((12,), torch.int64)
+    assert one[:5].tolist() == ids.tolist()
+    assert len(tokenizer.decode(one)) == 12
+    batch = torch.from_numpy(ids)[None].repeat(3, 1)
+    for given in (batch, batch.int(), batch.numpy()):
+        more = rehead.generate(model, given, max_new_tokens=7, temperature=0)
+        assert (more.shape, more.dtype) == ((3, 12), torch.int64)
+        assert (more == one).all()
+    for given in (torch.from_numpy(ids), ids.astype("uint16")):
+        assert torch.equal(rehead.generate(model, given, 7, 0), one)
+    assert torch.equal(rehead.generate(model, ids, 0), torch.from_numpy(ids))
+
+
+def test_a_device_by_name(folder):
+    assert rehead.load(folder, device="auto").device.type in ("cpu", "cuda", "mps")
+    assert rehead.load(folder, device=torch.device("cpu")).device.type == "cpu"

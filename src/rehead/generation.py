@@ -1,7 +1,9 @@
 """Text from a model, one token after another, with or without a cache: the same tokens either way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -10,7 +12,8 @@ from rehead.attention import EMPTY
 from rehead.decoding import decoder
 from rehead.errors import UsageError
 from rehead.model import LanguageModel, evaluating
-from rehead.model.base import Decode, Remembers
+from rehead.model.base import Decode, Remembers, require_model
+from rehead.model.ids import require_ids, require_range
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
 MOST_TOKENS = 10_000_000
@@ -19,7 +22,7 @@ MOST_TOKENS = 10_000_000
 
 def generate(
     model: LanguageModel,
-    ids: Int[Tensor, "B L"],
+    ids: Tensor | np.ndarray,
     max_new_tokens: int,
     temperature: int | float = 1.0,
     *,
@@ -27,17 +30,21 @@ def generate(
     top_p: int | float | None = None,
     seed: int | Sequence[int] | None = None,
     use_cache: bool = True,
-) -> Int[Tensor, "B LN"]:
-    """`ids` and `max_new_tokens` more, (B, L + new), on the model's device.
+) -> Int[Tensor, "..."]:
+    """`ids`, (L,) or (B, L), followed by `max_new_tokens` new ones: (L + new,) or (B, L + new).
 
+    One text is (L,), as `rehead.load_tokenizer(path).encode(text)` gives it; (B, L) are equally long texts.
+    The result is an int64 tensor on the model's device.
     `temperature=0` is greedy. A `seed` gives the same tokens again: one for all rows, or one a row.
     Without it the seed comes from torch's global generator. A model of limited context goes on with
     the later half of it whenever it is full, with and without cache alike.
     """
+    given = _tensor(require_ids(ids))
+    texts = given if given.dim() == 2 else given[None]
     new = list(
         stream(
             model,
-            list(ids),
+            list(texts),
             max_new_tokens,
             temperature,
             top_k=top_k,
@@ -46,12 +53,13 @@ def generate(
             use_cache=use_cache,
         )
     )
-    return torch.cat([ids.to(model.device), *(token[:, None] for token in new)], dim=1)
+    whole = torch.cat([texts.to(model.device), *(token[:, None] for token in new)], dim=1)
+    return whole if given.dim() == 2 else whole[0]
 
 
 def stream(
     model: LanguageModel,
-    prompts: Sequence[Int[Tensor, " _"]],
+    prompts: Sequence[Tensor | np.ndarray],
     max_new_tokens: int,
     temperature: int | float = 1.0,
     *,
@@ -60,19 +68,25 @@ def stream(
     seed: int | Sequence[int] | None = None,
     use_cache: bool = True,
 ) -> Iterator[Int[Tensor, " B"]]:
-    """The next token of every prompt, `max_new_tokens` times; prompts may differ in length.
+    """The next token of every prompt, (L,) each, `max_new_tokens` times; prompts may differ in length.
 
     Each row is computed as if it were alone. The model is put into eval mode and left in the mode it
     was in. Raises UsageError, before the first token, for a prompt that is empty, longer than the
     context, or holds what is no token.
     """
+    require_model(model)
     require_valid(temperature, top_k, top_p)
     model.require_generates()
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral):
+        raise UsageError(
+            f"max_new_tokens={max_new_tokens!r} is not a whole number. Use 0 to {MOST_TOKENS:,}."
+        )
     if not 0 <= max_new_tokens <= MOST_TOKENS:
         raise UsageError(f"max_new_tokens={max_new_tokens}. Use 0 to {MOST_TOKENS:,}.")
     if not len(prompts):
         raise UsageError("no prompts: give at least one.")
-    contexts = Contexts(model, prompts, max_new_tokens)
+    texts = [_tensor(require_ids(prompt, f"prompt {row}", dims=(1,))) for row, prompt in enumerate(prompts)]
+    contexts = Contexts(model, texts, max_new_tokens)
     noise = _noise(len(prompts), max_new_tokens, seed).to(model.device).T
 
     def tokens() -> Iterator[Tensor]:
@@ -110,11 +124,7 @@ class Contexts:
                     f"prompt {row} has {len(prompt)} tokens and the model's context is {self.limit}: shorten it to "
                     f"{self.limit} tokens."
                 )
-            if not 0 <= int(prompt.min()) <= int(prompt.max()) < model.config.vocab_size:
-                raise UsageError(
-                    f"prompt {row} holds {int(prompt.min())} to {int(prompt.max())}: tokens are 0 to "
-                    f"{model.config.vocab_size - 1} here. Encode it with the model's own tokenizer."
-                )
+            require_range(prompt, model.config.vocab_size, f"prompt {row}")
         device = model.device
         self.lengths = [len(prompt) for prompt in prompts]
         longest = max(self.lengths, default=0)
@@ -177,11 +187,18 @@ class Contexts:
         return logits
 
 
+def _tensor(ids: Tensor | np.ndarray) -> Tensor:
+    return ids.long() if isinstance(ids, Tensor) else torch.from_numpy(ids.astype(np.int64))
+
+
 def _noise(n_row: int, n_step: int, seed: int | Sequence[int] | None) -> Tensor:
     """Uniform numbers for every draw, each row from its own seed."""
     if seed is None:
         seed = [int(torch.randint(2**62, ())) for _ in range(n_row)]
-    seeds = [seed] * n_row if isinstance(seed, int) else list(seed)
+    seeds = list(seed) if isinstance(seed, Iterable) else [seed] * n_row
+    for one in seeds:
+        if not isinstance(one, Integral):
+            raise UsageError(f"seed={one!r} is not a whole number. Give one, such as 0, or one a prompt.")
     if len(seeds) != n_row:
         raise UsageError(f"{len(seeds)} seeds for {n_row} prompts. Give one, or one a prompt.")
     rows = [_uniform(n_step, s) for s in seeds]

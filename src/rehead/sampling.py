@@ -1,6 +1,7 @@
 """From logits to the next token."""
 
 import math
+from numbers import Integral, Real
 
 import torch
 from jaxtyping import Float, Int
@@ -8,9 +9,15 @@ from torch import Tensor
 
 from rehead.errors import NumericError, UsageError
 
+EXAMPLES = {"temperature": "0 (always the likeliest token) or more, like 0.8", "top_k": "50", "top_p": "0.9"}
+
 
 def require_valid(temperature: int | float, top_k: int | None, top_p: int | float | None) -> None:
     """Refuse settings that name no distribution."""
+    for name, value in (("temperature", temperature), ("top_k", top_k or 1), ("top_p", top_p or 1)):
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+            raise UsageError(f"{name}={value!r} is not a {'whole ' * whole}number. Use {EXAMPLES[name]}.")
     if not 0 <= temperature < float("inf"):
         raise UsageError(f"temperature={temperature}. Use 0 (always the likeliest token) or more, like 0.8.")
     if top_k is not None and top_k < 1:

@@ -62,11 +62,20 @@ def test_every_flag_in_the_table_resolves(row):
         read(shlex.split(flags)).model.resolve(65, 256)
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_examples_run(code, capsys):
-    torch.set_default_dtype(torch.float32)
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out.split() == [
+def test_python_examples_run(somewhere, capsys):
+    """After the first run of the page, with one layer and two iterations; nothing else is changed."""
+    (first, _) = next(
+        pair for block in blocks("console") for pair in commands(block) if pair[0][1] == "train"
+    )
+    assert main([*[re.sub(r"max_iters=\d+", "max_iters=2", word) for word in first[1:]], *SMALL]) == 0
+    capsys.readouterr()
+    seen = {}
+    for code in blocks("python"):
+        names = {}
+        exec(compile(code, "README.md", "exec"), names)
+        seen[code.split()[1]] = capsys.readouterr().out, names
+    attentions, _ = seen["torch"]
+    assert attentions.split() == [
         "gqa",
         str(4 * 64 * 2 * 64 * 4),
         "bytes",
@@ -74,6 +83,12 @@ def test_python_examples_run(code, capsys):
         str(4 * 100 * 64 * 4),
         "bytes",
     ]
+    text, names = seen["rehead"]
+    assert text.startswith("O God, O God! How weary, stale")
+    assert len(text) == 30 + 100 + 1
+    assert names["logits"].shape == (1, 30, names["tokenizer"].vocab_size)
+    assert Path("out/half/config.json").is_file()
+    assert names["certificate"].exact is False
 
 
 def test_links_lead_somewhere():

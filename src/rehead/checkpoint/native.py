@@ -23,6 +23,8 @@ from rehead.checkpoint.writing import write_weights
 from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput
 from rehead.model import LanguageModel, skeleton
+from rehead.model.base import require_model
+from rehead.model.device import choose_device
 
 FORMAT = "rehead-1"
 LARGEST_CONFIG = 4 * 2**20
@@ -39,6 +41,7 @@ def save(
 
     The folder appears whole or not at all. Raises InvalidInput if `path` exists.
     """
+    require_model(model)
     with publish(Path(path), overwrite=overwrite) as folder:
         write(model, folder, files or {})
 
@@ -68,13 +71,14 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
     """The model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.families`; a path
-    that is nowhere and reads org/name@commit is fetched from the Hub.
+    that is nowhere and reads org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
     Weights keep the dtype they were saved in, the widest of them where there are several. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
-    time: slower, for models larger than the memory. Raises
+    time: slower, for models larger than the memory. Raises UsageError for a device that is not there,
     InvalidInput for a folder that is no model and for weights that do not fit the config, IntegrityError
     for a damaged file.
     """
+    chosen = choose_device(str(device))
 
     def read(folder: Path) -> LanguageModel:
         if os.path.lexists(folder / MANIFEST):
@@ -92,7 +96,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
         _warn_of_damage(model, folder)
         return model
 
-    return read_at(Path(path), read).to(device).eval()
+    return read_at(Path(path), read).to(chosen).eval()
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from rehead.config import ModelConfig
 from rehead.errors import UsageError
+from rehead.model.ids import require_ids, require_range
 from rehead.registry import Registry
 
 Decode = Callable[[Tensor, Sequence[Any]], Tensor]
@@ -56,8 +58,25 @@ class LanguageModel(nn.Module, ABC):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[Any] | None = None,
     ) -> Float[Tensor, "B L N"]:
-        """Logits of the token after each of `ids`, (B, L, vocab)."""
-        return self.head(self.hidden(ids, positions, cache))
+        """Logits of the token after each of `ids`, (B, L, vocab). UsageError for what are not ids."""
+        require_ids(ids, dims=(2,))
+        if not ids.shape[1]:
+            raise UsageError(f"ids has shape {tuple(ids.shape)}: there is no token. Give at least one a row.")
+        try:
+            return self.head(self.hidden(ids, positions, cache))
+        except IndexError:
+            require_range(ids, self.config.vocab_size)
+            raise
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            ids: Tensor,
+            positions: Tensor | None = None,
+            cache: Sequence[Any] | None = None,
+        ) -> Tensor:
+            """See `forward`."""
 
     def decoder(self) -> Decode:
         """What generation calls for one token more of every row, prepared from the weights as they are now.
@@ -83,6 +102,13 @@ def build(config: ModelConfig) -> LanguageModel:
     from rehead.config import model_types
 
     return models[model_types.name_of(type(config))](config)
+
+
+def require_model(model: object) -> None:
+    """Refuse what is not a model, such as the path of one."""
+    if not isinstance(model, LanguageModel):
+        what = f"{str(model)!r:.80}" if isinstance(model, str | Path) else f"a {type(model).__name__}"
+        raise UsageError(f"model is {what}: expected a rehead model. Use rehead.load(path) first.")
 
 
 def skeleton(config: ModelConfig) -> LanguageModel:

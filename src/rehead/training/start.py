@@ -9,27 +9,16 @@ from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, resolve
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions
 from rehead.data import Tokens, source_of, tokenize
-from rehead.errors import ConfigError, ResourceError, UsageError
+from rehead.errors import ConfigError, ResourceError
 from rehead.measure import parameters
 from rehead.measure.memory import physical_memory
 from rehead.model import LanguageModel, build
+from rehead.model.device import choose_device as choose_device
 from rehead.tokenizer import Tokenizer, train
 from rehead.training.heal import require_same_vocabulary
 
 TRAINING_BYTES = 16
 """Per parameter: a float32 weight, its gradient and AdamW's two moments."""
-
-
-def choose_device(name: str) -> torch.device:
-    """cuda, mps or cpu for `auto`; otherwise the named one, if it is there."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        return torch.device(next(kind for kind, there in available.items() if there))
-    kind = name.partition(":")[0]
-    if not available.get(kind, False):
-        here = ", ".join(kind for kind, there in available.items() if there)
-        raise UsageError(f"device={name}: this machine has {here}. Use one of them, or auto.")
-    return torch.device(name)
 
 
 def read_text(options: RunOptions, folder: Path, checkpoint: Path | None) -> tuple[Tokenizer, Tokens]:

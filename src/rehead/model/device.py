@@ -1,0 +1,20 @@
+"""Where a model can be computed."""
+
+import torch
+
+from rehead.errors import UsageError
+
+
+def choose_device(name: str) -> torch.device:
+    """cuda, mps or cpu for `auto`; otherwise the named one. UsageError where this machine does not have it."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    kind, _, index = name.partition(":")
+    if not available.get(kind, False):
+        here = ", ".join(kind for kind, there in available.items() if there)
+        raise UsageError(f"device={name}: this machine has {here}. Use one of them, or auto.")
+    if kind == "cuda" and index.isdigit() and int(index) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise UsageError(f"device={name}: this machine has cuda:0 to cuda:{last}. Use one of them, or auto.")
+    return torch.device(name)

@@ -1,0 +1,44 @@
+"""Token ids as a caller gives them, checked before anything is computed."""
+
+import numpy as np
+from torch import Tensor
+
+from rehead.errors import UsageError
+
+SHAPES = {1: "(L,)", 2: "(B, L)"}
+WAYS = {
+    0: "ids[None, None] is a batch of one token",
+    1: "ids[None] is a batch of one text",
+    2: "ids[0] is one text",
+}
+
+
+def require_ids(ids: object, name: str = "ids", dims: tuple[int, ...] = (1, 2)) -> Tensor | np.ndarray:
+    """`ids`, if they are whole numbers in a tensor or a NumPy array of so many dimensions.
+
+    UsageError says what was given instead. The range is checked where the vocabulary is known.
+    """
+    rule = f"token ids are a tensor or an array of whole numbers, {' or '.join(SHAPES[n] for n in dims)}"
+    if not isinstance(ids, Tensor | np.ndarray):
+        what = f"{ids!r:.40}, text" if isinstance(ids, str) else f"a {type(ids).__name__}"
+        way = "Encode text with rehead.load_tokenizer(path).encode(text); wrap a list in torch.tensor(ids)"
+        raise UsageError(f"{name} is {what}: {rule}. {way}.")
+    kind = str(ids.dtype).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):
+        convert = "ids.long()" if isinstance(ids, Tensor) else 'ids.astype("int64")'
+        raise UsageError(f"{name} has dtype {kind}: {rule}. Convert with {convert} if they are whole.")
+    if ids.ndim not in dims:
+        raise UsageError(f"{name} has shape {tuple(ids.shape)}: {rule}. {WAYS.get(ids.ndim, WAYS[2])}.")
+    return ids
+
+
+def require_range(ids: Tensor, vocab_size: int, name: str = "ids") -> None:
+    """Refuse ids outside the vocabulary, if there are any ids."""
+    if not ids.numel():
+        return
+    smallest, largest = int(ids.min()), int(ids.max())
+    if not 0 <= smallest <= largest < vocab_size:
+        raise UsageError(
+            f"{name} holds {smallest} to {largest}: tokens are 0 to {vocab_size - 1} here. Encode it with the "
+            "model's own tokenizer."
+        )
