@@ -1,5 +1,6 @@
 """The homework's flags, verbatim; everything else is read strictly or refused."""
 
+import re
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rehead.config.flags import read, write
+from rehead.config.flags import OPTIONS, read, write
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 
 HOMEWORK = {  # seeds B17, Table 1
@@ -91,21 +92,25 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
     (["n_kv_head=3"], "n_kv_head", "model.n_kv_head"),
     (["--max_iters=7"], "max_iters", "trainer.max_iters"),
     (["trainer.max_iter=3"], "max_iter", "max_iters"),
-    (["model.rope.theta=3"], "model.rope.theta=3", "bool"),
-    (["trainer=3"], "trainer=3", "TrainerOptions"),
-    (["model.n_kv_head=three"], "three", "Integer"),
-    (["model.n_kv_head=3.0"], "3.0", "Integer"),
-    (["model.n_kv_head=true"], "true", "Integer"),
-    (["trainer.batch_size=null"], "batch_size=null", "int"),
-    (["trainer.batch_size=[64]"], "[64]", "Integer"),
-    (["trainer.learning_rate=fast"], "fast", "Float"),
-    (["model.rope=maybe"], "maybe", "bool"),
-    (["model.layers={window: 3}"], "model.layers={window: 3}", "incompatible"),
-    (["model.layers=[3]"], "model.layers=[3]", "Dict"),
-    (["model.attention=mhaa"], "mhaa", "['mha', 'gqa', 'mqa', 'mla']"),
-    (["trainer.dtype=float16"], "float16", "['float32', 'bfloat16']"),
-    (["model.shape=gtp"], "gtp", "['gpt', 'llama']"),
-    (["trainer.max_iters=1e3"], "1e3", "Integer"),
+    (["model.rope.theta=3"], "model.rope.theta=3", "expected True or False, or null"),
+    (["trainer=3"], "trainer=3", "like trainer.max_iters=600"),
+    (["model.n_kv_head=three"], "three", "a whole number, or null for its default. Write model.n_kv_head=3"),
+    (["model.n_kv_head=3.0"], "3.0", "expected a whole number"),
+    (["model.n_kv_head=true"], "true", "expected a whole number"),
+    (["trainer.batch_size=null"], "batch_size=null", "expected a whole number. Write trainer.batch_size=64"),
+    (["trainer.batch_size=[64]"], "[64]", "expected a whole number"),
+    (["trainer.learning_rate=fast"], "fast", "expected a number. Write trainer.learning_rate=0.0005"),
+    (["model.rope=maybe"], "maybe", "Write model.rope=True"),
+    (
+        ["model.layers={window: 3}"],
+        "model.layers={window: 3}",
+        "a list of tables, or null for its default. Write model.layers='[{window",
+    ),
+    (["model.layers=[3]"], "model.layers=[3]", "a list of tables"),
+    (["model.attention=mhaa"], "mhaa", "Use one of mha, gqa, mqa, mla."),
+    (["trainer.dtype=float16"], "float16", "Use one of float32, bfloat16."),
+    (["model.shape=gtp"], "gtp", "Use one of gpt, llama."),
+    (["trainer.max_iters=1e3"], "1e3", "expected a whole number"),
     (["trainer.max_iters=１２"], "１２", "plain digits"),
     (["trainer.max_iters=1_000"], "1_000", "plain digits"),
     (["trainer.max_iters=010"], "010", "plain digits"),  # 8 in YAML
@@ -114,8 +119,20 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
     (["trainer.max_iters=1:30"], "1:30", "plain digits"),  # 90 in YAML
     (["trainer.learning_rate=1_0e-3"], "1_0e-3", "plain digits"),
     (["trainer.learning_rate=１e-3"], "１e-3", "plain digits"),
-    (["model.n_kv_head"], "model.n_kv_head", "group.key=value"),
-    (["model.n_kv_head", "3"], "model.n_kv_head", "group.key=value"),
+    (["model.n_kv_head"], "model.n_kv_head has no value", "write model.n_kv_head=3"),
+    (["--data.path", "my text"], "--data.path has no value", "write data.path=my text, with a ="),
+    (["model.n_kv_head", "model.rope=True"], "model.n_kv_head has no value", "write model.n_kv_head=3"),
+    (["n_kv_head"], "n_kv_head", "group.key=value"),
+    (["model.block_size=64"], "'model.block_size'", "Did you mean data.block_size?"),
+    (["model.seed=1"], "'model.seed'", "Did you mean system.seed?"),
+    (["vocab_size=300"], "'vocab_size'", "Did you mean data.vocab_size?"),
+    (["model.xyzzy=1"], "'model.xyzzy'", "`rehead train --help` lists all"),
+    (["trainer.sample_every=[1, 2]"], "[1, 2]", "expected a whole number"),
+    (
+        ["model.rope_scaling=3"],
+        "=3",
+        "expected a table, or null for its default. Write model.rope_scaling='{rope_type",
+    ),
     (["-model.n_kv_head=3"], "-model.n_kv_head=3", "group.key=value"),
     (["=3"], "=3", "group.key=value"),
     (["model.rope=True", "--model.rope=True"], "model.rope", "twice"),
@@ -221,3 +238,65 @@ def test_written_defaults_are_the_defaults(tmp_path):
 def test_no_argument_does_anything_but_a_clean_error(flags):
     with suppress(ReheadError):
         read(flags)
+
+
+FOREIGN = re.compile(
+    r"Config|Node|Dict|Cannot|Type|Error|\b(class|object|argument|int|str|bool|float|NoneType)\b"
+)
+"""Words of libraries, which say nothing to a user."""
+VALUES = [
+    "three",
+    "[1, 2]",
+    "[x]",
+    "{a: 1}",
+    "null",
+    "1.5",
+    "True",
+    "-1",
+    "0",
+    "7",
+    "1e30",
+    ".inf",
+    "2024-01-01",
+]
+
+
+@pytest.mark.parametrize("key", [f"{group}.{name}" for group in OPTIONS for name in OPTIONS[group]])
+def test_every_wrong_value_is_refused_in_plain_words(key, tmp_path):
+    """As a flag and from a file. What is read gives a model, or is refused as plainly."""
+    group, name = key.split(".")
+    refused = []
+    for value in VALUES:
+        file = tmp_path / "run.yaml"
+        file.write_text(f"{group}: {{{name}: {value}}}")
+        for flags, files in (([f"{key}={value}"], ()), ([], (file,))):
+            try:
+                read(flags, files).model.resolve(65, 8)
+            except ReheadError as error:
+                refused.append(str(error).replace(str(file), "run.yaml"))
+    assert refused or OPTIONS[group][name].type is bool
+    assert all(name in message and not FOREIGN.search(message) for message in refused), refused
+
+
+@pytest.mark.parametrize(
+    ("flag", "rule"),
+    [
+        ("model.layers=[{window: x}]", "window='x': expected a whole number."),
+        ("model.layers=[{rope: 3}]", "rope=3: expected True or False."),
+        ("model.rope_scaling={rope_type: linear, factor: x}", "factor='x': expected a number."),
+        ("model.rope_scaling={rope_type: linear}", "factor is missing."),
+    ],
+)
+def test_wrong_values_inside_tables(flag, rule):
+    with pytest.raises(ConfigError) as caught:
+        read([flag, "model.rope=True"]).model.resolve(65, 8)
+    assert rule in str(caught.value)
+
+
+def test_entries_of_a_table_come_one_by_one(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {rope_scaling: {rope_type: linear, factor: 2}}\ndata:\n")
+    assert read(["model.rope_scaling.factor=4"], (file,)).model.rope_scaling == {
+        "rope_type": "linear",
+        "factor": 4,
+    }

@@ -92,7 +92,7 @@ def _fields(name: str, module: str) -> Iterator[tuple[ast.AnnAssign, str]]:
     for field, after in zip(found.body, [*found.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):
             said = after.value if isinstance(after, ast.Expr) else None
-            yield field, str(said.value) if isinstance(said, ast.Constant) else ""
+            yield field, " ".join(str(said.value).split()) if isinstance(said, ast.Constant) else ""
 
 
 def _alias(annotation: ast.expr, module: str) -> ast.expr:

@@ -10,6 +10,7 @@ from rehead.attention import AttentionConfig, scalings, scores, variants
 from rehead.attention.rope import RopeScaling
 from rehead.attention.score import ScoreConfig
 from rehead.config.model import ModelConfig, model_types
+from rehead.config.typed import WORDS
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import Registry, nearest
 
@@ -95,7 +96,7 @@ def _decode_plain(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if kind is not float and type(value) is kind:
         return value
-    raise InvalidInput(f"{where}={value!r:.80}: expected {kind.__name__}.")
+    raise InvalidInput(f"{where}={value!r:.80}: expected {WORDS[kind]}.")
 
 
 def _decode_numbers(value: Any, where: str) -> tuple[float, ...]:

@@ -2,19 +2,26 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import Field, asdict, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import yaml
 
 from rehead.config.options import RunOptions
+from rehead.config.strict_yaml import dump, first_line, parse
+from rehead.config.typed import checked, example
 from rehead.errors import ConfigError, InvalidInput
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from rehead.registry import nearest
 
 FLAG = re.compile(r"(?:--)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+GROUPS: dict[str, Any] = {group.name: group.type for group in fields(RunOptions)}
+OPTIONS: dict[str, dict[str, Field]] = {
+    group: {option.name: option for option in fields(kind)} for group, kind in GROUPS.items()
+}
+Tables = dict[str, dict[str, Any]]
+"""Values by group and name."""
 
 
 def read(
@@ -24,22 +31,14 @@ def read(
 
     Raises ConfigError with the flag, the rule and the nearest known name.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    merged: Any = OmegaConf.structured(RunOptions)
+    found: Tables = {group: {} for group in GROUPS}
     for table in tables:
-        merged = _merge(merged, table, "preset")
+        _lay(found, table, "preset")
     for path in files:
-        merged = _merge(merged, _yaml(path), str(path))
-    for flag, key, value in _split(flags):
-        merged = _merge(merged, _nest(key, _value(flag, key, value)), flag)
-    try:
-        options = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error)) from error
-    assert isinstance(options, RunOptions)
-    return options
+        _lay(found, _yaml(path), str(path))
+    for flag, key, text in _split(flags):
+        _set(found, key, _value(flag, key, text), flag, flag)
+    return RunOptions(**{group: kind(**found[group]) for group, kind in GROUPS.items()})
 
 
 def values(flags: list[str]) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def values(flags: list[str]) -> dict[str, Any]:
         try:
             found[key] = parse(text) if text.strip().startswith("[") else _value(flag, key, text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{flag}: {_first_line(error)}") from error
+            raise ConfigError(f"{flag}: {first_line(error)}") from error
         if found[key] == []:
             raise ConfigError(f"{flag}: an empty list names no value. Give one or more.")
     return found
@@ -57,18 +56,16 @@ def values(flags: list[str]) -> dict[str, Any]:
 
 def write(options: RunOptions) -> str:
     """The options as YAML that `read` takes back."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(options))
+    return dump(asdict(options))
 
 
 def _split(flags: list[str]) -> Iterator[tuple[str, str, str]]:
     """Every flag with its key and its text."""
     seen: set[str] = set()
-    for flag in flags:
+    for flag, after in zip(flags, [*flags[1:], ""], strict=False):
         match = FLAG.fullmatch(flag)
         if match is None:
-            raise ConfigError(f"{flag!r} is no flag: write group.key=value, for example model.n_kv_head=3.")
+            raise ConfigError(_no_flag(flag, after))
         key, value = match.groups()
         if key in seen:
             raise ConfigError(f"{key} is given twice. Leave one out.")
@@ -76,45 +73,65 @@ def _split(flags: list[str]) -> Iterator[tuple[str, str, str]]:
         yield flag, key, value
 
 
-class _Loader(yaml.SafeLoader):
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(
-                problem="a reference; write the value itself", problem_mark=mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if len(set(keys)) < len(keys):
-            raise yaml.constructor.ConstructorError(
-                problem="a key stands twice", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep)
+def _no_flag(word: str, after: str) -> str:
+    group, _, name = word.removeprefix("--").partition(".")
+    if name in OPTIONS.get(group, {}):
+        value = after if after and "=" not in after else example(OPTIONS[group][name])
+        return f"{word} has no value: write {group}.{name}={value}, with a = and no blank."
+    return f"{word!r} is not a flag: write group.key=value, for example model.n_kv_head=3."
 
 
-def parse(text: str) -> Any:
-    """YAML without code, references or keys that stand twice. Raises yaml.YAMLError for all that is wrong."""
-    try:
-        return _Loader(text).get_single_data()
-    except (ValueError, RecursionError) as error:  # no such day, too many digits, too deep
-        raise yaml.YAMLError(str(error)) from error
+def _lay(found: Tables, table: Any, where: str) -> None:
+    """Put a whole table of groups over what was found so far."""
+    if not isinstance(table, dict):
+        raise InvalidInput(f"{where}: expected groups with keys ({', '.join(GROUPS)}).")
+    for group, keys in table.items():
+        if group in GROUPS and isinstance(keys, dict):
+            for name, value in keys.items():
+                key = f"{group}.{name}"
+                _set(found, key, value, where, f"{where}: {key}={value!r:.80}")
+        elif group not in GROUPS or keys is not None:
+            raise ConfigError(_no_option(str(group), where))
 
 
-def _merge(options: "DictConfig", changes: Any, where: str) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def _set(found: Tables, key: str, value: Any, where: str, whole: str) -> None:
+    """Put one value in its place; an entry of a table goes beside those that are there.
 
-    _require_literal(changes, where)
-    try:
-        return OmegaConf.merge(options, changes)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(f"{where}: {_first_line(error)}{_group_of(changes)}") from error
+    `where` names the flag or the file; `whole` the value, too.
+    """
+    group, _, rest = key.partition(".")
+    name, _, entry = rest.partition(".")
+    if name not in OPTIONS.get(group, {}):
+        raise ConfigError(_no_option(key, where))
+    _require_literal(value, where)
+    value = checked(OPTIONS[group][name], {entry: value} if entry else value, f"{group}.{name}", whole)
+    before = found[group].get(name)
+    found[group][name] = {**before, **value} if isinstance(before, dict) and value else value
+
+
+def _no_option(key: str, where: str) -> str:
+    """What to say of a key that is no option, with the one that was meant."""
+    group, _, rest = key.partition(".")
+    if group in GROUPS and not rest:
+        return f"{where}: {group} is a group of options. Give one of them, {_like(group)}."
+    if group not in GROUPS and rest:
+        return f"{where}: unknown group {group!r:.80}.{nearest(group, list(GROUPS))}"
+    word = (rest or group).partition(".")[0]
+    everywhere = {name for names in OPTIONS.values() for name in names}
+    near = [word] if word in everywhere else get_close_matches(word, OPTIONS.get(group, everywhere), n=1)
+    homes = [home for home, names in OPTIONS.items() if near and near[0] in names]
+    homes = [group] if group in homes else homes
+    hint = f" Did you mean {' or '.join(f'{home}.{near[0]}' for home in homes)}?" if homes else ""
+    return f"{where}: unknown option {key!r:.80}.{hint} `rehead train --help` lists all."
+
+
+def _like(group: str) -> str:
+    name, option = next(iter(OPTIONS[group].items()))
+    return f"like {group}.{name}={example(option)}"
 
 
 def _require_literal(value: Any, where: str) -> None:
-    """Refuse what OmegaConf would replace (references, its mark for "no value"), and numbers beyond 64 bits."""
+    """Refuse references, which other readers of YAML replace, and numbers beyond 64 bits."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _require_literal(item, where)
     if isinstance(value, str) and ("${" in value or value == "???"):
@@ -123,43 +140,25 @@ def _require_literal(value: Any, where: str) -> None:
         raise ConfigError(f"{where}: {value!s:.40} has more than 64 bits. Use 0 up to {2**63 - 1} at most.")
 
 
-def _group_of(changes: Any) -> str:
-    """The remedy where a key was given without its group."""
-    for key in changes if isinstance(changes, dict) else ():
-        for group in fields(RunOptions):
-            if key in _kinds(group.type):
-                return f". Did you mean {group.name}.{key}?"
-    return ""
-
-
-def _kinds(group: Any) -> dict[str, Any]:
-    """Keys of one group and their types."""
-    return {field.name: field.type for field in fields(group)}
-
-
 def _yaml(path: Path) -> Any:
     try:
-        table = parse(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}. --config takes a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} is not YAML: {_first_line(error)}.") from error
-    if not isinstance(table, dict):
-        raise InvalidInput(f"{path}: expected groups with keys (system, data, model, trainer).")
-    return table
+        raise InvalidInput(f"{path} is not YAML: {first_line(error)}.") from error
 
 
 def _value(flag: str, key: str, text: str) -> Any:
-    """What a flag's text says: itself where the key is a text, otherwise as YAML reads it.
+    """Read a flag's text: as it is where the option is a text, otherwise as YAML.
 
     YAML's other numbers (010 is 8 there, 1:30 is 90) are refused.
     """
     if not text.strip():
         raise ConfigError(f"{flag!r} has no value: write null for none.")
-    groups = {group.name: group.type for group in fields(RunOptions)}
     group, _, name = key.partition(".")
-    kind = _kinds(groups[group]).get(name) if group in groups else None
-    if text != "null" and (kind is str or str in get_args(kind)):
+    option = OPTIONS.get(group, {}).get(name)
+    if text != "null" and option is not None and str in (option.type, *get_args(option.type)):
         return text
     try:
         value = parse(text)
@@ -171,15 +170,3 @@ def _value(flag: str, key: str, text: str) -> Any:
     if odd or foreign:
         raise ConfigError(f"{flag!r}: write the number in plain digits.")
     return value
-
-
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem} in line {error.problem_mark.line + 1}"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -27,7 +27,8 @@ class ModelOptions:
 
     `shape` gpt is the homework's (LayerNorm, GELU, biases, learned positions unless rope), llama is
     Llama's (RMSNorm, SwiGLU, no biases, rope). `layers` is a pattern of changes to the attention,
-    repeated over the layers: [{window: 64}, {window: 64}, {}] makes every third layer see all.
+    one entry per layer, or fewer, which repeat from the first: [{window: 64}, {window: 64}, {}] makes
+    layers 3, 6, 9, ... see all.
 
     `pretrained_folder` starts from weights of the model that the flags describe, `folder` from a model
     as it is, whatever it is; then no other flag of this group means anything.
@@ -82,7 +83,8 @@ class ModelOptions:
     latent_norm: bool | None = None
     """mla: an RMSNorm on the latent [default: True]"""
     layers: list[dict[str, Any]] | None = None
-    """what differs per layer, a list of n_layer entries or one that repeats: '[{window: 64}, {}]' [default: nothing]"""
+    """how the attention differs per layer: n_layer entries, or fewer, which repeat, as '[{window: 64}, {}]' for a
+    window in every second layer [default: all alike]"""
     norm: Literal["layernorm", "rmsnorm"] | None = None
     """kind of norm [default: layernorm; llama: rmsnorm]"""
     mlp: Literal["gelu", "swiglu"] | None = None
@@ -120,8 +122,13 @@ class ModelOptions:
         if self.n_embd < 1:
             raise ConfigError(f"model.n_embd={self.n_embd}. Use 1 or more.")
         swiglu = self.mlp == "swiglu" or (self.mlp is None and llama)
-        pattern = self.layers or [{}]
-        kinds = [self._layer(changes) for changes in pattern[:n_layer]]
+        pattern = [{}] if self.layers is None else self.layers
+        if not 1 <= len(pattern) <= n_layer:
+            raise ConfigError(
+                f"model.layers has {len(pattern)} entries for model.n_layer={n_layer}: one per layer, or fewer, which "
+                f"repeat. Give 1 to {n_layer}."
+            )
+        kinds = [self._layer(changes) for changes in pattern]
         return GPTConfig(
             vocab_size=vocab_size,
             block_size=block_size,

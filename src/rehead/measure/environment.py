@@ -9,7 +9,7 @@ import torch
 
 from rehead import __version__
 
-PACKAGES = ("numpy", "safetensors", "tokenizers", "omegaconf", "cyclopts")
+PACKAGES = ("numpy", "safetensors", "tokenizers", "cyclopts")
 
 
 def environment() -> dict[str, str | int]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from rehead.config import RunOptions, flags
+from rehead.config import RunOptions
+from rehead.config.strict_yaml import parse
 from rehead.conversion import Wish
 from rehead.errors import InvalidInput
 from rehead.registry import nearest
@@ -65,7 +66,7 @@ class Preset:
         if not file.is_file():
             raise InvalidInput(f"no preset and no file {name!r}.{nearest(name, sorted(shipped))}")
         try:
-            table = flags.parse(file.read_text(encoding="utf-8"))
+            table = parse(file.read_text(encoding="utf-8"))
         except (ValueError, yaml.YAMLError) as error:
             raise InvalidInput(f"{name} is no preset: {' '.join(str(error).split()):.200}") from error
         return cls.of(name, table)

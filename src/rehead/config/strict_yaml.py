@@ -1,0 +1,56 @@
+"""YAML that says what it seems to: no code, no references, no key twice, and 5e-4 is a number."""
+
+import re
+from typing import Any
+
+import yaml
+
+FLOAT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+"""Numbers such as 5e-4, which YAML 1.1 takes for text."""
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(
+                problem="a reference; write the value itself", problem_mark=mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(keys)) < len(keys):
+            raise yaml.constructor.ConstructorError(
+                problem="a key stands twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+def parse(text: str) -> Any:
+    """YAML without code, references or keys that stand twice. Raises yaml.YAMLError for all that is wrong."""
+    try:
+        return _Loader(text).get_single_data()
+    except (ValueError, RecursionError) as error:  # no such day, too many digits, too deep
+        raise yaml.YAMLError(str(error)) from error
+
+
+def dump(value: Any) -> str:
+    """Plain values as YAML that `parse` takes back."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def first_line(error: Exception) -> str:
+    """What is wrong, in one line, with the number of the line in the file."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
