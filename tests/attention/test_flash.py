@@ -47,7 +47,9 @@ def guarded(monkeypatch):
     """As if this CPU were a GPU; what the guard has found out is forgotten. `use(way)` puts a kernel there."""
     calls = []
     monkeypatch.setattr(flash, "DEVICE", "cpu")
-    monkeypatch.setattr(kernels, "fits", lambda *_: False)  # the C++ kernel is for real CPUs
+    monkeypatch.setattr(
+        kernels, "sequence_refuses", lambda *_: "switched off"
+    )  # the C++ kernel is for real CPUs
 
     def use(way):
         def counted(*args, **given):
@@ -141,7 +143,7 @@ def test_what_it_is_not_for(guarded, monkeypatch):
     kernels.attend(*sample(520, 520), Mask(n_query=520, n_key=520))
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert not flash.takes(*sample(520, 520))
+        assert flash.refuses(*sample(520, 520)) == "a compiled graph"
     monkeypatch.setattr(flash, "DEVICE", "cuda")
     kernels.attend(*sample(520, 520), window)
     assert not calls
@@ -152,9 +154,8 @@ def test_it_is_tried_once_and_draws_no_random_number(guarded, caplog):
     before = torch.get_rng_state()
     with torch.inference_mode():
         for _ in range(3):
-            assert flash.takes(
-                *(torch.zeros(shape).bfloat16() for shape in ((1, 9, 4, 8), (1, 9, 2, 8), (1, 9, 2, 5)))
-            )
+            call = [torch.zeros(shape).bfloat16() for shape in ((1, 9, 4, 8), (1, 9, 2, 8), (1, 9, 2, 5))]
+            assert flash.refuses(*call) is None
     assert len(calls) == len(flash.TRIED)
     assert torch.equal(torch.get_rng_state(), before)
     assert not caplog.records

@@ -197,7 +197,7 @@ def test_gradients_are_the_reference(kernel):
 
 def test_attend_uses_every_kernel(monkeypatch):
     """Without a compiler: few queries fold, many go to SDPA, many keys to what is made of it; dropout, scores."""
-    monkeypatch.setattr(kernels, "fits", lambda *_: False)
+    monkeypatch.setattr(kernels, "sequence_refuses", lambda *_: "switched off")
     used = []
     for name in ("reference", "folded", "sdpa", "windowed", "continued", "blocked"):
         real = getattr(kernels, name)

@@ -1,40 +1,136 @@
-"""What is said of a model's ways is what it does."""
+"""What is said of a model's ways is what it does: every line is held against the kernels that really run."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rehead import decoding
-from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, flash
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, flash, kernels, sequence
 from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graphed
-from rehead.measure.explain import explain
+from rehead.measure.explain import WORDS, explain, ranges
 from rehead.model import build
-from rehead.native.sequence import serves
+from rehead.native.sequence import kernel
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, rope=RopeConfig())
 MLA = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=7)
+LENGTH = 150
 
 
 def made(*attention):
     config = GPTConfig(
-        vocab_size=23, block_size=64, n_embd=13, attention=attention, learned_positions=False, norm="rmsnorm",
+        vocab_size=23, block_size=LENGTH, n_embd=13, attention=attention, learned_positions=False, norm="rmsnorm",
         norm_eps=1e-5, mlp="gelu", n_hidden=17, mlp_bias=True,
     )  # fmt: skip
     return build(config).eval()
 
 
+KINDS = {
+    "mha": replace(GQA, n_kv_head=6),
+    "gqa": GQA,
+    "mqa": replace(GQA, n_kv_head=1),
+    "window": replace(GQA, window=20),
+    "dropout": replace(GQA, attn_pdrop=0.2),
+    "window, dropout": replace(GQA, window=20, attn_pdrop=0.2),
+    "additive": replace(GQA, score="additive"),
+    "mla": replace(MLA, kv_lora_rank=40),
+    "mla, dropout": replace(MLA, attn_pdrop=0.2),
+    "mla, rebuilt": replace(MLA, qk_rope_head_dim=0, rope=RopeConfig()),
+}
+FUNCTIONS = {"C++": "sequence", "SDPA": "sdpa"} | {
+    name: name for name in ("reference", "folded", "windowed", "blocked", "continued")
+}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The ways that attention goes, in order; thresholds low enough for small tests."""
+    monkeypatch.setattr(sequence, "LONGEST", 90)
+    monkeypatch.setattr(kernels, "LONG", 60)
+    ways = []
+    for way, name in FUNCTIONS.items():
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, _w=way, _r=real, **kw: ways.append(_w) or _r(*a, **kw))
+    return ways
+
+
+def words_for(lines, what, n_token):
+    """What is said of a text of so many tokens."""
+    (line,) = (line for line in lines if f", {what}: " in line)
+    for part in line.split(f", {what}: ")[1].split("; "):
+        first, last, words = re.fullmatch(r"(\d+)(?: to (\d+))? tokens?: (.*)", part).groups()
+        if int(first) <= n_token <= int(last or first):
+            return words
+    raise AssertionError(f"nothing is said of {n_token} tokens: {line}")
+
+
+CASES = [(kind, torch.float32, threads) for kind in KINDS for threads in (1, 3)]
+CASES += [
+    (kind, dtype, 1) for kind in ("mqa", "window, dropout") for dtype in (torch.bfloat16, torch.float64)
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "threads"), CASES)
+def test_what_is_said_is_what_runs(ran, kind, dtype, threads):
+    torch.set_num_threads(threads)
+    model = made(KINDS[kind]).to(dtype)
+    for batch_size, lengths in ((1, (1, 5, 8, 31, 33, 65, LENGTH)), (3, (5, 91))):
+        lines = explain(model, batch_size)
+        for n_token in lengths:
+            ids = torch.zeros(batch_size, n_token, dtype=torch.long)
+            ran.clear()
+            with torch.inference_mode():
+                model(ids, cache=model.new_cache(batch_size))
+            words = words_for(lines, "prompts", n_token)
+            if (
+                "half absorbed" in words
+            ):  # which sums latents by weights of the reference, and calls no kernel
+                assert not ran
+            else:
+                assert WORDS[ran[0]] in words
+            ran.clear()
+            model.train()(ids)
+            model.eval()
+            words = words_for(lines, "training", n_token)
+            assert WORDS[ran[0]] in words
+            assert ("expanded" in words) == ("mla" in kind)
+
+
+def test_a_lie_is_caught(ran, monkeypatch):
+    """As the page once said of one sequence of MQA: the C++ kernel, where there was less work than threads."""
+    torch.set_num_threads(3)
+    monkeypatch.setattr(kernels, "choose", lambda *_, **__: kernels.Choice("C++", {}))
+    model = made(KINDS["mqa"]).float()
+    words = words_for(explain(model), "prompts", 9)
+    monkeypatch.undo()
+    assert WORDS[model.layers[0].self_attn.choice(9, 0).way] not in words
+
+
+def test_every_way_has_words():
+    assert set(WORDS) == {*kernels.WAYS, "reference"}
+
+
 SAID = [
-    (GQA, "folded into the rows", "texts: SDPA"),
-    (replace(GQA, window=300), "folded", "chunks of the window from 600"),
-    (replace(GQA, rope=None, score="additive"), "slow, a learned score", "slow, O(L^2)"),
-    (MLA, "absorbed, up to", "expanded, then SDPA"),
-    (replace(MLA, qk_rope_head_dim=0, rope=RopeConfig()), "rebuilt from all latents", "expanded"),
+    (GQA, "folded into the rows", "SDPA (no C++ kernel: not in float32, bfloat16 or float16)"),
+    (replace(GQA, window=300), "folded", "SDPA (no C++"),
+    (
+        replace(GQA, rope=None, score="additive"),
+        "slow, a learned score",
+        "1 to 150 tokens: the reference kernel",
+    ),
+    (replace(MLA, kv_lora_rank=8), "absorbed, as any number", "absorbed, SDPA"),
+    (replace(MLA, kv_lora_rank=40), "absorbed, as up to 10 new tokens", "11 to 150 tokens: expanded, SDPA"),
+    (
+        replace(MLA, qk_rope_head_dim=0, rope=RopeConfig()),
+        "rebuilt from all latents",
+        "half absorbed, the reference",
+    ),
     (
         replace(MLA, n_kv_head=1, kv_lora_rank=200, v_head_dim=1, qk_nope_head_dim=1),
         "1 KV heads cost less",
-        "SDPA",
+        "expanded, query heads folded into rows",
     ),
 ]
 
@@ -47,10 +143,9 @@ def test_what_is_said(config, one, many):
     assert one in lines[1]
     assert many in lines[2]
     assert lines[1].startswith(("layers 0, 1", "layers 0, 1, 2"))
+    assert ", training: 1 to " in lines[3]
     model.float()
-    lines = explain(model)
-    assert ("C++ kernel, on 1 thread" in lines[0]) == (decoding.why_not(model) is None)
-    assert ("the C++ kernel, " in lines[2]) == ("slow" not in many and serves(model.head.weight))
+    assert ("C++ kernel, on 1 thread" in explain(model)[0]) == (decoding.why_not(model) is None)
 
 
 def test_a_network_without_attention():
@@ -58,18 +153,48 @@ def test_a_network_without_attention():
     assert len(explain(rnn.to(torch.float32))) == 1
 
 
+def test_nothing_is_computed_or_changed():
+    """A context of a million tokens is explained at once, and every mode is as it was."""
+    model = made(replace(GQA, window=1000), KINDS["dropout"]).float()
+    model.config = replace(model.config, block_size=2**20)
+    model.train()
+    model.layers[0].eval()
+    before = [part.training for part in model.modules()]
+    assert f"to {2**20} tokens" in explain(model)[2]
+    assert [part.training for part in model.modules()] == before
+
+
+@pytest.mark.parametrize("edges", [[], [1], [2, 3, 17], [5, 50, 99], [99]])
+def test_ranges_are_where_the_way_changes(edges):
+    def way(n):
+        return kernels.Choice(str(sum(n > edge for edge in edges)), {})
+
+    stretches = [(first, last) for first, last, _ in ranges(way, 100)]
+    starts = [1, *(edge + 1 for edge in edges)]
+    assert stretches == list(zip(starts, [*edges, 100], strict=True))
+
+
 def test_a_gpu_has_ways_of_its_own(monkeypatch):
     """As if this CPU were one."""
     for room in (graphed, flash):
         monkeypatch.setattr(room, "DEVICE", "cpu")
-    model = made(replace(GQA, window=300), replace(GQA, window=300)).bfloat16()
+    monkeypatch.setattr(flash, "trusted", lambda *_: True)
+    monkeypatch.setattr(kernels, "LONG", 60)
+    model = made(replace(GQA, window=40), replace(GQA, window=40)).bfloat16()
     monkeypatch.setattr("rehead.measure.explain.why_not", lambda model: "the model is on cuda")
-    monkeypatch.setattr("rehead.measure.explain.serves", lambda weight: False)
+    monkeypatch.setattr(kernels, "sequence_refuses", lambda *_: "not on a CPU")
     lines = explain(model)
     assert lines[0] == "decoding: CUDA graphs, one per length bucket"
-    assert lines[2] == (
-        "layers 0, 1, gqa, texts: by windowed flash attention, if it agrees here, from 600 tokens on, SDPA before"
-    )
+    assert "80 to 150 tokens: windowed flash attention (no C++ kernel: not on a CPU)" in lines[2]
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "(no CUDA graphs: somebody watches" in explain(model)[0]
     hook.remove()
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    from rehead.native import NoKernel
+    from rehead.native import sequence as native
+
+    monkeypatch.setattr(native, "kernel", lambda: NoKernel("no C++ compiler here"))
+    assert "(no C++ kernel: no C++ compiler here)" in explain(made(GQA).float())[2]
+    assert kernel is not native.kernel

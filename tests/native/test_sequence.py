@@ -283,13 +283,14 @@ def test_one_context_for_several_texts():
     """Keys of one sequence for queries of several go another way."""
     query, key, value = sample((3, 40, 50, 4, 2, 8, 8))
     mask = Mask(n_query=40, n_key=50, causal=False)
-    assert not sequence.fits(query, key[:1], value[:1], mask, 0.0)
+    reason = sequence.refuses(query, key[:1], value[:1], mask, 0.0)
+    assert reason == "keys are shared by several sequences"
 
 
 @pytest.mark.parametrize("sizes", [(0, 9, 9, 2, 2, 4, 4), (2, 0, 9, 2, 2, 4, 4), (2, 9, 0, 2, 2, 4, 4)])
 def test_nothing_is_computed_of_nothing(sizes):
     tensors, mask = sample(sizes), rule(sizes, causal=False)
-    assert not sequence.fits(*tensors, mask, 0.1)
+    assert sequence.refuses(*tensors, mask, 0.1) == "nothing to compute"
     if sizes[2]:
         assert sequence.sequence(*tensors, mask).shape == (*sizes[:2], 2, 4)
 

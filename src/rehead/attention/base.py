@@ -12,7 +12,7 @@ Time is axis 1 of every tensor that has it: activations, cache rows and latents 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,9 @@ from rehead.attention.rope import RopeConfig
 from rehead.attention.step import Moment, Step
 from rehead.errors import ConfigError, UsageError
 from rehead.registry import Registry
+
+if TYPE_CHECKING:
+    from rehead.attention.kernels import Choice
 
 variants: Registry[type["AttentionConfig"]] = Registry("attention variant")
 
@@ -189,6 +192,28 @@ class Attention(nn.Module, ABC):
             return self(x[:, None], cache=cache)[:, 0]
 
         return step
+
+    def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> "Choice | None":
+        """How `forward` would compute `n_query` tokens after `n_past` in a cache (None: without one), in this mode.
+
+        None where a variant does not say. Nothing is computed.
+        """
+        return None
+
+    def one_token(self) -> str:
+        """What `step` does, for people."""
+        return "a forward pass of its own"
+
+    def _stub(self, *shape: int) -> Tensor:
+        """A tensor like an activation of this layer, of any size, that takes no memory."""
+        weight = next(self.parameters())
+        one = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=weight.requires_grad)
+        return one.expand(shape)
+
+    def _n_key(self, n_query: int, n_past: int | None) -> int:
+        """Keys that `n_query` tokens look at after `n_past`, as a cache gives them."""
+        past, window = n_past or 0, self.config.window
+        return n_query + (past if window is None else min(past, window - 1))
 
     def _check(self, x: Tensor, context: Tensor | None, cache: LayerCache | None) -> None:
         """Refuse calls that would quietly mean something else."""

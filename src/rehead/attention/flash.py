@@ -26,18 +26,24 @@ TRIED = ((2, 70, 70, 16), (1, 130, 300, 100), (2, 33, 200, 3))
 """Sequences, queries, keys and window that it is tried on; a window of 1 has no gradients to compare."""
 
 
-def takes(
+def refuses(
     query: Float[Tensor, "B L H E"], key: Float[Tensor, "B S K E"], value: Float[Tensor, "B S K V"]
-) -> bool:
-    """Whether `windowed` here is for these, and trusted; not in a compiled graph, which would look into the trial."""
-    if query.device.type != DEVICE or query.dtype not in DTYPES or query.dtype != value.dtype:
-        return False
+) -> str | None:
+    """Why `windowed` here is not for these; None where it is, and trusted.
+
+    Not in a compiled graph, which would look into the trial.
+    """
+    if query.device.type != DEVICE:
+        return "not on a GPU"
+    if query.dtype not in DTYPES or query.dtype != value.dtype:
+        return "not in float16 or bfloat16"
     if torch.compiler.is_compiling():
-        return False
+        return "a compiled graph"
     (n_head, width), (n_kv_head, n_value) = query.shape[2:], value.shape[2:]
-    return max(width, n_value) <= MOST_WIDTH and trusted(
-        query.device, query.dtype, n_head, n_kv_head, width, n_value
-    )
+    if max(width, n_value) > MOST_WIDTH:
+        return "heads are too wide"
+    agrees_here = trusted(query.device, query.dtype, n_head, n_kv_head, width, n_value)
+    return None if agrees_here else "it does not agree with the definition on this device"
 
 
 def windowed(

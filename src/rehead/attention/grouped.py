@@ -183,6 +183,24 @@ class GroupedAttention(Attention):
         gathered = kernels.attend(query, key, value, mask, scale=scale, score=self.score, pdrop=self._pdrop)
         return self.o_proj(self._from_slots(gathered).flatten(2))
 
+    def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
+        """See `Attention.choice`."""
+        config, n_key = self.config, self._n_key(n_query, n_past)
+        return kernels.choose(
+            self._stub(batch_size, n_query, config.n_query_head, config.head_dim),
+            self._stub(batch_size, n_key, config.n_kv_head, config.head_dim),
+            self._stub(batch_size, n_key, config.n_kv_head, config.v_head_dim),
+            self._mask(n_query, n_key, None, None),
+            score=self.score,
+            pdrop=self._pdrop,
+        )
+
+    def one_token(self) -> str:
+        """See `Attention.one_token`."""
+        if not self.has_own_step:
+            return "slow, a learned score has only the reference kernel"
+        return "two products a KV head, its group of query heads folded into the rows; keys are read once"
+
     @property
     def has_own_step(self) -> bool:
         """Learned scores have no other way than `forward`."""

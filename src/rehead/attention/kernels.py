@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,7 +15,8 @@ from rehead.attention.blocked import blocked
 from rehead.attention.dropout import is_ours
 from rehead.attention.fused import continued, sdpa, windowed
 from rehead.attention.mask import Mask
-from rehead.attention.sequence import fits, sequence
+from rehead.attention.sequence import refuses as sequence_refuses
+from rehead.attention.sequence import sequence
 
 ScoreFunction = Callable[[Tensor, Tensor], Tensor]
 FEW_QUERIES = {torch.float64: 4, torch.float32: 4, torch.float16: 4, torch.bfloat16: 8}
@@ -111,6 +113,88 @@ def folded(
     return context.unflatten(2, (-1, n_query)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # B L H V
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The way in which `attend` computes a call, and the reason against each way it would rather take.
+
+    `form` says in which form a layer called `attend`, where it has several.
+    """
+
+    way: str
+    against: dict[str, str]
+    form: str = ""
+
+
+def choose(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K V"],
+    mask: Mask,
+    *,
+    score: ScoreFunction | None = None,
+    pdrop: float = 0.0,
+) -> Choice:
+    """The first of `WAYS` that does not refuse these arguments. Reads sizes, types and the mask's rule only."""
+    against: dict[str, str] = {}
+    if score is not None:
+        return Choice("reference", dict.fromkeys(WAYS, "a learned score"))
+    for way, refuses in WAYS.items():
+        reason = refuses(query, key, value, mask, pdrop)
+        if reason is None:
+            return Choice(way, against)
+        against[way] = reason
+    raise AssertionError("the last way refuses nothing")
+
+
+Refuses = Callable[[Tensor, Tensor, Tensor, Mask, float], str | None]
+
+
+def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> str | None:
+    if pdrop:
+        return "weights are dropped"
+    return None if query.shape[1] <= FEW_QUERIES[query.dtype] else "many queries"
+
+
+def _compiled(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> str | None:
+    return sequence_refuses(query, key, value, mask, pdrop)
+
+
+def _windowed(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> str | None:
+    if not mask.is_band:
+        return "no window, or positions are given"
+    return None if mask.n_key >= max(LONG, 2 * (mask.window or 0)) else "few keys"
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> str | None:
+    if pdrop:
+        return "weights are dropped"
+    return _windowed(query, key, value, mask, pdrop) or flash.refuses(query, key, value)
+
+
+def _blocked(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> str | None:
+    if not pdrop:
+        return "no weights are dropped"
+    return None if is_ours(query) else "not on a CPU, or a compiled graph"
+
+
+def _continued(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> str | None:
+    if query.device.type != "cpu" or torch.is_grad_enabled() or pdrop:
+        return "not on a CPU without gradients"
+    return None if mask.is_causal_chunk and mask.n_key >= LONG else "no long past before the queries"
+
+
+WAYS: dict[str, Refuses] = {
+    "folded": _folded,
+    "C++": _compiled,
+    "flash": _flash,
+    "windowed": _windowed,
+    "blocked": _blocked,
+    "continued": _continued,
+    "SDPA": lambda *_: None,
+}
+"""Why a way is not for a call, None where it is, in the order of preference (measured, docs/log.md)."""
+
+
 def attend(
     query: Float[Tensor, "B L H E"],
     key: Float[Tensor, "B S K E"],
@@ -121,20 +205,21 @@ def attend(
     score: ScoreFunction | None = None,
     pdrop: float = 0.0,
 ) -> Float[Tensor, "B L H V"]:
-    """`reference`, by the fastest way there is for these arguments."""
-    if score is not None:
-        return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
-    if pdrop == 0 and query.shape[1] <= FEW_QUERIES[query.dtype]:
-        return folded(query, key, value, mask, scale=scale)
-    if fits(query, key, value, mask, pdrop):
-        return sequence(query, key, value, mask, scale=scale, pdrop=pdrop)
-    if mask.is_band and mask.n_key >= max(LONG, 2 * (mask.window or 0)):
-        if pdrop == 0 and flash.takes(query, key, value):
+    """`reference`, by the way that `choose` chooses."""
+    match choose(query, key, value, mask, score=score, pdrop=pdrop).way:
+        case "reference":
+            return reference(query, key, value, mask.dense(query.device), score=score, pdrop=pdrop)
+        case "folded":
+            return folded(query, key, value, mask, scale=scale)
+        case "C++":
+            return sequence(query, key, value, mask, scale=scale, pdrop=pdrop)
+        case "flash":
             return flash.windowed(query, key, value, mask, scale=scale)
-        return windowed(query, key, value, mask, scale=scale, pdrop=pdrop)
-    if pdrop and is_ours(query):
-        return blocked(query, key, value, mask.dense(), scale=scale, pdrop=pdrop)
-    alone = query.device.type == "cpu" and not torch.is_grad_enabled()
-    if mask.is_causal_chunk and mask.n_key >= LONG and alone:
-        return continued(query, key, value, scale=scale)
-    return sdpa(query, key, value, mask, scale=scale, pdrop=pdrop)
+        case "windowed":
+            return windowed(query, key, value, mask, scale=scale, pdrop=pdrop)
+        case "blocked":
+            return blocked(query, key, value, mask.dense(), scale=scale, pdrop=pdrop)
+        case "continued":
+            return continued(query, key, value, scale=scale)
+        case _:
+            return sdpa(query, key, value, mask, scale=scale, pdrop=pdrop)

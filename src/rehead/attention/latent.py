@@ -3,6 +3,9 @@
 Seeds A9, A14, A15. A token leaves R numbers, its latent, and with a decoupled rotary part P more.
 """
 
+import math
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -56,14 +59,52 @@ class LatentAttention(Attention):
     ) -> Float[Tensor, "B L D"]:
         """See `Attention.forward`."""
         query, latent, key_positions, mask = self._project(x, context, positions, cache, context_positions)
-        few = cache is not None and x.shape[1] < self.config.absorbs_below
-        if not few:
-            gathered = self.expanded(query, latent, mask, key_positions)
-        elif self.config.rebuilds_keys and key_positions is not None:
-            gathered = self.half_absorbed(query, latent, mask, key_positions)
-        else:
-            gathered = self.absorbed(query, latent, mask)
+        match self._form(x.shape[1], is_cached=cache is not None):
+            case "expanded":
+                gathered = self.expanded(query, latent, mask, key_positions)
+            case "half absorbed":
+                assert key_positions is not None
+                gathered = self.half_absorbed(query, latent, mask, key_positions)
+            case _:
+                gathered = self.absorbed(query, latent, mask)
         return self.o_proj(gathered.flatten(2))
+
+    def _form(self, n_query: int, *, is_cached: bool) -> str:
+        """Which of the three has the fewest FLOPs."""
+        if not is_cached or n_query >= self.config.absorbs_below:
+            return "expanded"
+        return "half absorbed" if self.config.rebuilds_keys else "absorbed"
+
+    def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
+        """See `Attention.choice`."""
+        config, n_key = self.config, self._n_key(n_query, n_past)
+        form = self._form(n_query, is_cached=n_past is not None)
+        if form == "half absorbed":
+            against = dict.fromkeys(kernels.WAYS, "keys are rebuilt, latents summed")
+            return kernels.Choice("reference", against, form)
+        rope, n_head = config.qk_rope_head_dim, config.n_kv_head
+        width, n_value = config.qk_nope_head_dim + rope, config.v_head_dim
+        if form == "absorbed":
+            n_head, width, n_value = 1, config.kv_lora_rank + rope, config.kv_lora_rank
+        found = kernels.choose(
+            self._stub(batch_size, n_query, config.n_query_head, width),
+            self._stub(batch_size, n_key, n_head, width),
+            self._stub(batch_size, n_key, n_head, n_value),
+            self._mask(n_query, n_key, None, None),
+            pdrop=self._pdrop,
+        )
+        return replace(found, form=form)
+
+    def one_token(self) -> str:
+        """See `Attention.one_token`."""
+        config = self.config
+        if not self.has_own_step:
+            return f"expanded, {config.n_kv_head} KV heads cost less than a latent of {config.kv_lora_rank}"
+        if config.rebuilds_keys:
+            return "slow, rotated keys are rebuilt from all latents; values are absorbed"
+        if config.absorbs_below == float("inf"):
+            return "absorbed, as any number of new tokens at once"
+        return f"absorbed, as up to {math.ceil(config.absorbs_below) - 1} new tokens at once"
 
     def expanded(
         self,

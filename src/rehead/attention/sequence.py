@@ -21,18 +21,27 @@ LONGEST = 4096
 """Keys without a window up to which it is faster than PyTorch's flash attention; measured, docs/log.md."""
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> bool:
-    """Whether these arguments can go this way and, as measured, should."""
+def refuses(query: Tensor, key: Tensor, value: Tensor, mask: Mask, pdrop: float) -> str | None:
+    """Why these arguments cannot go this way or, as measured, should not; None where they go."""
     tensors = query, key, value
-    if not mask.has_rule or query.dtype not in WIDENED or any(t.dtype != query.dtype for t in tensors):
-        return False
-    if any(len(t) != len(query) or not t.numel() for t in tensors) or not native.serves(*tensors):
-        return False
-    if pdrop > 0:  # whatever the number of threads, so that they do not decide what is dropped
-        return True
+    if not mask.has_rule:
+        return "positions are given"
+    if query.dtype not in WIDENED or any(t.dtype != query.dtype for t in tensors):
+        return "not in float32, bfloat16 or float16"
+    if any(len(t) != len(query) for t in tensors):
+        return "keys are shared by several sequences"
+    if any(not t.numel() for t in tensors):
+        return "nothing to compute"
+    unserved = native.refuses(*tensors)
+    if unserved is not None or pdrop > 0:  # threads must not decide which weights are dropped
+        return unserved
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     n_task = len(key) * key.shape[2] * (1 if learns else -(-query.shape[1] // TILE))
-    return n_task >= torch.get_num_threads() and (_window(mask) > 0 or mask.n_key <= LONGEST)
+    if n_task < torch.get_num_threads():
+        return "less work than threads"
+    if not _window(mask) and mask.n_key > LONGEST:
+        return "too many keys, without a window"
+    return None
 
 
 def _window(mask: Mask) -> int:
@@ -49,7 +58,7 @@ def sequence(
     scale: float | None = None,
     pdrop: float = 0.0,
 ) -> Float[Tensor, "B L H V"]:
-    """The reference, for arguments that `fits` lets through.
+    """The reference, for arguments that `refuses` lets through.
 
     Without a window weights are dropped by the draws of `blocked`, if its blocks are of whole words.
     """

@@ -109,7 +109,7 @@ def bench(
         "cases": [asdict(case) for case in cases],
         "environment": environment(),
     }
-    reasons = explained(read) if explain else []
+    reasons = list(dict.fromkeys(line for many in batch for line in explained(read, many))) if explain else []
     if json:
         say(document | {"explain": reasons} if explain else document, "", json)
     else:

@@ -19,7 +19,7 @@ NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm
 def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """GELU in its tanh form; in training in float32 on a CPU by rehead's own C++, where there is a compiler."""
     learns = torch.is_grad_enabled() and x.requires_grad
-    if learns and x.dtype == torch.float32 and sequence.serves(x):
+    if learns and x.dtype == torch.float32 and sequence.refuses(x) is None:
         return sequence.gelu(x)
     return F.gelu(x, approximate="tanh")
 

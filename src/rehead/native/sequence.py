@@ -49,16 +49,19 @@ def kernel() -> ctypes.CDLL | NoKernel:
     return loaded
 
 
-def serves(*tensors: Tensor) -> bool:
-    """Whether there is this way for tensors: on a CPU, without forward derivatives, and there is a compiler.
+def refuses(*tensors: Tensor) -> str | None:
+    """Why there is no such way for these tensors; None where there is.
 
     Not in a compiled graph, which has ways of its own.
     """
-    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
-        return False
+    if torch.compiler.is_compiling():
+        return "a compiled graph"
+    if any(x.device.type != "cpu" for x in tensors):
+        return "not on a CPU"
     if any(unpack_dual(x).tangent is not None for x in tensors):
-        return False
-    return not isinstance(kernel(), NoKernel)
+        return "forward derivatives are asked for"
+    loaded = kernel()
+    return str(loaded) if isinstance(loaded, NoKernel) else None
 
 
 def _run(name: str, *given: Any) -> None:
