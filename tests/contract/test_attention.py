@@ -118,9 +118,9 @@ def test_weights_are_a_causal_distribution(config):
     """C2: a longer prompt leaves the old rows as they were."""
     module, x = fresh(config), torch.randn(B, T, D)
     weights, seen = module.weights(x), Mask(n_query=T, n_key=T, window=config.window).dense()
-    assert weights.shape == (B, config.n_query_head, T, T)
+    assert weights.shape == (B, config.n_map, T, T)
     assert torch.equal(weights != 0, seen.expand_as(weights))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(B, config.n_query_head, T))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, config.n_map, T))
     torch.testing.assert_close(module.weights(x[:, :9]), weights[:, :, :9, :9])
 
 

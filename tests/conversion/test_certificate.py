@@ -9,7 +9,7 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.conversion import Certificate, Evidence, describe, path
+from rehead.conversion import Certificate, Evidence, path
 from rehead.conversion.certificate import CERTIFICATE, Outcome, Text
 from rehead.errors import ConfigError, InvalidInput
 
@@ -215,7 +215,7 @@ DESCRIBED = {
 
 @pytest.mark.parametrize(("words", "config"), DESCRIBED.items(), ids=DESCRIBED)
 def test_in_a_few_words(words, config):
-    assert describe(config) == words
+    assert config.describe() == words
 
 
 DAMAGED = ["", "[]", "{}", '{"format": 1}', "null", "[" * 100_000]

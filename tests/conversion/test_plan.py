@@ -182,8 +182,15 @@ def test_layers_may_differ(gpt):
 
 def test_an_rnn_and_sizes_that_are_none(gpt):
     rnn = RNNConfig(vocab_size=29, block_size=16, n_embd=5, n_layer=1, n_hidden=7, n_output=29)
-    with pytest.raises(ConfigError, match="type rnn has no heads to plan for"):
-        plan(rnn, 11)
+    for context in (11, 4000):
+        made = plan(rnn, context, 3)
+        (row,) = made.rows
+        assert (row.variant, row.verdict) == ("rnn, a state of 1 x 7", "present")
+        assert (row.kv_bytes_per_token, row.cache_bytes, row.layer) == (0, 3 * 7 * 4, None)
+        assert (
+            row.cache_bytes == 4 * sum(layer.n_bytes for layer in build(rnn).new_cache(3)) / 8
+        )  # float64 here
+        assert "type rnn has no heads to convert: its state is as large after any number" in made.advice
     config = gpt(GQA).config
     with pytest.raises(ConfigError, match=r"context=0. Use 1 or more"):
         plan(config, 0)

@@ -8,6 +8,7 @@ from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import EMPTY, Mask, visible
 from rehead.attention.rope import RopeConfig, scalings
 from rehead.attention.score import scores
+from rehead.attention.summed import SummedAttention, SummedConfig
 
 __all__ = [
     "EMPTY",
@@ -20,6 +21,8 @@ __all__ = [
     "LayerCache",
     "Mask",
     "RopeConfig",
+    "SummedAttention",
+    "SummedConfig",
     "scalings",
     "scores",
     "variants",

@@ -101,6 +101,25 @@ class AttentionConfig(ABC):
     def name(self) -> str:
         """The registered name this config goes by."""
 
+    @property
+    def n_map(self) -> int:
+        """Maps of attention weights: one per query head, unless a variant says otherwise."""
+        return int(getattr(self, "n_query_head", 1))
+
+    def describe(self) -> str:
+        """The attention in a few words, for tables and certificates."""
+        return f"{self.name}{self._position()}"
+
+    def _position(self) -> str:
+        """What `describe` says of rope and window."""
+        rope = self.rope
+        turned = "" if rope is None else ", rope" + ("" if rope.layout == "half-split" else " interleaved")
+        return turned + (f", window {self.window}" if self.window else "")
+
+    def equivalent(self) -> "AttentionConfig":
+        """The same function as a config that conversions know more of; itself unless a variant says otherwise."""
+        return self
+
     @abstractmethod
     def build(self, d_model: int) -> "Attention":
         """The module this config describes."""

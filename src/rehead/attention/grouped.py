@@ -95,6 +95,14 @@ class GroupedConfig(AttentionConfig):
             return "mha"
         return "mqa" if self.n_kv_head == 1 else "gqa"
 
+    def describe(self) -> str:
+        """See `AttentionConfig.describe`."""
+        heads = "head" if self.n_kv_head == 1 else "heads"
+        text = f"{self.name}, {self.n_kv_head} KV {heads} of {self.head_dim}"
+        text += ", tied" if self.tie_kv else ""
+        text += ", modular" if self.head_map == "modular" else ""
+        return text + self._position()
+
     @property
     def group(self) -> int:
         """Query heads per KV head."""

@@ -84,6 +84,13 @@ class LatentConfig(AttentionConfig):
         """mla."""
         return "mla"
 
+    def describe(self) -> str:
+        """See `AttentionConfig.describe`."""
+        text = f"mla, rank {self.kv_lora_rank}"
+        text += f" + {self.qk_rope_head_dim} rotated" if self.qk_rope_head_dim else ""
+        text += ", rebuilt keys" if self.rebuilds_keys else ""
+        return text + self._position()
+
     @property
     def rebuilds_keys(self) -> bool:
         """True where whole keys are rotated, so that they must be rebuilt before they are read."""

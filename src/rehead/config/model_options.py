@@ -1,9 +1,9 @@
 """The flags of the `model` group, and the config they describe."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig, scores
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig, scores, variants
 from rehead.attention.grouped import HeadMap, divisors
 from rehead.attention.rope import Layout, RopeScaling
 from rehead.config.codec import decode
@@ -11,6 +11,7 @@ from rehead.config.model import MAX_LAYERS, GPTConfig, ModelConfig, RNNConfig
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import nearest
 
+Variant = type[AttentionConfig]
 Shape = Literal["gpt", "llama"]
 LATENT_ONLY = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "latent_norm")
 GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv", "qk_norm_eps")
@@ -38,8 +39,8 @@ class ModelOptions:
     """gpt, a decoder with attention; rnn, an Elman network"""
     shape: Shape = "gpt"
     """gpt: LayerNorm, GELU, biases, learned positions; llama: RMSNorm, SwiGLU, no biases, rope"""
-    attention: Literal["mha", "gqa", "mqa", "mla"] | None = None
-    """kind of attention [default: follows from n_kv_head: mha, gqa or mqa]"""
+    attention: str | None = None
+    """mha, gqa, mqa, mla or gqa_sum [default: follows from n_kv_head: mha, gqa or mqa]"""
     n_layer: int | None = None
     """number of layers [default: 6; rnn: 1]"""
     n_query_head: int = 6
@@ -162,7 +163,20 @@ class ModelOptions:
             if name != "rope_scaling":  # which _rope reads
                 _decoded(kinds[name], value, f"model.layers: {name}")
         changed = replace(self, **changes)
-        return changed._latent() if changed.attention == "mla" else changed._grouped()
+        kind = changed._variant()
+        if kind is LatentConfig:
+            return changed._latent()
+        return changed._grouped() if kind is GroupedConfig else changed._other(kind)
+
+    def _variant(self) -> Variant:
+        """The kind of attention that is asked for, from the roster."""
+        if self.attention is None:
+            return GroupedConfig
+        if self.attention not in variants:
+            raise ConfigError(
+                f"model.attention={self.attention!r} is not an attention.{nearest(self.attention, variants)}"
+            )
+        return variants[self.attention]
 
     def _common(self) -> dict[str, Any]:
         return {
@@ -220,6 +234,23 @@ class ModelOptions:
             v_head_dim=_or(self.v_head_dim, head_dim),
             latent_norm=True if self.latent_norm is None else self.latent_norm,
         )
+
+    def _other(self, kind: Variant) -> AttentionConfig:
+        """A variant without rules here: its fields are the flags of the same name, and it reads no other."""
+        known = {field.name: field for field in fields(kind)}
+        because = f"model.attention={self.attention}"
+        own = (*HEADS[1:-1], *LATENT_ONLY, *GROUPED_ONLY)
+        self._refuse(tuple(name for name in own if name not in known), because)
+        values = {name: value for name, value in self._common().items() if name in known}
+        values |= {
+            name: value for name in own if name in known and (value := getattr(self, name)) is not None
+        }
+        if "head_dim" in known:
+            values["head_dim"] = self._head_dim()
+        for name, field in known.items():
+            if name not in values and field.default is MISSING and field.default_factory is MISSING:
+                raise ConfigError(f"{because} needs model.{name}: this attention has no default for it.")
+        return kind(**values)
 
     def _head_dim(self) -> int:
         if self.head_dim is not None:

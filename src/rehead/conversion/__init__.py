@@ -1,7 +1,7 @@
 """One attention into another, each step with its promise. Importing a module here registers its steps."""
 
 from rehead.conversion.base import Conversion, Evidence, Promise, Step, conversions, methods
-from rehead.conversion.certificate import Certificate, describe
+from rehead.conversion.certificate import Certificate
 from rehead.conversion.convert import convert
 from rehead.conversion.factor import Factors, factor, gqa_to_mla
 from rehead.conversion.heads import PoolHeads, RepeatHeads
@@ -10,6 +10,7 @@ from rehead.conversion.layout import HeadMap, RopeLayout
 from rehead.conversion.multiplied import Expand, Reduce, Reduced, reduced_matrices
 from rehead.conversion.path import path
 from rehead.conversion.stock import Decouple, IdentityNorm, PadToStock
+from rehead.conversion.summed import SumQueries
 from rehead.conversion.target import Wish, targets
 
 __all__ = [
@@ -31,10 +32,10 @@ __all__ = [
     "RepeatHeads",
     "RopeLayout",
     "Step",
+    "SumQueries",
     "Wish",
     "conversions",
     "convert",
-    "describe",
     "factor",
     "gqa_to_mla",
     "methods",

@@ -7,12 +7,13 @@ A conversion knows one step. Steps are found and put in a row by `path.py`, appl
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jaxtyping import Float64
 from torch import Tensor
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, variants
 from rehead.errors import ConfigError
 from rehead.registry import Registry
 
@@ -66,7 +67,7 @@ class Converted:
 class Conversion(ABC, Generic[S, R]):
     """One step from configs S to configs R. Its docstring is its entry in docs/convert.md."""
 
-    takes: ClassVar[type[AttentionConfig]]
+    takes: ClassVar[type[AttentionConfig] | UnionType]
     """S, for the search: `steps` is asked about no other."""
     source: ClassVar[str]
     target: ClassVar[str]
@@ -104,6 +105,24 @@ def common(config: GroupedConfig | LatentConfig) -> dict[str, Any]:
 
 
 conversions: Registry[type[Conversion[Any, Any]]] = Registry("conversion")
+
+
+def heads_of(config: AttentionConfig) -> GroupedConfig | LatentConfig:
+    """`config`, or what is the same function, as a config that conversions lead on from.
+
+    Raises ConfigError for a variant that no conversion knows.
+    """
+    equal = config.equivalent()
+    if isinstance(equal, GroupedConfig | LatentConfig):
+        return equal
+    known = [
+        name
+        for name in variants
+        if any(issubclass(variants[name], conversions[c].takes) for c in conversions)
+    ]
+    raise ConfigError(
+        f"{config.name}: no conversion starts from this attention, only from {', '.join(known)}. Keep it as it is."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.checkpoint.shards import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
@@ -114,23 +113,6 @@ class Certificate:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def describe(config: AttentionConfig) -> str:
-    """An attention in a few words."""
-    assert isinstance(config, GroupedConfig | LatentConfig)
-    if isinstance(config, LatentConfig):
-        text = f"mla, rank {config.kv_lora_rank}"
-        text += f" + {config.qk_rope_head_dim} rotated" if config.qk_rope_head_dim else ""
-        text += ", rebuilt keys" if config.rebuilds_keys else ""
-    else:
-        heads = "head" if config.n_kv_head == 1 else "heads"
-        text = f"{config.name}, {config.n_kv_head} KV {heads} of {config.head_dim}"
-        text += ", tied" if config.tie_kv else ""
-        text += ", modular" if config.head_map == "modular" else ""
-    if config.rope is not None:
-        text += ", rope" + ("" if config.rope.layout == "half-split" else " interleaved")
-    return text + (f", window {config.window}" if config.window else "")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What was done to one layer."""
@@ -182,8 +164,8 @@ def certify(
             steps=[step.name for step in outcome.steps],
             methods=[method for method in outcome.methods if method],
             why=[step.promise.why for step in outcome.steps],
-            source=describe(old),
-            result=describe(new),
+            source=old.describe(),
+            result=new.describe(),
             kv_numbers=[old.kv_numbers(), new.kv_numbers()],
             lost_energy=outcome.lost,
             output_error=error,

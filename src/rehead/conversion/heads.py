@@ -21,7 +21,7 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
     The heads a latent expands to are repeated in the same way; the latent stays as it is.
     """
 
-    takes = AttentionConfig
+    takes = GroupedConfig | LatentConfig
     source, target = "mqa, gqa; mla with fewer KV heads", "gqa, mha; mla"
     costs = "The key and value weights grow with the number of KV heads, and so does a cache of heads."
 

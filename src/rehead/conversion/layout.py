@@ -59,7 +59,7 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
     Meta's own files (B14, B15). Rows of the query and key projections move.
     """
 
-    takes = AttentionConfig
+    takes = GroupedConfig | LatentConfig
     source, target = "any with rope", "the same with the other rope layout"
     costs = "Nothing."
 

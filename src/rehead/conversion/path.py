@@ -58,6 +58,9 @@ def _obstacle(
     source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
 ) -> str:
     """Why there is no way, as far as the conversions can say."""
+    if not any(isinstance(source, conversions[name].takes) for name in conversions):
+        return "no conversion starts from it. Keep it as it is."
+    source = source.equivalent()
     there = {field.name: getattr(target, field.name) for field in fields(target)}
     for name in KEPT:
         if name in there and getattr(source, name, there[name]) != there[name]:

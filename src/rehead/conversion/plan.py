@@ -1,16 +1,16 @@
 """What each variant would cost, and what becoming it would be, from the config alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 import torch
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention import AttentionConfig
 from rehead.attention.grouped import divisors
-from rehead.config import GPTConfig, ModelConfig
-from rehead.conversion.certificate import describe
+from rehead.config import GPTConfig, ModelConfig, RNNConfig
+from rehead.conversion.base import heads_of
 from rehead.conversion.path import path
 from rehead.conversion.serve import require_sayable, stock_target
 from rehead.conversion.target import Wish
@@ -34,7 +34,8 @@ REBUILDING = (
 class Row:
     """One variant. Bytes are those of the planned dtype; FLOPs and read bytes of one decode step.
 
-    `layer` is what the first layer's attention is made of, over the whole context.
+    `layer` is what the first layer's attention is made of, over the whole context; None without
+    attention.
     """
 
     variant: str
@@ -44,7 +45,7 @@ class Row:
     cache_bytes: int
     decode_flops: int
     decode_bytes: int
-    layer: Parts
+    layer: Parts | None
     verdict: Verdict
     why: str
 
@@ -61,28 +62,60 @@ class Plan:
 
 
 def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dtype = torch.float32) -> Plan:
-    """Every variant of `config` at a context length. ConfigError for a model without heads."""
-    if not isinstance(config, GPTConfig):
-        raise ConfigError(f"a model of type {config.model_type} has no heads to plan for.")
+    """Every variant of `config` at a context length; of a model without heads, or with heads that no conversion
+    knows, itself alone, with the reason.
+    """
     for name, size in (("context", context), ("batch", batch_size)):
         if size < 1:
             raise ConfigError(f"{name}={size}. Use 1 or more.")
 
-    def row(command: str, changed: GPTConfig, verdict: Verdict, why: str) -> Row:
+    def row(command: str, changed: ModelConfig, verdict: Verdict, why: str) -> Row:
         return Row(
-            variant=describe(changed.attention[0]),
+            variant=_variant(changed),
             command=command,
             parameters=parameters(changed),
             kv_bytes_per_token=kv_bytes_per_token(changed, dtype),
             cache_bytes=cache_bytes(changed, context, batch_size, dtype),
             decode_flops=decode_flops(changed, context) * batch_size,
             decode_bytes=decode_bytes(changed, context, batch_size, dtype),
-            layer=parts(changed.attention[0], config.n_embd, context),
+            layer=_layer(changed, context),
             verdict=verdict,
             why=why,
         )
 
     rows = [row("", config, "present", "")]
+    try:
+        rows += [row(*found) for found in _others(config)]
+        advice = _advice(rows)
+    except ConfigError as error:
+        advice = str(error)
+    return Plan(
+        context=context,
+        batch_size=batch_size,
+        dtype=str(dtype).removeprefix("torch."),
+        rows=rows,
+        advice=advice + (f" {REBUILDING}" if any("rebuilt" in row.variant for row in rows) else ""),
+    )
+
+
+def _variant(config: ModelConfig) -> str:
+    if isinstance(config, GPTConfig):
+        return config.attention[0].describe()
+    assert isinstance(config, RNNConfig)
+    return f"rnn, a state of {config.n_layer} x {config.n_hidden}"
+
+
+def _layer(config: ModelConfig, context: int) -> Parts | None:
+    return parts(config.attention[0], config.n_embd, context) if isinstance(config, GPTConfig) else None
+
+
+def _others(config: ModelConfig) -> Iterator[tuple[str, GPTConfig, Verdict, str]]:
+    """What else the model could be: the command, the result, and what becoming it would be."""
+    if not isinstance(config, GPTConfig):
+        raise ConfigError(
+            f"a model of type {config.model_type} has no heads to convert: its state is as large after any number of "
+            "tokens."
+        )
     seen = {config.attention}
     for command, wanted in _candidates(config).items():
         try:
@@ -92,14 +125,7 @@ def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dt
         if layers not in seen:
             seen.add(layers)
             changed = replace(config, attention=layers)
-            rows.append(row(command, changed, *_judge(config, changed, command)))
-    return Plan(
-        context=context,
-        batch_size=batch_size,
-        dtype=str(dtype).removeprefix("torch."),
-        rows=rows,
-        advice=_advice(rows) + (f" {REBUILDING}" if any("rebuilt" in row.variant for row in rows) else ""),
-    )
+            yield command, changed, *_judge(config, changed, command)
 
 
 def _candidates(config: GPTConfig) -> dict[str, Callable[[AttentionConfig], AttentionConfig]]:
@@ -108,8 +134,7 @@ def _candidates(config: GPTConfig) -> dict[str, Callable[[AttentionConfig], Atte
     def wish(**fields: object) -> Callable[[AttentionConfig], AttentionConfig]:
         return lambda layer: Wish(**fields).target(layer, config.n_embd)  # type: ignore[arg-type]
 
-    heads = config.attention[0]
-    assert isinstance(heads, GroupedConfig | LatentConfig)
+    heads = heads_of(config.attention[0])
     found = {"--to mha": wish(to="mha")}
     for n_kv_head in reversed(divisors(heads.n_query_head)[1:-1]):
         found[f"--to gqa --n-kv-head {n_kv_head}"] = wish(to="gqa", n_kv_head=n_kv_head)

@@ -16,7 +16,8 @@ from rehead.attention.latent import NORM_EPS
 from rehead.checkpoint.deferred import changed
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
-from rehead.conversion.certificate import Certificate, describe
+from rehead.conversion.base import heads_of
+from rehead.conversion.certificate import Certificate
 from rehead.conversion.convert import convert, random_blocks, require_heads
 from rehead.conversion.latent import full_rank
 from rehead.conversion.path import path
@@ -52,7 +53,7 @@ def to_deepseek(
         lossy = [step.promise.why for step in path(layer, target, config.n_embd) if not step.promise.exact]
         if lossy:
             raise ConfigError(
-                f"{describe(layer)} is no exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head rotates in "
+                f"{layer.describe()} is no exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head rotates in "
                 "its own way, and vLLM has one rotary part of 64. Use --for transformers, or convert it to mqa and "
                 "heal it."
             )
@@ -80,7 +81,7 @@ def require_sayable(config: GPTConfig) -> None:
 
 def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """The attention of DeepSeek's class that has room for `layer`."""
-    assert isinstance(layer, GroupedConfig | LatentConfig)
+    layer = heads_of(layer)
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
         needed = layer.v_head_dim if layer.n_kv_head == 1 else RANK  # of more heads nothing is exact
@@ -119,7 +120,7 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     two, which rounds nothing.
     """
     _require_no_window(layer)
-    assert isinstance(layer, GroupedConfig | LatentConfig)
+    layer = heads_of(layer)
     width = layer.head_dim if isinstance(layer, GroupedConfig) else layer.qk_nope_head_dim
     least, rope, rotated = width, RopeConfig(), 2  # that part is there, and zero
     rank = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import HeadMap, divisors
 from rehead.attention.rope import Layout
-from rehead.conversion.base import common
+from rehead.conversion.base import common, heads_of
 from rehead.conversion.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.registry import Registry
@@ -76,14 +76,8 @@ LATENT = ("mla", "reduced")
 targets: Registry[Callable[[Wish, AttentionConfig, int], AttentionConfig]] = Registry("target")
 
 
-def _heads(source: AttentionConfig) -> GroupedConfig | LatentConfig:
-    """`source`, which all variants with heads are; a new variant says here what it can become."""
-    assert isinstance(source, GroupedConfig | LatentConfig)
-    return source
-
-
 def _grouped(source: AttentionConfig, n_kv_head: int) -> GroupedConfig:
-    heads = _heads(source)
+    heads = heads_of(source)
     if isinstance(heads, GroupedConfig):
         return replace(heads, n_kv_head=n_kv_head)
     return GroupedConfig(**common(heads), n_kv_head=n_kv_head, head_dim=heads.qk_nope_head_dim)
@@ -91,7 +85,7 @@ def _grouped(source: AttentionConfig, n_kv_head: int) -> GroupedConfig:
 
 @targets.add("mha")
 def _mha(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
-    return _grouped(source, _heads(source).n_query_head)
+    return _grouped(source, heads_of(source).n_query_head)
 
 
 @targets.add("mqa")
@@ -101,7 +95,7 @@ def _mqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
 
 @targets.add("gqa")
 def _gqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
-    heads = _heads(source)
+    heads = heads_of(source)
     n_kv_head = heads.n_kv_head if wish.n_kv_head is None else wish.n_kv_head
     if not 1 < n_kv_head < heads.n_query_head:
         between = divisors(heads.n_query_head)[1:-1]
@@ -119,7 +113,7 @@ def _gqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
 
 @targets.add("mla")
 def _mla(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
-    heads = _heads(source)
+    heads = heads_of(source)
     n_kv_head = heads.n_kv_head if wish.n_kv_head is None else wish.n_kv_head
     if isinstance(heads, LatentConfig):
         exact = wish.kv_rank is None and wish.kv_fraction is None

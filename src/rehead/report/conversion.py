@@ -28,6 +28,7 @@ def present_parts(plan: Plan) -> None:
             f"{row.layer.attention_flops:,}",
         )
         for row in plan.rows
+        if row.layer is not None
     ]
     notes = "Per sequence. A multiplication and addition are 2 FLOPs; the causal mask is not deducted."
     show(f"One layer's attention over {plan.context:,} tokens", PARTS, rows, notes)

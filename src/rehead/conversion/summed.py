@@ -1,0 +1,37 @@
+"""The homework's sum form, as the attention it is."""
+
+from collections.abc import Iterator
+
+from rehead.attention import AttentionConfig, GroupedConfig, SummedConfig
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions
+
+
+@conversions.add("sum-queries")
+class SumQueries(Conversion[SummedConfig, GroupedConfig]):
+    """Add up the query weights of each group: a sum of scores is the score of the sum.
+
+    S_i = sum_j Q_ij K_i^T = (sum_j Q_ij) K_i^T, rotated or not, so `gqa_sum` with K KV heads is MHA with K heads.
+    """
+
+    takes = SummedConfig
+    source, target = "gqa_sum", "mha of its KV heads"
+    costs = "The cache stays; the query weights shrink to those of the KV heads."
+
+    def steps(self, source: SummedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
+        """One."""
+        yield source.equivalent()
+
+    def promise(self, source: SummedConfig, result: GroupedConfig, d_model: int) -> Promise:
+        """Linear."""
+        return Promise(exact=True, why="the sum of a group's scores is the score of its summed query")
+
+    def convert(
+        self, weights: Weights, source: SummedConfig, result: GroupedConfig, evidence: Evidence, method: str
+    ) -> Converted:
+        """Sum rows of the query projection."""
+        summed = {
+            name: weight.unflatten(0, (source.n_kv_head, -1, source.head_dim)).sum(dim=1).flatten(0, 1)
+            for name, weight in weights.items()
+            if name.startswith("q_proj.")
+        }
+        return Converted(weights=weights | summed)
