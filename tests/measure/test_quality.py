@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from rehead.config import ModelOptions, RNNConfig
 from rehead.data import evaluation_blocks
 from rehead.errors import InvalidInput, UsageError
-from rehead.measure import evaluate
-from rehead.measure.quality import scores
+from rehead.measure import evaluate, quality
+from rehead.measure.quality import blocks_of, scores
 from rehead.model import both_seen, build
 
 V, BLOCK, LENGTH = 29, 8, 61  # 7 full blocks of targets, and 4 more
@@ -118,3 +118,34 @@ def test_a_byte_model_of_chance_has_8_bits_per_byte():
 
 def test_perplexity_stays_finite():
     assert math.isfinite(scores(10_000.0, 1, 1)["perplexity"])
+
+
+def test_logits_in_pieces_are_the_same(model, monkeypatch):
+    """Of any number of rows at once; an RNN's output function is not lost."""
+    blocks = list(evaluation_blocks(TEXT, BLOCK, 8))
+    whole = evaluate(model, blocks)
+    monkeypatch.setattr(quality, "LOGITS", 3 * V)
+    assert evaluate(model, blocks) == pytest.approx(whole, rel=1e-6)
+    network = build(
+        RNNConfig(
+            vocab_size=V,
+            block_size=BLOCK,
+            n_embd=5,
+            n_layer=1,
+            n_hidden=7,
+            n_output=V,
+            output_activation="slide",
+        )
+    )
+    wanted = F.cross_entropy(network(blocks[0][0]).flatten(0, 1), blocks[0][1].flatten(), ignore_index=-100)
+    assert evaluate(network, blocks)[0] == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_blocks_fit_the_memory():
+    assert blocks_of(128) == (128, 32)
+    assert blocks_of(1024) == (1024, 8)
+    assert blocks_of(131_072) == (131_072, 1)
+    assert blocks_of(8192, 1024, 5) == (1024, 5)
+    for length in (0, 129):
+        with pytest.raises(UsageError, match=rf"length={length}: .* block_size=128. Use 1 to 128"):
+            blocks_of(128, length)

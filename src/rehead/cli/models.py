@@ -83,21 +83,30 @@ def eval(
     folder: Annotated[Path, Parameter(help="a model or run folder")],
     *,
     data: Annotated[Path, Parameter(help="a text file, or a folder of them")],
-    batch_size: Annotated[int, Parameter(help="blocks read at once; less takes less memory")] = 32,
+    length: Annotated[
+        int | None,
+        Parameter(help="tokens in a block, and what is looked back on [default: the model's block_size]"),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        Parameter(
+            help="blocks read at once; less takes less memory [default: 32, of 8,192 tokens together at most]"
+        ),
+    ] = None,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text: loss, perplexity, bits per byte.
 
-    The text is read in blocks of the model's length; every token but the first
-    is predicted once. For example:
+    The text is read in blocks of the model's length, or of --length; every token
+    but the first is predicted once. For example:
 
         rehead eval out/run --data input.txt
     """
     from rehead.checkpoint import load, read_at
     from rehead.data import Source, evaluation_blocks, require_vocabulary, tokenize
     from rehead.measure import evaluate
-    from rehead.measure.quality import scores
+    from rehead.measure.quality import blocks_of, scores
     from rehead.tokenizer import Tokenizer
     from rehead.training.start import choose_device
 
@@ -106,7 +115,7 @@ def eval(
     with tempfile.TemporaryDirectory() as scratch:
         tokens = tokenize(Source(path=data), tokenizer, Path(scratch) / "tokens.bin")
         require_vocabulary(tokens.ids, model.config.vocab_size)
-        blocks = evaluation_blocks(tokens.ids, model.config.block_size, batch_size)
+        blocks = evaluation_blocks(tokens.ids, *blocks_of(model.config.block_size, length, batch_size))
         result = scores(*evaluate(model, blocks), tokens.n_bytes)
     lines = (
         f"{name:14} {value:,}" if isinstance(value, int) else f"{name:14} {value:,.6g}"

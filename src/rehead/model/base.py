@@ -63,7 +63,7 @@ class LanguageModel(nn.Module, ABC):
         if not ids.shape[1]:
             raise UsageError(f"ids has shape {tuple(ids.shape)}: there is no token. Give at least one a row.")
         try:
-            return self.head(self.hidden(ids, positions, cache))
+            return self.logits(self.hidden(ids, positions, cache))
         except IndexError:
             require_range(ids, self.config.vocab_size)
             raise
@@ -77,6 +77,10 @@ class LanguageModel(nn.Module, ABC):
             cache: Sequence[Any] | None = None,
         ) -> Tensor:
             """See `forward`."""
+
+    def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
+        """What `forward` gives for the tokens whose `hidden` these are."""
+        return self.head(hidden)
 
     def decoder(self) -> Decode:
         """What generation calls for one token more of every row, prepared from the weights as they are now.

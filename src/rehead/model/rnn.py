@@ -91,14 +91,9 @@ class RNN(LanguageModel):
         self.head = nn.Linear(config.n_hidden, config.n_output)
         self.output = ACTIVATIONS[config.output_activation]
 
-    def forward(
-        self,
-        ids: Int[Tensor, "B L"],
-        positions: Int[Tensor, "#B L"] | None = None,
-        cache: Sequence[StateCache] | None = None,
-    ) -> Float[Tensor, "B L N"]:
-        """y_t for each token; for a language model the logits of the token after it."""
-        return self.output(super().forward(ids, positions, cache))
+    def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
+        """y_t of each state; for a language model the logits of the token after it."""
+        return self.output(self.head(hidden))
 
     def hidden(
         self,
