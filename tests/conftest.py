@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ import torch.distributed.tensor  # assert_close would, in seconds, within some t
 from hypothesis import settings
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by whoever is first
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script, as `nohup make test &` is
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whose children would inherit that
 
 settings.register_profile("rehead", derandomize=True, deadline=None)
 settings.load_profile("rehead")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rehead.cli import main
-from rehead.cli.app import app
+from rehead.cli.entry import app
 
 TINY = [
     "model.n_layer=1",

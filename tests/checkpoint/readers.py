@@ -23,7 +23,7 @@ from corpus import CANARY, CORPUS, TEXT, stock_folder  # beside this file
 
 import rehead
 from rehead.cli import main
-from rehead.cli.app import app
+from rehead.cli.entry import app
 from rehead.errors import ReheadError
 
 SECONDS, KIB = 2.0, 300 * 1024

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -12,7 +13,9 @@ from typing import Any, get_args, get_type_hints
 
 from cyclopts import CycloptsError
 
+from rehead.cli import conversion, importing, measuring, models, training  # noqa: F401 (each enters its commands)
 from rehead.cli.app import app
+from rehead.cli.interrupt import WORDS
 from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
 
@@ -50,9 +53,10 @@ def _run(argv: list[str], debug: bool) -> int:
         return _fail(UsageError(f"{error} See rehead {argv[0]} --help."), debug)
     except ReheadError as error:
         return _fail(error, debug)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        number = signal.Signals(error.args[0]) if error.args else signal.SIGINT
+        print(WORDS[number], file=sys.stderr)
+        return 128 + number
     except BrokenPipeError:
         _let_go_of_stdout()
         return 0

@@ -25,6 +25,7 @@ from rehead.model import LanguageModel, evaluating
 CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 LARGEST = 16 * 2**20
 """Bytes of a certificate."""
+RANDOM = "random tokens"
 NOTHING = 1e-20
 """A share of energy that is rounding and no loss."""
 
@@ -73,6 +74,7 @@ class Layer:
 class Certificate:
     """Saved as conversion.json beside the model, and for people as CONVERSION.md.
 
+    `compared_on` says what the logits were compared on: a text, or random tokens, which say little.
     `exact` is True where every step is exact by its promise, or changed no weight of the keys and
     values beyond rounding. `logits` are compared as in `rehead.measure.fidelity`, on the `test` text or,
     without one, on random tokens; `loss` is in nats per token of the test text. Pairs are before and
@@ -94,6 +96,7 @@ class Certificate:
     seed: int
     environment: dict[str, str | int]
     healing: list[dict[str, Any]] = field(default_factory=list)
+    compared_on: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> "Certificate":
@@ -187,6 +190,7 @@ def certify(
         test=test,
         seed=seed,
         environment=environment(),
+        compared_on=RANDOM if test is None else "text",
     )
 
 

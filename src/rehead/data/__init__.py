@@ -3,7 +3,7 @@
 from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks
 from rehead.data.corpora import CORPORA
 from rehead.data.text import CHUNK, Source, chunks, source_of
-from rehead.data.tokens import Ids, Split, Tokens, require_vocabulary, split, tokenize
+from rehead.data.tokens import Ids, Split, Tokens, read_ids, require_vocabulary, split, tokenize
 
 __all__ = [
     "CHUNK",
@@ -17,6 +17,7 @@ __all__ = [
     "Tokens",
     "chunks",
     "evaluation_blocks",
+    "read_ids",
     "require_vocabulary",
     "source_of",
     "split",

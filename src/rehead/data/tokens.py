@@ -37,7 +37,7 @@ def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens
     the vocabulary lacks. InvalidInput for a text without tokens, ResourceError when `store` cannot be
     written; then nothing is left there.
     """
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    dtype = _dtype(tokenizer)
     digest, n_bytes, n_characters, n_unknown = hashlib.sha256(), 0, 0, 0
     unknown = tokenizer.unknown_id
 
@@ -65,6 +65,20 @@ def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens
             stacklevel=2,
         )
     return Tokens(ids=ids, sha256=digest.hexdigest(), n_bytes=n_bytes, n_characters=n_characters)
+
+
+def read_ids(store: Path, tokenizer: Tokenizer) -> Ids:
+    """The ids (N,) that `tokenize` wrote to `store`, memory-mapped. InvalidInput where they are not of `tokenizer`."""
+    try:
+        ids = np.memmap(store, dtype=_dtype(tokenizer), mode="r")
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{store} holds no tokens ({error}): name a text.") from error
+    require_vocabulary(ids, tokenizer.vocab_size)
+    return ids
+
+
+def _dtype(tokenizer: Tokenizer) -> type[np.uint16 | np.uint32]:
+    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
 
 def require_vocabulary(ids: Ids, vocab_size: int) -> None:

@@ -22,10 +22,11 @@ def stop_signals() -> Iterator[Stop]:
         yield stop
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    again = before[signal.SIGINT]  # ignored in the background job of a shell script
 
     def note(number: int, frame: FrameType | None) -> None:
         stop.signal = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, again if callable(again) else signal.default_int_handler)
 
     try:
         for number in before:

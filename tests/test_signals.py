@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM while a command is starting, as a user sends them: to a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = [str(Path(sys.executable).parent / "rehead")]
+MODULE = ["-m", "rehead"]
+BACKGROUND = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
+"""How a shell script starts a job with &: it ignores SIGINT."""
+
+
+def stopped(program, words, instant, number=signal.SIGINT, before=()):
+    """Exit status, stdout and stderr of a command that got a signal when the import of `instant` had ended."""
+    command = [*before, sys.executable, "-X", "importtime", *program, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe, said = subprocess.PIPE, []
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        for line in process.stderr:
+            if not line.startswith("import time:"):
+                said.append(line)
+            elif line.rpartition("|")[2].strip() == instant:
+                process.send_signal(number)
+        out = process.stdout.read()
+    return process.returncode, out, "".join(said)
+
+
+@pytest.mark.parametrize(
+    "instant",
+    ["cyclopts.token", "rehead.cli.app", "numpy._core._multiarray_umath", "torch.nn.modules", "torch.package"],
+)
+def test_ctrl_c_while_a_command_starts_is_one_word(instant, tmp_path):
+    words = ["eval", str(tmp_path), "--data", str(tmp_path)]
+    assert stopped(SCRIPT, words, instant) == (130, "", "interrupted\n")
+
+
+def test_sigterm_too_and_as_a_module_and_in_the_background(tmp_path):
+    words = ["train", f"system.work_dir={tmp_path}/run"]
+    assert stopped(MODULE, words, "numpy", signal.SIGTERM) == (143, "", "terminated\n")
+    assert stopped(SCRIPT, words, "torch.nn.modules", before=BACKGROUND) == (130, "", "interrupted\n")
+    assert not list(tmp_path.iterdir())
