@@ -12,7 +12,9 @@ from hypothesis import settings
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by whoever is first
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script, as `nohup make test &` is
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a background job of a shell script, as `nohup make test &` is
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whose children would inherit that
 
 settings.register_profile("rehead", derandomize=True, deadline=None)

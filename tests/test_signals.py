@@ -31,7 +31,13 @@ def stopped(program, words, instant, number=signal.SIGINT, before=()):
 
 @pytest.mark.parametrize(
     "instant",
-    ["cyclopts.token", "rehead.cli.app", "numpy._core._multiarray_umath", "torch.nn.modules", "torch.package"],
+    [
+        "cyclopts.token",
+        "rehead.cli.app",
+        "numpy._core._multiarray_umath",
+        "torch.nn.modules",
+        "torch.package",
+    ],
 )
 def test_ctrl_c_while_a_command_starts_is_one_word(instant, tmp_path):
     words = ["eval", str(tmp_path), "--data", str(tmp_path)]

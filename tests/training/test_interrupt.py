@@ -127,23 +127,22 @@ def test_a_signal_before_the_first_step_blocks_nothing():
     wait_for(Path("a/.lock").exists, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    # CPython remembers a signal that came while it executed text (as dataclasses do while torch is imported)
-    # and dies of it in the end, handled or not; a shell says 130 of both.
-    assert process.returncode in (130, -signal.SIGINT), err
+    assert process.returncode == 130, err
     assert err.splitlines()[-1] == "interrupted" or "stopped at step" in err.splitlines()[-1]
     assert "Traceback" not in err
+    assert not Path("a").exists() or Path("a/config.yaml").exists()
     end = f"trainer.max_iters={len(steps('a')) + 2}"
-    train_here(*TINY, "system.work_dir=a", "trainer.resume=True", end)
+    train_here(*TINY, "system.work_dir=a", *["trainer.resume=True"] * Path("a").exists(), end)
 
 
 @pytest.mark.slow
 def test_killed_at_any_time_the_newest_good_checkpoint_is_there(capsys):
     """P01: what was acknowledged as saved can be loaded; nothing half written is ever taken for a model."""
     rng = random.Random(0)
-    flags = ["system.work_dir=a", "trainer.save_every=2", "trainer.resume=True"]
-    for _ in range(5):
+    flags = ["system.work_dir=a", "trainer.save_every=2"]
+    for again in range(5):
         before = steps("a")[-1] if steps("a") else 0
-        process = start("train", *TINY, ENDLESS, *flags)
+        process = start("train", *TINY, ENDLESS, *flags, *["trainer.resume=True"] * (again > 0))
         wait_for(lambda before=before: len(steps("a")) and steps("a")[-1] > before + 3, process)
         time.sleep(rng.uniform(0, 0.2))
         process.kill()

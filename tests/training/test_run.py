@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shutil
 import signal
@@ -28,7 +29,7 @@ from rehead.training import state, train
 from rehead.training.folder import RunFolder
 from rehead.training.loop import Trainer
 from rehead.training.optimizer import build_optimizer, learning_rate
-from rehead.training.start import choose_device
+from rehead.training.start import choose_device, located
 
 TEXT = "".join(f"Line {i}: to be, or not to be; that is {i * 7 % 13}.\n" for i in range(60))
 TINY = [
@@ -180,8 +181,89 @@ def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on():
     assert everything("a") == everything("whole")
 
 
-def test_resume_without_a_run_begins_one():
-    assert run("a", "trainer.resume=True")[0]["step"] == 0
+def test_resume_without_a_run_is_refused_by_name():
+    """It would train from scratch, silently, for a mistyped folder."""
+    run("runs/first", "trainer.max_iters=0")
+    for place, known in (
+        ("runs/frist", "Did you mean 'first'? Known: first."),
+        ("x/y", "There is none in x at all."),
+    ):
+        with pytest.raises(InvalidInput) as refused:
+            run(place, "trainer.resume=True")
+        assert str(refused.value) == (
+            f"{place} holds no run to resume. {known} Check system.work_dir, or leave trainer.resume out to begin a "
+            "run there."
+        )
+        assert not Path(place).exists()
+
+
+REFUSED_AT_THE_START = [
+    ("model.n_kv_head=3", ConfigError),
+    ("data.block_size=5000", InvalidInput),
+    ("data.path=blank.txt", InvalidInput),
+    ("data.path=nowhere.txt", InvalidInput),
+    ("model.pretrained_folder=nowhere", InvalidInput),
+]
+
+
+@pytest.mark.parametrize(("flag", "error"), REFUSED_AT_THE_START)
+def test_a_refused_run_leaves_nothing_behind(flag, error):
+    Path("blank.txt").write_text("  \n")
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("kept")
+    for place in ("new/er/run", "mine"):
+        with pytest.raises(error):
+            run(place, flag)
+    assert not Path("new").exists()
+    assert [place.name for place in Path("mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_refused_resume_leaves_the_runs_own_tokens():
+    run("a")
+    before = Path("a/tokens.bin").read_bytes()
+    Path("other.txt").write_text(TEXT.replace("be", "eb"))
+    with pytest.raises(ConfigError, match="the text has changed"):
+        resume("a", "data.path=other.txt", "trainer.max_iters=9")
+    assert Path("a/tokens.bin").read_bytes() == before
+
+
+def test_paths_in_a_runs_config_hold_from_any_folder(monkeypatch):
+    run("a", "trainer.max_iters=1")
+    run("b", "model.pretrained_folder=a", "trainer.max_iters=1")
+    said = read([], (Path("b/config.yaml"),))
+    assert (said.data.path, said.model.pretrained_folder) == (
+        os.path.abspath("input.txt"),
+        os.path.abspath("a"),
+    )
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    again = read(
+        ["system.work_dir=../b", "trainer.resume=True", "trainer.max_iters=2"], (Path("../b/config.yaml"),)
+    )
+    assert [record["step"] for record in train(again)][-1] == 2
+    name = f"org/model@{'0' * 40}"
+    assert located(read([f"model.folder={name}"])).model.folder == name
+
+
+def test_a_run_that_diverges_says_where_it_can_be_taken_up(monkeypatch):
+    def diverge(step):
+        advance = Trainer.advance
+
+        def broken(self, next_batch):
+            if self.step == step:
+                raise NumericError("step X: not finite; lower trainer.learning_rate.")
+            return advance(self, next_batch)
+
+        monkeypatch.setattr(Trainer, "advance", broken)
+
+    diverge(5)
+    with pytest.raises(NumericError) as stopped:
+        run("a", "trainer.save_every=4")
+    assert str(stopped.value).endswith("rate. system.work_dir=a trainer.resume=True resumes from step 4.")
+    diverge(2)
+    with pytest.raises(NumericError) as stopped:
+        run("b", "trainer.save_every=4")
+    assert str(stopped.value).endswith("rate. No checkpoint was saved yet: start again.")
 
 
 def test_the_seed_decides_everything():
@@ -208,7 +290,7 @@ REFUSED_ON_RESUME = [
 def test_a_changed_run_is_not_resumed_and_is_left_as_it_was():
     Path("other.txt").write_text(TEXT.replace("be", "eb"))
     stop_at(2, "a")
-    before = {file: file.read_bytes() for file in Path("a").rglob("*.*") if file.name != "tokens.bin"}
+    before = {file: file.read_bytes() for file in Path("a").rglob("*.*")}
     for flag, message in REFUSED_ON_RESUME:
         with pytest.raises(ConfigError, match=re.escape(message)) as caught:
             resume("a", flag)
@@ -318,7 +400,7 @@ def test_a_run_folder_holds_what_is_promised():
         "samples",
         "tokens.bin",
     }
-    assert read([], (folder / "config.yaml",)) == options(folder, *flags)
+    assert read([], (folder / "config.yaml",)) == located(options(folder, *flags))
     assert [r for r in records if r.get("event") not in ("save", "sample")] == metrics(folder)
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step-000004", "step-000006"}
     for step in (folder / "checkpoints").iterdir():

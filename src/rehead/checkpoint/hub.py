@@ -18,6 +18,12 @@ PATIENCE = 5.0
 """Seconds, to ask about a model."""
 
 
+def pinned(path: str) -> bool:
+    """Whether this is a model of the Hub at a commit, and not a path."""
+    match = NAME.fullmatch(path)
+    return match is not None and match[2] is not None and COMMIT.fullmatch(match[2]) is not None
+
+
 def snapshot(path: Path) -> Path | None:
     """The folder of the model that `path` names, fetched unless it is there; None where it names none.
 

@@ -13,6 +13,7 @@ from rehead.model import GPT
 from rehead.study.job import Job
 from rehead.study.work import load
 from rehead.tokenizer import Tokenizer
+from rehead.training.folder import RunFolder
 from rehead.training.start import read_text
 
 TOKENS = 24
@@ -31,7 +32,9 @@ class Maps:
 def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
     """By variant, of the first job of each; a model without attention has none."""
     found: dict[str, Maps] = {}
-    tokenizer, tokens = read_text(jobs[0].options, jobs[0].folder, checkpoint.resolve(jobs[0].model))
+    tokenizer, tokens = read_text(
+        jobs[0].options, RunFolder(jobs[0].folder).tokens, checkpoint.resolve(jobs[0].model)
+    )
     data = jobs[0].options.data
     text = tokenizer.decode(
         [int(token) for token in split(tokens.ids, data.block_size, data.val_fraction).val[:TOKENS]]

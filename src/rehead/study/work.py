@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rehead.study.metrics import read_metrics
 from rehead.study.preset import Preset
 from rehead.tokenizer import Tokenizer
 from rehead.training import train
+from rehead.training.folder import RunFolder
 from rehead.training.run import PROMPT_TOKENS
 from rehead.training.start import choose_device, read_text
 
@@ -54,7 +56,8 @@ def work(job: Job, preset: Preset) -> Iterator[Record]:
         return
     _begin(job)
     if job.convert is None:
-        yield from train(job.options)
+        resume = RunFolder(job.folder).begun
+        yield from train(replace(job.options, trainer=replace(job.options.trainer, resume=resume)))
     elif not job.model.exists():
         assert job.parent is not None
         method = job.convert.get("method")
@@ -115,7 +118,7 @@ def _measure(job: Job, preset: Preset) -> Record:
 
 
 def _texts(job: Job) -> Split:
-    _, tokens = read_text(job.options, job.folder, checkpoint.resolve(job.model))
+    _, tokens = read_text(job.options, RunFolder(job.folder).tokens, checkpoint.resolve(job.model))
     return split(tokens.ids, job.options.data.block_size, job.options.data.val_fraction)
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +15,9 @@ from rehead.checkpoint.find import steps
 from rehead.checkpoint.publish import ASIDE, sweep
 from rehead.data.files import resource, write_whole
 from rehead.errors import Busy, InvalidInput
+from rehead.registry import nearest
 
+LOCK, TOKENS = ".lock", "tokens.bin"
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
 
 
@@ -27,31 +29,48 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.tokens = path / TOKENS
+        self.read_tokens = path / f"{TOKENS}.read"
+        """Those of a start that may still be refused."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a run, with or without a checkpoint."""
+        return self.config.exists() or bool(steps(self.path))
 
     @contextmanager
     def open(self, *, resume: bool) -> Iterator[Path | None]:
-        """Hold the folder for this process; give the checkpoint to go on from, if there is one.
+        """Hold the folder for this process; give the checkpoint to resume, if there is one.
 
-        Raises InvalidInput where a run is there and `resume` is not asked for, Busy where another
-        process holds it.
+        Raises InvalidInput where a run is there and `resume` is not asked for or the other way round, Busy
+        where another process holds it. A block that fails before `begin` leaves nothing behind.
         """
+        if resume and not self.begun:
+            raise InvalidInput(self._nothing_to_resume())
+        made = [place for place in (self.checkpoints, *self.checkpoints.parents) if not place.exists()]
         with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a+")
+            lock = (self.path / LOCK).open("a+")
         with lock:
             self._claim(lock)
-            sweep(self.checkpoints)
-            newest = newest_step(self.path)
-            if newest is not None and not resume:
-                raise InvalidInput(
-                    f"{self.path} already holds a run (up to {newest.name}): continue it with trainer.resume=True, "
-                    "or choose another system.work_dir."
-                )
-            yield newest
+            try:
+                sweep(self.checkpoints)
+                newest = newest_step(self.path)
+                if newest is not None and not resume:
+                    raise InvalidInput(
+                        f"{self.path} already holds a run (up to {newest.name}): continue it with "
+                        "trainer.resume=True, or choose another system.work_dir."
+                    )
+                yield newest
+            finally:
+                self.read_tokens.unlink(missing_ok=True)
+                if not self.begun:
+                    self._remove(made)
 
     def begin(self, config: str, step: int) -> None:
         """Write the resolved config, and forget metrics after `step`, which will be made again."""
         with resource(f"cannot write in {self.path}", REMEDY):
+            os.replace(self.read_tokens, self.tokens)
             kept = [json.dumps(line) + "\n" for line in self._lines() if step and line["step"] <= step]
             write_whole(self.metrics, [line.encode() for line in kept])
             write_whole(self.config, [config.encode()])
@@ -80,12 +99,30 @@ class RunFolder:
         with resource(f"cannot write {file}", REMEDY):
             write_whole(file, [text.encode()])
 
+    def _nothing_to_resume(self) -> str:
+        """That there is no run, and which ones are beside it."""
+        beside = sorted(place.name for place in self.path.parent.glob("*") if RunFolder(place).begun)
+        there = nearest(self.path.name, beside) if beside else f" There is none in {self.path.parent} at all."
+        return (
+            f"{self.path} holds no run to resume.{there} Check system.work_dir, or leave trainer.resume out to "
+            "begin a run there."
+        )
+
+    def _remove(self, made: list[Path]) -> None:
+        """Undo what `open` made, as far as nobody else uses it."""
+        (self.path / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+
     def _claim(self, lock: TextIO) -> None:
         """Lock the folder for this process, and say in it whose it is."""
         with resource(f"cannot lock {self.path}", "choose a system.work_dir on another disk"):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+                if not os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / LOCK)):
+                    raise BlockingIOError  # another one was refused at this moment, and has removed it
+            except (BlockingIOError, FileNotFoundError) as error:
                 lock.seek(0)
                 owner = lock.read().strip() or "another process"
                 raise Busy(

@@ -58,8 +58,8 @@ class Trainer:
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NumericError(
-                f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite. The weights were not changed; "
-                "lower trainer.learning_rate, or continue from the last checkpoint with trainer.resume=True."
+                f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite. The "
+                "weights were not changed; lower trainer.learning_rate."
             )
         self.optimizer.step()
         if self.model.device.type == "cuda":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rehead.checkpoint import native
+from rehead.checkpoint import native, newest_step
 from rehead.config import RunOptions, flags
 from rehead.data import BatchSampler, Split, Tokens, evaluation_blocks, split
 from rehead.errors import ConfigError, Interrupted, NumericError
@@ -21,7 +21,7 @@ from rehead.training.folder import RunFolder
 from rehead.training.heal import healed_files
 from rehead.training.interrupt import Stop, stop_signals
 from rehead.training.loop import Trainer
-from rehead.training.start import choose_device, read_teacher, read_text, start_model
+from rehead.training.start import choose_device, located, read_teacher, read_text, start_model
 
 PROMPT_TOKENS = 8
 """Samples go on from the first tokens of the validation text."""
@@ -56,7 +56,7 @@ class Run:
         data, seed = options.data, options.system.seed
         self.tokenizer: Tokenizer
         self.tokens: Tokens
-        self.tokenizer, self.tokens = read_text(options, folder.path, checkpoint)
+        self.tokenizer, self.tokens = read_text(options, folder.read_tokens, checkpoint)
         self.split: Split = split(self.tokens.ids, data.block_size, data.val_fraction)
         if checkpoint is None:
             model = start_model(options.model, self.tokenizer.vocab_size, data.block_size, seed)
@@ -73,10 +73,24 @@ class Run:
             self.best = numbers["best_val_loss"]
             _warn_of_rounding(numbers)
             self.sampler.restore(state.restore(checkpoint, self.trainer.model, self.trainer.optimizer))
-        folder.begin(flags.write(options), self.trainer.step)
+        folder.begin(flags.write(located(options)), self.trainer.step)
 
     def records(self, stop: Stop) -> Iterator[dict[str, Any]]:
         """Train to the end, or save and raise Interrupted once `stop` is asked for."""
+        try:
+            yield from self._records(stop)
+        except NumericError as error:
+            raise NumericError(f"{error} {self._way_back()}") from error
+
+    def _way_back(self) -> str:
+        """From where a run that has diverged can be taken up, if there is such a place."""
+        good = newest_step(self.folder.path)
+        if good is None:
+            return "No checkpoint was saved yet: start again."
+        where = f"system.work_dir={self.folder.path} trainer.resume=True"
+        return f"{where} resumes from step {good.name[5:].lstrip('0')}."
+
+    def _records(self, stop: Stop) -> Iterator[dict[str, Any]]:
         options, trainer = self.options.trainer, self.trainer
         yield self._log(self._start_record())
         last = None
@@ -150,8 +164,8 @@ class Run:
         trainer = self.trainer
         if not all(bool(weight.isfinite().all()) for weight in trainer.model.parameters()):
             raise NumericError(
-                f"step {trainer.step}: weights are not finite and were not saved; lower trainer.learning_rate, or "
-                "continue from the last checkpoint with trainer.resume=True."
+                f"step {trainer.step}: weights are not finite and were not saved; "
+                "lower trainer.learning_rate."
             )
         numbers = {
             "step": trainer.step,
@@ -192,7 +206,7 @@ class Run:
                 f"the text has changed since {checkpoint} (sha256 {self.tokens.sha256[:12]}..., then "
                 f"{recorded['text_sha256'][:12]}...): give the same data, or start a new system.work_dir."
             )
-        before = flags.read([], (self.folder.config,))
+        before, given = located(flags.read([], (self.folder.config,))), located(self.options)
         for group, names in (
             ("model", vars(before.model)),
             ("data", ("block_size", "val_fraction", "tokenizer", "vocab_size")),
@@ -200,7 +214,7 @@ class Run:
             ("trainer", ("batch_size", "grad_accumulation", "teacher", "distillation")),
         ):
             for name in names:
-                was, now = getattr(getattr(before, group), name), getattr(getattr(self.options, group), name)
+                was, now = getattr(getattr(before, group), name), getattr(getattr(given, group), name)
                 if was != now:
                     raise ConfigError(
                         f"{group}.{name}={now} was {was} in the run that is resumed: leave it out, or start a new "

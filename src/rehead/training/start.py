@@ -1,12 +1,15 @@
 """What a run starts from: device, text, vocabulary, model, and weights trained before."""
 
 import dataclasses
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, resolve
+from rehead.checkpoint.hub import pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError, ResourceError
@@ -21,8 +24,25 @@ TRAINING_BYTES = 16
 """Per parameter: a float32 weight, its gradient and AdamW's two moments."""
 
 
-def read_text(options: RunOptions, folder: Path, checkpoint: Path | None) -> tuple[Tokenizer, Tokens]:
-    """The vocabulary and the tokens, which are laid in `folder`.
+def located(options: RunOptions) -> RunOptions:
+    """The same options with paths that hold from any folder; a model's name on the Hub stays a name."""
+
+    def whole(path: str | None) -> str | None:
+        if path is None or (pinned(path) and not os.path.exists(path)):
+            return path
+        return os.path.abspath(path)
+
+    data, model, trainer = options.data, options.model, options.trainer
+    return replace(
+        options,
+        data=replace(data, path=whole(data.path)),
+        model=replace(model, pretrained_folder=whole(model.pretrained_folder), folder=whole(model.folder)),
+        trainer=replace(trainer, teacher=whole(trainer.teacher)),
+    )
+
+
+def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tuple[Tokenizer, Tokens]:
+    """The vocabulary and the tokens, which are written to the file `store`.
 
     The vocabulary comes from the checkpoint that is resumed, or the folder that is built on, or is
     made from the text.
@@ -31,7 +51,7 @@ def read_text(options: RunOptions, folder: Path, checkpoint: Path | None) -> tup
     pretrained = options.model.pretrained_folder or options.model.folder
     before = checkpoint or (resolve(Path(pretrained)) if pretrained else None)
     tokenizer = Tokenizer.load(before) if before else train(data.tokenizer, text, data.vocab_size)
-    return tokenizer, tokenize(text, tokenizer, folder / "tokens.bin")
+    return tokenizer, tokenize(text, tokenizer, store)
 
 
 def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: int) -> LanguageModel:
