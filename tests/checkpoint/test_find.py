@@ -3,15 +3,18 @@
 import json
 import shutil
 import warnings
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
 
 import rehead
-from rehead.checkpoint import newest_step, publish, resolve
+from rehead.checkpoint import find, newest_step, publish, read_at, resolve
 from rehead.checkpoint.find import steps
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.model import both_seen
+
+publishing = import_module("rehead.checkpoint.publish")  # of which the function hides the name
 
 
 def save(folder, value=0.0):
@@ -101,6 +104,29 @@ def test_a_run_folder_means_its_newest_good_step(run):
     flip(run / "checkpoints" / "step-000200")
     with pytest.warns(UserWarning, match="skipped"):
         assert rehead.load(run).head.bias.item() == 10
+
+
+@pytest.mark.parametrize("where", ["require_regular", "sha256", "strict_json"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_step_retired_while_it_is_checked_is_left_for_the_next(where, call, run, monkeypatch):
+    """As a run that saves does it, at any moment between two looks at the same file."""
+    real, calls, newest = getattr(publishing, where), [], run / "checkpoints" / "step-000200"
+
+    def retire(*arguments):
+        calls.append(arguments)
+        if len(calls) == call and newest.exists():
+            newest.rename(newest.with_name(".tmp-step-000200"))
+        return real(*arguments)
+
+    monkeypatch.setattr(publishing, where, retire)
+    found = read_at(run, lambda folder: rehead.load(folder).head.bias.item())
+    assert found == (200 if len(calls) < call else 10)
+
+
+def test_a_listing_that_misses_what_is_renamed_is_made_again(run, monkeypatch):
+    real, answers = find.steps, [[], [], []]
+    monkeypatch.setattr(find, "steps", lambda run: answers.pop() if answers else real(run))
+    assert newest_step(run).name == "step-000200"
 
 
 def test_a_named_step_is_that_step_or_an_error(run):

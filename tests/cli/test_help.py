@@ -14,7 +14,7 @@ import torch
 from gguf_files import model, write  # of tests/checkpoint
 
 from rehead.cli import main
-from rehead.cli.app import app
+from rehead.cli.entry import app
 from rehead.cli.options import read_options
 from rehead.config import RunOptions
 

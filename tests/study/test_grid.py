@@ -95,7 +95,6 @@ def test_commands_say_all_of_a_job():
     for name in ("Base", "Longer", "Healed"):
         words = shlex.split(found[name].command())
         told = flags.read(words[2:])
-        told.trainer.resume = True
         assert words[:2] == ["rehead", "train"]
         assert told == found[name].options
     assert shlex.split(found["Latent"].command()) == [
@@ -132,9 +131,28 @@ BAD = [
     ),
     ({"variants": {"a": {}, "b": {"from": "a", "heal": True, "convert": {}}}}, InvalidInput, ["of its own"]),
     ({"variants": {"a b": {}, "a-b": {}}}, ConfigError, ["a-b", "apart"]),
-    ({"variants": {"a": {"model": {"ropee": True}}}}, ConfigError, ["a:", "ropee", "rope"]),
-    ({"questions": [{"ask": "x", "show": ["losses"]}]}, InvalidInput, ["'losses'", "'loss'"]),
-    ({"variants": {"a": {}}, "questions": [{"ask": "x", "of": ["b"]}]}, InvalidInput, ["'b'"]),
+    (
+        {"variants": {"a": {"model": {"ropee": True}}}},
+        InvalidInput,
+        ["p: a: model:", "'ropee'", "'rope'", "Known"],
+    ),
+    (
+        {"run": {"trainer": {"max_itres": 5}}},
+        InvalidInput,
+        ["p: run: trainer:", "'max_itres'", "'max_iters'"],
+    ),
+    ({"run": {"model": {"n_layer": "six"}}}, ConfigError, ["p: ", "n_layer", "six"]),
+    ({"questions": [{"ask": "x", "show": ["losses"]}]}, InvalidInput, ["show: unknown 'losses'", "'loss'"]),
+    (
+        {"variants": {"a": {}}, "questions": [{"ask": "x", "of": ["b"]}]},
+        InvalidInput,
+        ["p: questions: of: unknown 'b'. Known: a."],
+    ),
+    (
+        {"questions": [{"ask": "x", "of": ["NOPE"]}]},
+        InvalidInput,
+        ["p: ", "'NOPE'", "names no variants", "Leave of"],
+    ),
     ({"variants": {"a": {}}, "questions": [{"of": ["a"]}]}, InvalidInput, ["ask is missing"]),
     ({"run": {"modle": {}}}, InvalidInput, ["modle"]),
     ({"run": {"model": 5}}, InvalidInput, ["model=5", "dict"]),

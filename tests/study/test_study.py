@@ -142,12 +142,45 @@ def test_a_seed_more_trains_only_that_one(whole, here):
     shutil.rmtree("more")
 
 
-def test_another_parent_is_another_child(whole, here, capsys):
-    """A run that goes on changes what was made of it; that is said and not silently mixed."""
+CHANGED = [
+    ("trainer.max_iters=9", "other/two-heads/seed-3 was made with trainer.max_iters=4 (now 9)"),
+    ("trainer.max_iters=3", "other/two-heads/seed-3 was made with trainer.max_iters=4 (now 3)"),
+    ("trainer.learning_rate=1e-3", "trainer.learning_rate=0.0005 (now 0.001)"),
+    ("data.block_size=12", "data.block_size=16 (now 12)"),
+]
+
+
+def test_a_changed_option_is_refused_before_anything_is_trained(whole, here, capsys):
+    """Otherwise the first variant would be trained on, the next refused, and the study as it was lost."""
     shutil.copytree(whole, "other")
-    assert main([*TINY, "system.work_dir=other", "trainer.learning_rate=1e-3"]) == 3
-    assert "made of another model" in capsys.readouterr().err
+    Path("other/two-heads/seed-3/measured.json").unlink()  # and a part of it is not done
+    before = stamps(here / "other")
+    for flag, said in CHANGED:
+        assert main([*TINY, "system.work_dir=other", flag]) == 3
+        error = capsys.readouterr().err
+        assert said in error
+        assert "choose another system.work_dir" in error
+        assert stamps(here / "other") == before
+    assert main([*TINY, "system.work_dir=other", "trainer.keep=2"]) == 0
+    assert losses(here / "other") == losses(whole)
+    shutil.rmtree("other/two-heads/seed-3")
+    shutil.copytree("other/two-heads/seed-4", "other/two-heads/seed-3")
+    assert main([*TINY, "system.work_dir=other"]) == 3
+    assert "system.seed=4 (now 3)" in capsys.readouterr().err
     shutil.rmtree("other")
+
+
+def test_a_study_does_not_go_into_somebodys_run(whole, here, capsys):
+    shutil.copytree(whole / "one-head/seed-3", "mine")
+    Path("mine/job.json").unlink()
+    assert main([*TINY, "system.work_dir=mine"]) == 3
+    assert "mine is a run of rehead train" in capsys.readouterr().err
+    Path("there/one-head").mkdir(parents=True)
+    Path("mine").rename("there/one-head/seed-3")  # trained by hand, with the command the report shows
+    assert main([*TINY, "system.work_dir=there", "trainer.max_iters=8"]) == 3
+    assert "there/one-head/seed-3 was made with trainer.max_iters=4 (now 8)" in capsys.readouterr().err
+    assert not Path("there/two-heads").exists()
+    shutil.rmtree("there")
 
 
 def killed_when(file, lines, words):

@@ -11,6 +11,8 @@ from rehead.checkpoint.publish import verify
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
+LISTINGS = 5
+"""A listing may miss a folder that is renamed meanwhile, all of them if the machine is busy."""
 STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -74,12 +76,15 @@ def steps(run: Path) -> list[tuple[int, Path]]:
 
 def newest_step(run: Path) -> Path | None:
     """The newest checkpoint of a run whose every byte is as recorded; warns about those it skips."""
-    for _, folder in reversed(steps(run) or steps(run)):  # a listing may miss the one just renamed
+    listings = (steps(run) for _ in range(LISTINGS))
+    for _, folder in reversed(next(filter(None, listings), [])):
         try:
             verify(folder)
-        except IntegrityError as error:
+        except (IntegrityError, InvalidInput) as error:
             if not folder.exists():  # dropped since it was listed, for newer ones
                 return newest_step(run)
+            if isinstance(error, InvalidInput):
+                raise
             warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=2)
             continue
         return folder

@@ -25,15 +25,18 @@ Tables = dict[str, dict[str, Any]]
 
 
 def read(
-    flags: list[str], files: tuple[Path, ...] = (), tables: tuple[dict[str, Any], ...] = ()
+    flags: list[str],
+    files: tuple[Path, ...] = (),
+    tables: tuple[dict[str, Any], ...] = (),
+    source: str = "preset",
 ) -> RunOptions:
-    """Defaults, then `tables`, then the YAML `files`, then `flags` (`group.key=value`), as one RunOptions.
+    """Defaults, then `tables` of `source`, then the YAML `files`, then `flags` (`group.key=value`), as one RunOptions.
 
     Raises ConfigError with the flag, the rule and the nearest known name.
     """
     found: Tables = {group: {} for group in GROUPS}
     for table in tables:
-        _lay(found, table, "preset")
+        _lay(found, table, source)
     for path in files:
         _lay(found, _yaml(path), str(path))
     for flag, key, text in _split(flags):

@@ -74,10 +74,7 @@ class _Grid:
             raise ConfigError(
                 "one variant is no study: give a key several values, like model.n_kv_head=[1,2,3]."
             )
-        made = chosen | {
-            PLACE: str(self.place / _folder(title) / f"seed-{chosen[SEED]}"),
-            "trainer.resume": True,
-        }
+        made = chosen | {PLACE: str(self.place / _folder(title) / f"seed-{chosen[SEED]}")}
         if parent is not None and parent.follows_flags and not variant.heal:
             made["model.pretrained_folder"] = str(parent.model)
         elif parent is not None:
@@ -112,7 +109,7 @@ class _Grid:
             if key not in self.told or key == PLACE:
                 group, _, rest = key.partition(".")
                 table.setdefault(group, {})[rest] = value
-        options = flags.read(told, tables=(table,))
+        options = flags.read(told, tables=(table,), source=self.preset.file)
         shorter = {
             key: math.ceil(getattr(options.trainer, key) * self.fraction)
             for key in ("max_iters", "warmup_iters")

@@ -1,7 +1,7 @@
 """What a study is told to do: a common run, what each variant changes in it, and what is asked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from rehead.registry import nearest
 
 Flags = dict[str, Any]
 """Values by dotted key; a list, where the key itself takes none, means one run per entry."""
-GROUPS = tuple(group.name for group in fields(RunOptions))
+KEYS = asdict(RunOptions())
+GROUPS = tuple(KEYS)
 PANELS = ("loss", "frontier", "memory", "speed")
 """What a question can be answered with."""
 
@@ -50,6 +51,7 @@ class Preset:
     """A study as its file says it; `docs/study.md` has the form."""
 
     name: str
+    file: str
     about: str
     run: Flags
     variants: dict[str, Variant]
@@ -83,7 +85,7 @@ class Preset:
             "new_tokens": int,
         }
         read = _table(name, table, form, required=("about",))
-        run = _table(f"{name}: run", read.get("run", {}), dict.fromkeys(GROUPS, dict))
+        run = _options(f"{name}: run", read.get("run", {}))
         changes = read.get("variants", {"": {}})
         variants = {str(key): _variant(f"{name}: {key}", changes[key] or {}) for key in changes}
         for key, variant in variants.items():
@@ -105,6 +107,7 @@ class Preset:
         )
         return cls(
             name=Path(name).stem,
+            file=name,
             about=" ".join(read["about"].split()),
             run=_flat(run),
             variants=variants,
@@ -130,10 +133,18 @@ def _table(
     return value
 
 
+def _options(where: str, value: Any) -> dict[str, Any]:
+    """`value` as groups of options, each key one that the group has; what it is set to is read later."""
+    for group, keys in _table(where, value, dict.fromkeys(GROUPS, dict)).items():
+        _table(f"{where}: {group}", keys, dict.fromkeys(KEYS[group], object))
+    return dict(value)
+
+
 def _variant(where: str, changes: Any) -> Variant:
     table = _table(
         where, changes, {**dict.fromkeys(GROUPS, dict), "from": str, "convert": dict, "heal": bool}
     )
+    _options(where, {group: table[group] for group in GROUPS if group in table})
     convert = table.get("convert")
     if convert is not None:
         wishes = {**{one.name: object for one in fields(Wish)}, "method": str}
@@ -154,10 +165,13 @@ def _variant(where: str, changes: Any) -> Variant:
 def _question(where: str, value: Any, variants: Mapping[str, Variant]) -> Question:
     table = _table(where, value, {"ask": str, "of": list, "show": list}, required=("ask",))
     of, show = table.get("of", list(variants)), table.get("show", ["loss"])
-    for words, known in ((of, list(variants)), (show, list(PANELS))):
+    for key, words, known in (("of", of, list(variants)), ("show", show, list(PANELS))):
         for word in words:
-            if word not in known:
-                raise InvalidInput(f"{where}: unknown {word!r:.80}.{nearest(str(word), known)}")
+            if word in known:
+                continue
+            if known == [""]:
+                raise InvalidInput(f"{where}: of: {word!r:.80}: the file names no variants. Leave of: out.")
+            raise InvalidInput(f"{where}: {key}: unknown {word!r:.80}.{nearest(str(word), known)}")
     return Question(ask=" ".join(table["ask"].split()), of=tuple(of), show=tuple(show))
 
 

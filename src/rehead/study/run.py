@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rehead.data.files import write_whole
+from rehead.study.begun import require_same
 from rehead.study.costs import costs
 from rehead.study.job import Job
 from rehead.study.parallel import at_once
@@ -30,6 +31,7 @@ def study(
     `watch` is given every record of every job. Returns what results.json holds. Stopped anywhere and
     begun again, it finishes the rest.
     """
+    require_same(jobs)
     open_jobs = [job for job in jobs if not is_done(job, preset)]
     if n_process > 1 and len(open_jobs) > 1:
         at_once(open_jobs, preset, n_process, watch)

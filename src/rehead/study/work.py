@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from rehead.errors import InvalidInput
 from rehead.generation import stream
 from rehead.measure import evaluate
 from rehead.model import LanguageModel
+from rehead.study.begun import note, read
 from rehead.study.job import Job
 from rehead.study.metrics import read_metrics
 from rehead.study.preset import Preset
@@ -28,7 +28,7 @@ from rehead.training.run import PROMPT_TOKENS
 from rehead.training.start import choose_device, read_text
 
 Record = dict[str, Any]
-BEGUN, MEASURED = "job.json", "measured.json"
+MEASURED = "measured.json"
 FORMAT = 1
 """Of measured.json; one of another format is measured anew."""
 TEMPERATURE = 0.8
@@ -36,13 +36,13 @@ TEMPERATURE = 0.8
 
 def is_done(job: Job, preset: Preset) -> bool:
     """Whether `work` has nothing left to do."""
-    found = _read(job.folder / MEASURED)
+    found = read(job.folder / MEASURED)
     return found is not None and found["of"] == _asked(job, preset)
 
 
 def measured(job: Job) -> Record:
     """What `work` found."""
-    found = _read(job.folder / MEASURED)
+    found = read(job.folder / MEASURED)
     assert found is not None
     return found
 
@@ -54,12 +54,15 @@ def work(job: Job, preset: Preset) -> Iterator[Record]:
     """
     if is_done(job, preset):
         return
-    _begin(job)
     if job.convert is None:
         resume = RunFolder(job.folder).begun
-        yield from train(replace(job.options, trainer=replace(job.options.trainer, resume=resume)))
+        for record in train(replace(job.options, trainer=replace(job.options.trainer, resume=resume))):
+            if record.get("event") == "start":  # a run that is refused leaves nothing, this neither
+                note(job)
+            yield record
     elif not job.model.exists():
         assert job.parent is not None
+        note(job)
         method = job.convert.get("method")
         convert_folder(job.parent.model, job.model, job.wish, method=method, allow_loss=True, seed=job.seed)
     found = {"of": _asked(job, preset), **_measure(job, preset)}
@@ -69,26 +72,6 @@ def work(job: Job, preset: Preset) -> Iterator[Record]:
 def load(job: Job) -> LanguageModel:
     """The model a job made, where it was trained."""
     return checkpoint.load(job.model, device=choose_device(job.options.trainer.device))
-
-
-def _begin(job: Job) -> None:
-    """Note what the folder is for; refuse one whose model was made of something else."""
-    told = job.description()
-    begun = _read(job.folder / BEGUN)
-    for key in ("from", "convert", "heal"):
-        if begun is not None and begun[key] != told[key]:
-            raise InvalidInput(
-                f"{job.folder} was made of another model or in another way than {job.variant!r} is now: remove it, "
-                "or choose another system.work_dir."
-            )
-    write_whole(job.folder / BEGUN, [json.dumps(told, indent=1).encode()])
-
-
-def _read(file: Path) -> Record | None:
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
 
 
 def _asked(job: Job, preset: Preset) -> Record:
