@@ -141,7 +141,7 @@ BAD = [
         InvalidInput,
         ["p: run: trainer:", "'max_itres'", "'max_iters'"],
     ),
-    ({"run": {"model": {"n_layer": "six"}}}, ConfigError, ["p: ", "n_layer", "six"]),
+    ({"variants": {"a": {}}, "run": {"model": {"n_layer": "six"}}}, ConfigError, ["p: ", "n_layer", "six"]),
     ({"questions": [{"ask": "x", "show": ["losses"]}]}, InvalidInput, ["show: unknown 'losses'", "'loss'"]),
     (
         {"variants": {"a": {}}, "questions": [{"ask": "x", "of": ["b"]}]},

@@ -161,7 +161,7 @@ def test_a_changed_option_is_refused_before_anything_is_trained(whole, here, cap
         assert said in error
         assert "choose another system.work_dir" in error
         assert stamps(here / "other") == before
-    assert main([*TINY, "system.work_dir=other", "trainer.keep=2"]) == 0
+    assert main([*TINY, "system.work_dir=other"]) == 0
     assert losses(here / "other") == losses(whole)
     shutil.rmtree("other/two-heads/seed-3")
     shutil.copytree("other/two-heads/seed-4", "other/two-heads/seed-3")

@@ -110,6 +110,12 @@ def healed_files(
         "loss": [before.loss[1] if alike and before.loss else None, losses[1]],
     }
     after = replace(
-        before, logits=logits, loss=losses, test=test, exact=False, compared_on="text", healing=[*before.healing, entry]
+        before,
+        logits=logits,
+        loss=losses,
+        test=test,
+        exact=False,
+        compared_on="text",
+        healing=[*before.healing, entry],
     )
     return {CERTIFICATE: after.to_json(), PAGE: page(after)}
