@@ -17,7 +17,8 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.checkpoint import verify
 from rehead.cli import main
-from rehead.conversion import Certificate
+from rehead.conversion import Certificate, Wish
+from rehead.conversion.folder import convert_folder
 from rehead.generation import generate
 from rehead.tokenizer import Tokenizer
 
@@ -134,9 +135,14 @@ def test_the_certificate_beside_the_weights(run, capfd):
 
 def test_a_model_folder_without_tokenizer(model, capfd):
     assert main(["convert", model, "new", "--to", "mla"]) == 0
-    assert "on random tokens" in capfd.readouterr().out
+    printed = capfd.readouterr()
+    assert "on random tokens" in printed.out
+    assert printed.err.startswith(
+        "rehead: warning: compared on random tokens, which say little about text: give"
+    )
     assert "tokenizer.json" not in os.listdir("new")
-    assert Certificate.read(Path("new")).loss is None
+    certificate = Certificate.read(Path("new"))
+    assert (certificate.loss, certificate.compared_on) == (None, "random tokens")
 
 
 def test_what_was_converted_is_converted_again(model, capfd):
@@ -167,15 +173,50 @@ def test_texts_by_name(run, capfd):
     assert three["test"]["tokens"] == total
 
 
+def test_a_run_brings_its_own_tokens_to_any_folder(run, capfd, monkeypatch):
+    """Where its text was changed meanwhile, or is gone, too."""
+    lossy = ["--to", "mqa", "--allow-loss", "--json"]
+    assert main(["convert", run, "here", *lossy]) == 0
+    here = capfd.readouterr()
+    Path("text.txt").write_text(TEXT[::-1] * 12)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["convert", f"../{run}", "there", *lossy]) == 0
+    there = capfd.readouterr()
+    assert here.err == there.err == ""
+    one, other = json.loads(here.out), json.loads(there.out)
+    assert one["test"] == other["test"] is not None
+    assert one["loss"] == other["loss"]
+    assert other["compared_on"] == "text"
+
+
+def test_a_run_is_healed_from_any_folder(run, monkeypatch):
+    assert main(["convert", run, "mqa", "--to", "mqa", "--allow-loss"]) == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert (
+        main(["heal", "../mqa", "--teacher", f"../{run}", "trainer.max_iters=1", "trainer.batch_size=2"]) == 0
+    )
+
+
 @pytest.mark.filterwarnings("always:the run's own text")
-def test_a_run_whose_text_is_gone(run, capfd):
-    """One warning; then as for a model without a text."""
-    Path("text.txt").unlink()
+def test_a_run_whose_text_and_tokens_are_gone(run, capfd):
+    """It is said, and what the certificate is worth; then as for a model without a text."""
+    config = Path(run, "config.yaml")
+    config.write_text(config.read_text().replace("text.txt", "gone.txt"))
+    Path(run, "tokens.bin").unlink()
     assert main(["convert", run, "new", "--to", "mla", "--json"]) == 0
     printed = capfd.readouterr()
-    assert len(printed.err.splitlines()) == 1
-    assert "the run's own text cannot be read" in printed.err
+    first, second = printed.err.splitlines()
+    assert "the run's own text cannot be read" in first
+    assert "random tokens" in second
     assert json.loads(printed.out)["test"] is None
+
+
+def test_tokens_that_are_not_the_models_are_refused(run, capfd):
+    Path(run, "tokens.bin").write_bytes(b"\xff\xff" * 300)
+    with pytest.warns(UserWarning, match="the run's own text cannot be read.*token id 65535"):
+        convert_folder(Path(run), Path("new"), Wish(to="mla"))
 
 
 def test_ranks_by_measuring(run, capfd):
@@ -195,7 +236,7 @@ def test_json_is_one_document(command, model, capfd):
     words = ["convert", model, "new", "--to", "mha"] if command == "convert" else ["plan", model]
     assert main([*words, "--json"]) == 0
     printed = capfd.readouterr()
-    assert printed.err == ""
+    assert ["random tokens" in line for line in printed.err.splitlines()] == [True] * (command == "convert")
     assert len(printed.out.splitlines()) == 1
     assert isinstance(json.loads(printed.out), dict)
 

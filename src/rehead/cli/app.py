@@ -1,6 +1,7 @@
 """The command line's root, and what all commands share."""
 
 import json as jsonlib
+import sys
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
@@ -18,6 +19,11 @@ app = App(
     help_formatter=Layout(),
     suppress_keyboard_interrupt=False,
 )
+
+
+def warn(message: object) -> None:
+    """Print a warning on stderr."""
+    print(f"rehead: warning: {message}", file=sys.stderr)
 
 
 def say(document: dict[str, Any], text: str, json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import Json, app, say
+from rehead.cli.app import Json, app, say, warn
 
 
 @app.command
@@ -129,6 +129,10 @@ def convert(
         allow_loss=allow_loss,
         seed=seed,
     )
+    if certificate.test is None:
+        warn(
+            "compared on random tokens, which say little about text: give --test TEXT where the model reads one."
+        )
     if json:
         say(asdict(certificate), "", json)
     else:

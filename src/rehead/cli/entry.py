@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from cyclopts import CycloptsError
 
 from rehead.cli import conversion, importing, measuring, models, training  # noqa: F401 (each enters its commands)
-from rehead.cli.app import app
+from rehead.cli.app import app, warn
 from rehead.cli.interrupt import WORDS
 from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
@@ -132,7 +132,7 @@ def _require_whole(argv: list[str]) -> None:
 
 
 def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    print(f"rehead: warning: {message}", file=sys.stderr)
+    warn(message)
 
 
 def _fail(error: ReheadError, debug: bool) -> int:

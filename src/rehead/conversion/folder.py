@@ -16,7 +16,7 @@ from rehead.conversion.convert import Converter, block_length, convert
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation
 from rehead.conversion.target import Wish
-from rehead.data import Ids, Source, source_of, split, tokenize
+from rehead.data import TOKENS, Ids, Source, read_ids, source_of, split, tokenize
 from rehead.errors import InvalidInput, ReheadError, UsageError
 from rehead.model import LanguageModel
 from rehead.model.allocator import return_freed_memory
@@ -128,10 +128,10 @@ def _texts(
             raise InvalidInput(f"the {name} text: {error}") from error
 
     if calibration is None and test is None:
-        return _own_texts(source, model, ids)
+        return _own_texts(source, model, tokenizer, ids)
     held = None if test is None else ids(Source(path=test), "test")
     if calibration is None:
-        return Texts(calibration=_own_texts(source, model, ids).calibration, test=held)
+        return Texts(calibration=_own_texts(source, model, tokenizer, ids).calibration, test=held)
     fitted = ids(Source(path=calibration), "calibration")
     if held is not None:
         return Texts(calibration=fitted, test=held)
@@ -144,14 +144,18 @@ def _texts(
     return Texts(calibration=parts.train, test=parts.val)
 
 
-def _own_texts(source: Path, model: LanguageModel, ids: Callable[[Source, str], Ids]) -> Texts:
-    """The two parts of the text a run was trained on, where it is still there."""
+def _own_texts(
+    source: Path, model: LanguageModel, tokenizer: Tokenizer, ids: Callable[[Source, str], Ids]
+) -> Texts:
+    """The two parts of the text a run was trained on: the tokens it keeps, wherever the text is now."""
     config = source / "config.yaml"
     if not is_run(source):
         return Texts()
     try:
         data = flags.read([], (config,)).data
-        parts = split(ids(source_of(data), "text"), block_length(model.config), data.val_fraction)
+        kept = source / TOKENS
+        read = read_ids(kept, tokenizer) if kept.exists() else ids(source_of(data), "text")
+        parts = split(read, block_length(model.config), data.val_fraction)
     except ReheadError as error:
         warnings.warn(
             f"the run's own text cannot be read, so nothing is measured on it: {error}", stacklevel=2

@@ -3,12 +3,13 @@
 from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks
 from rehead.data.corpora import CORPORA
 from rehead.data.text import CHUNK, Source, chunks, source_of
-from rehead.data.tokens import Ids, Split, Tokens, read_ids, require_vocabulary, split, tokenize
+from rehead.data.tokens import TOKENS, Ids, Split, Tokens, read_ids, require_vocabulary, split, tokenize
 
 __all__ = [
     "CHUNK",
     "CORPORA",
     "IGNORE",
+    "TOKENS",
     "Batch",
     "BatchSampler",
     "Ids",

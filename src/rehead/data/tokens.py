@@ -14,6 +14,8 @@ from rehead.data.files import resource, write_whole
 from rehead.errors import ConfigError, InvalidInput
 from rehead.tokenizer import Tokenizer
 
+TOKENS = "tokens.bin"
+"""In a run folder, the ids of its text."""
 Ids = Integer[np.ndarray, "_"]  # of any length: a call may be given two texts
 
 

@@ -13,11 +13,12 @@ from typing import Any, TextIO
 from rehead.checkpoint import newest_step, publish
 from rehead.checkpoint.find import steps
 from rehead.checkpoint.publish import ASIDE, sweep
+from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
 from rehead.errors import Busy, InvalidInput
 from rehead.registry import nearest
 
-LOCK, TOKENS = ".lock", "tokens.bin"
+LOCK = ".lock"
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
 
 
