@@ -105,7 +105,7 @@ def test_eval_is_the_mean_over_the_text(model, capfd):
 REFUSED = [
     (["trian"], 2, ["trian", "train"]),
     (["train", "model.nkv_head=3"], 2, ["nkv_head", "n_kv_head"]),
-    (["train", "--model.rope", "True"], 2, ["model.rope", "model.n_kv_head=3"]),
+    (["train", "--model.rope", "True"], 2, ["model.rope=True", "with a ="]),
     (["train", "model.n_kv_head=4"], 2, ["n_kv_head=4", "[1, 2, 3, 6]"]),
     (["train", "model.n_query_head=5"], 2, ["n_query_head=5", "192"]),
     (["train", "trainer.device=cuda:99"], 2, ["cuda", "cpu"]),
@@ -123,6 +123,16 @@ REFUSED = [
     (["generate", "out/x", "--prompt", "O", "--top-p", "2"], 2, ["top_p=2", "at most 1"]),
     (["generate", "out/x"], 2, ["prompt"]),
     (["eval", "out/x", "--data", "nowhere.txt"], 3, ["nowhere.txt"]),
+    *(
+        (command, 3, ["mine is a work folder of minGPT", "model.pt is a pickle", "rehead train", "args.txt"])
+        for command in (
+            ["generate", "mine", "--prompt", "O"],
+            ["eval", "mine/model.pt", "--data", "text.txt"],
+            ["plan", "mine"],
+            ["convert", "mine", "new", "--to", "mqa"],
+            ["train", "data.path=text.txt", "data.block_size=16", "model.pretrained_folder=mine"],
+        )
+    ),
     (
         ["train", "system.work_dir=out/x", "data.path=text.txt"],
         3,
@@ -134,6 +144,9 @@ REFUSED = [
 def test_every_mistake_is_one_line_with_value_and_remedy(model, capfd):
     Path("empty.txt").write_text("")
     Path("latin.txt").write_bytes(b"caf\xe9 au lait")
+    Path("mine").mkdir()
+    for name in ("model.pt", "config.json", "args.txt", "train_logs.json"):
+        Path("mine", name).write_text('{"model": {"model_type": "gpt"}}')
     for arguments, status, named in REFUSED:
         assert main(arguments) == status, arguments
         printed = capfd.readouterr()

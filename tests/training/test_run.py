@@ -11,6 +11,7 @@ from torch import nn
 
 import rehead
 from rehead.checkpoint import resolve
+from rehead.config import TrainerOptions
 from rehead.config.flags import read
 from rehead.data import BatchSampler, Source, evaluation_blocks, split, tokenize
 from rehead.errors import (
@@ -413,6 +414,55 @@ def test_a_run_folder_holds_what_is_promised():
         sample = (folder / f"samples/step-{step:06d}.txt").read_text()
         assert len(sample) == 8 + 5
         assert sample.startswith(TEXT[int(len(TEXT) * 0.9) :][:8])
+
+
+def sample(folder, step):
+    return Path(folder, f"samples/step-{step:06d}.txt").read_text()
+
+
+def test_samples_follow_their_flags():
+    """The starter's prompt, temperature, top-k and 500 characters; the defaults but for the prompt."""
+    asked = options("x").trainer, TrainerOptions()
+    assert [one.sample_prompt for one in asked] == [None, None]
+    assert (asked[1].sample_tokens, asked[1].sample_temperature, asked[1].sample_top_k) == (500, 1.0, 10)
+    flags = ["trainer.sample_every=6", "trainer.sample_tokens=40", "trainer.sample_prompt=to be"]
+    run("warm", *flags)
+    run("cold", *flags, "trainer.sample_temperature=0")
+    run("one", *flags, "trainer.sample_top_k=1")
+    run("all", *flags, "trainer.sample_top_k=null")
+    assert len(sample("warm", 6)) == 5 + 40
+    assert sample("warm", 6).startswith("to be")
+    assert sample("cold", 6) == sample("one", 6) != sample("warm", 6)
+    assert sample("all", 6) != sample("warm", 6)
+    for prompt, said in (("Zorro", "'Z'"), ("to be, or not", "13 tokens, the model reads 10"), ("", "empty")):
+        with pytest.raises((ConfigError, InvalidInput), match=said):
+            list(
+                train(
+                    read(
+                        [f"system.work_dir=new{len(prompt)}", *TINY, "data.path=input.txt"],
+                        tables=({"trainer": {"sample_prompt": prompt}},),
+                    )
+                )
+            )
+        assert not Path(f"new{len(prompt)}").exists()
+
+
+def test_a_run_says_which_text_it_took_and_why():
+    said = [
+        next(train(options(name, *flags, "trainer.max_iters=0")))["text"]
+        for name, flags in (
+            ("a", []),
+            ("b", ["data.path=null"]),
+            ("c", ["data.path=null", "data.name=python-docs"]),
+        )
+    ]
+    assert said == [
+        "input.txt",
+        "Python's help texts, as neither data.path nor data.name is given (input.txt lies here: data.path=input.txt "
+        "takes it)",
+        "the corpus python-docs",
+    ]
+    assert metrics("b")[0]["text"] == said[1]
 
 
 def test_metrics_say_what_was_done():

@@ -11,6 +11,7 @@ from rehead.checkpoint.publish import verify
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
+PICKLE = "model.pt"
 LISTINGS = 5
 """A listing may miss a folder that is renamed meanwhile, all of them if the machine is busy."""
 STEP = re.compile(r"step-([0-9]+)")
@@ -41,6 +42,7 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def _resolve(path: Path) -> Path:
+    _refuse_pickled(path)
     if (path / "config.json").is_file():
         return path
     if (path / "checkpoints").is_dir():
@@ -60,6 +62,17 @@ def _resolve(path: Path) -> Path:
         f"{path} is no model folder (config.json, model.safetensors) and no run folder (checkpoints/): it holds "
         f"{', '.join(held) or 'nothing'}."
     )
+
+
+def _refuse_pickled(path: Path) -> None:
+    """Say what a folder of minGPT's chargpt is: its config.json is of another kind, its weights are a pickle."""
+    pickle = path if path.name == PICKLE else path / PICKLE
+    if pickle.is_file() and not any(pickle.parent.glob("*.safetensors")):
+        raise InvalidInput(
+            f"{pickle.parent} is a work folder of minGPT, the homework's starter: {PICKLE} is a pickle, which can run "
+            "code when it is read, so rehead does not read it. Train the model again: rehead train takes the flags of "
+            "args.txt."
+        )
 
 
 def is_run(path: Path) -> bool:

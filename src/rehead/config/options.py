@@ -88,8 +88,14 @@ class TrainerOptions:
     """newest checkpoints to keep"""
     sample_every: int = 200
     """steps between sample texts; 0 for none"""
-    sample_tokens: int = 200
+    sample_tokens: int = 500
     """tokens per sample text"""
+    sample_prompt: str | None = None
+    """what sample texts continue [default: the beginning of the validation text]"""
+    sample_temperature: float = 1.0
+    """divides the logits of sample texts; 0 takes the likeliest token"""
+    sample_top_k: int | None = 10
+    """sample texts draw from this many of the likeliest tokens; null for all"""
     resume: bool = False
     """continue the run in system.work_dir from its newest checkpoint"""
     teacher: str | None = None
@@ -106,6 +112,12 @@ class TrainerOptions:
         for name in ("max_iters", "warmup_iters", "sample_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 0 or more.")
+        if not 0 <= self.sample_temperature < float("inf"):
+            raise ConfigError(f"trainer.sample_temperature={self.sample_temperature}. Use 0 or more.")
+        if self.sample_top_k is not None and self.sample_top_k < 1:
+            raise ConfigError(f"trainer.sample_top_k={self.sample_top_k}. Use 1 or more, or null for all.")
+        if self.sample_prompt == "":
+            raise ConfigError("trainer.sample_prompt is empty. Give a text, or null for the text's own.")
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"trainer.learning_rate={self.learning_rate}. Use a number above 0, like 5e-4.")
         if not self.grad_norm_clip > 0:

@@ -2,7 +2,7 @@
 
 from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks
 from rehead.data.corpora import CORPORA
-from rehead.data.text import CHUNK, Source, chunks, source_of
+from rehead.data.text import CHUNK, Source, chunks, describe, source_of
 from rehead.data.tokens import TOKENS, Ids, Split, Tokens, read_ids, require_vocabulary, split, tokenize
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Split",
     "Tokens",
     "chunks",
+    "describe",
     "evaluation_blocks",
     "read_ids",
     "require_vocabulary",

@@ -13,6 +13,8 @@ from rehead.errors import ConfigError, InvalidInput
 CHUNK = 1 << 18  # characters
 EMBEDDED = "python-docs"
 """The corpus of a run that names none: the standard library's documentation, nothing to download."""
+USUAL = "input.txt"
+"""What a text is mostly called, which is not taken unasked."""
 _BORDERS = [
     re.compile(f"(?s).*{border}") for border in (r"[^\W_](?=[\r\n])", r"[^\W_](?=[ \t])", r"\S(?=\s)")
 ]
@@ -50,6 +52,18 @@ class Source:
             yield chunk
         if blank:
             raise InvalidInput(f"{str(self.path)!r} has 0 tokens: give data.path a text that is not blank.")
+
+
+def describe(options: DataOptions) -> str:
+    """Which text the flags of a run name, and why where they name none."""
+    if options.path is not None:
+        return options.path
+    if options.name is not None:
+        return f"the corpus {options.name}"
+    beside = ""
+    if Path(USUAL).is_file():
+        beside = f" ({USUAL} lies here: data.path={USUAL} takes it)"
+    return f"Python's help texts, as neither data.path nor data.name is given{beside}"
 
 
 def source_of(options: DataOptions) -> Source:

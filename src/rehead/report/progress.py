@@ -84,6 +84,7 @@ def _event(record: Record) -> str:
         return f"saved step {record['step']} in {record['path']}"
     begin = f"from step {record['step']}, " if record["step"] else ""
     return (
+        f"text: {record['text']}; "
         f"{begin}{record['parameters']:,} parameters, {record['vocab_size']} symbols, "
         f"{record['train_tokens']:,} tokens to train on, {record['val_tokens']:,} to validate, {record['device']}"
     )

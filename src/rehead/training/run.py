@@ -9,7 +9,7 @@ import torch
 
 from rehead.checkpoint import native, newest_step
 from rehead.config import RunOptions, flags
-from rehead.data import BatchSampler, Split, Tokens, evaluation_blocks, split
+from rehead.data import BatchSampler, Split, Tokens, describe, evaluation_blocks, split
 from rehead.errors import ConfigError, Interrupted, NumericError
 from rehead.generation import stream
 from rehead.measure import evaluate, parameters
@@ -24,7 +24,7 @@ from rehead.training.loop import Trainer
 from rehead.training.start import choose_device, located, read_teacher, read_text, start_model
 
 PROMPT_TOKENS = 8
-"""Samples go on from the first tokens of the validation text."""
+"""Samples go on from the first tokens of the validation text, unless a prompt is given."""
 
 
 def train(options: RunOptions) -> Iterator[dict[str, Any]]:
@@ -63,6 +63,7 @@ class Run:
         else:
             self._refuse_changes(checkpoint)
             model = native.load(checkpoint)
+        self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
         teacher = read_teacher(options, model, device)
@@ -123,6 +124,7 @@ class Run:
             "event": "start",
             "step": self.trainer.step,
             "work_dir": str(self.folder.path),
+            "text": describe(self.options.data),
             "parameters": parameters(config),
             "vocab_size": config.vocab_size,
             "train_tokens": len(self.split.train),
@@ -145,18 +147,31 @@ class Run:
             self.best = min(record["val_loss"], record["val_loss"] if self.best is None else self.best)
         return record
 
-    def _sample(self) -> dict[str, Any]:
-        """Text at temperature 1 among the 10 likeliest characters, the starter's settings."""
+    def _prompt(self, limit: int | None) -> list[int]:
+        """What samples continue. InvalidInput for a prompt in letters the text does not have."""
+        given = self.options.trainer.sample_prompt
+        if given is not None:
+            prompt = [int(token) for token in self.tokenizer.encode(given)]
+            if limit is not None and len(prompt) > limit:
+                raise ConfigError(
+                    f"trainer.sample_prompt has {len(prompt)} tokens, the model reads {limit}: give a shorter one."
+                )
+            return prompt
         ids = self.split.val if len(self.split.val) else self.split.train
-        prompt = [int(token) for token in ids[:PROMPT_TOKENS]]
+        return [int(token) for token in ids[:PROMPT_TOKENS]]
+
+    def _sample(self) -> dict[str, Any]:
+        """Text after the prompt, by default with the starter's settings."""
+        options = self.options.trainer
         new = stream(
             self.trainer.model,
-            [torch.tensor(prompt)],
-            self.options.trainer.sample_tokens,
-            top_k=10,
+            [torch.tensor(self.prompt)],
+            options.sample_tokens,
+            options.sample_temperature,
+            top_k=options.sample_top_k,
             seed=self.options.system.seed,
         )
-        text = self.tokenizer.decode([*prompt, *(int(token) for token in new)])
+        text = self.tokenizer.decode([*self.prompt, *(int(token) for token in new)])
         self.folder.write_sample(self.trainer.step, text)
         return {"event": "sample", "step": self.trainer.step, "text": text}
 
