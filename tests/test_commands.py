@@ -1,6 +1,8 @@
 """The command line as a user meets it: exit status, one line of error, one JSON document."""
 
+import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,44 @@ def test_eval_is_the_mean_over_the_text(model, capfd):
         result["loss"] * result["tokens"] / torch.log(torch.tensor(2.0, dtype=torch.float64)).item() / n_byte
     )
     assert result["bits_per_byte"] == pytest.approx(bits)
+
+
+def test_eval_says_that_it_reads_what_was_trained_on(model, capfd):
+    Path("held-out.txt").write_text("weary God! flat, O How stale\n" * 20)
+    Path("both").mkdir()
+    Path("both/a.txt").write_text(Path("held-out.txt").read_text() + Path("text.txt").read_text())
+    Path("copy").mkdir()
+    shutil.copytree("out/x/checkpoints/step-000002", "copy/model")
+    for folder, data, seen in (
+        (model, "text.txt", True),
+        (model, "both", True),
+        ("out/x/checkpoints/step-000002", "text.txt", True),
+        (model, "held-out.txt", False),
+        ("copy/model", "text.txt", None),
+    ):
+        assert main(["eval", folder, "--data", data, "--json"]) == 0
+        printed = capfd.readouterr()
+        assert json.loads(printed.out)["contains_training_text"] is seen
+        said = (
+            f"rehead: warning: {data} contains text that {folder} was trained on: on other text the loss is "
+        )
+        said += "higher.\n"
+        assert printed.err == (said if seen else "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_eval_shows_its_progress_on_a_terminal(model, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["eval", model, "--data", "text.txt", "--batch-size", "8"]) == 0
+    shown = sys.stderr.getvalue()
+    assert "eval" in shown
+    assert "100%" in shown
+    assert "0:00:00" in shown  # is left
 
 
 REFUSED = [

@@ -1,6 +1,7 @@
 """A study from its command to its files: resumed, killed, in parallel, and what its numbers are."""
 
 import csv
+import fcntl
 import json
 import os
 import shlex
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -228,24 +230,50 @@ def test_killed_anywhere_it_finishes_the_rest_and_repeats_nothing(whole, here):
     shutil.rmtree("killed")
 
 
+@contextmanager
+def group(command):
+    """A command and all processes it begins, of which none outlives the block."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def held(lock):
+    """Whether a process still trains in the folder of this lock."""
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_several_at_once_and_killed(whole, here):
     """SIGKILL of the parent takes its processes along; the rest is done by the next; SIGINT saves."""
     command = [sys.executable, "-m", "rehead", *TINY, "--jobs", "2", "system.work_dir=both"]
-    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while not list(Path("both").rglob("metrics.jsonl")):
-        time.sleep(0.05)
-    running.kill()
-    running.wait()
-    time.sleep(0.5)
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not Path("both/one-head/seed-3/measured.json").exists() and running.poll() is None:
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    said = running.communicate()[1]
+    with group(command) as running:
+        while not list(Path("both").rglob("metrics.jsonl")):
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.kill()
+        running.wait()
+        while any(held(lock) for lock in Path("both").rglob(".lock")):
+            time.sleep(0.05)
+    with group(command) as running:
+        while not Path("both/one-head/seed-3/measured.json").exists():
+            assert running.poll() is None
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the processes that just start, too
+        said = running.communicate()[1]
     assert running.returncode == 130, said
     assert "the same command goes on" in said.splitlines()[-1]
+    assert "Traceback" not in said
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert losses(Path("both")) == losses(whole)
     shutil.rmtree("both")

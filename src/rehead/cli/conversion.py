@@ -109,8 +109,9 @@ def convert(
     from rehead.conversion import Wish
     from rehead.conversion.folder import convert_folder
     from rehead.report.conversion import present_certificate
+    from rehead.report.progress import working
 
-    certificate = convert_folder(
+    certificate = working(f"converting {source}")(convert_folder)(
         source,
         destination,
         Wish(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rehead.cli.app import DEVICE, Json, app, say
+from rehead.cli.app import DEVICE, Json, app, say, warn
 from rehead.errors import UsageError
 
 MOST_SAMPLES = 10_000
@@ -99,15 +99,18 @@ def eval(
     """Measure how well a model predicts a text: loss, perplexity, bits per byte.
 
     The text is read in blocks of the model's length, or of --length; every token
-    but the first is predicted once. For example:
+    but the first is predicted once. A text that the run was trained on is warned
+    of. For example:
 
         rehead eval out/run --data input.txt
     """
     from rehead.checkpoint import load, read_at
-    from rehead.data import Source, evaluation_blocks, require_vocabulary, tokenize
+    from rehead.data import IGNORE, Source, evaluation_blocks, require_vocabulary, tokenize
     from rehead.measure import evaluate
     from rehead.measure.quality import blocks_of, scores
+    from rehead.report.progress import advancing
     from rehead.tokenizer import Tokenizer
+    from rehead.training.seen import contains_training_text
     from rehead.training.start import choose_device
 
     chosen = choose_device(device)
@@ -116,12 +119,16 @@ def eval(
         tokens = tokenize(Source(path=data), tokenizer, Path(scratch) / "tokens.bin")
         require_vocabulary(tokens.ids, model.config.vocab_size)
         blocks = evaluation_blocks(tokens.ids, *blocks_of(model.config.block_size, length, batch_size))
-        result = scores(*evaluate(model, blocks), tokens.n_bytes)
+        shown = advancing(blocks, len(tokens.ids) - 1, "eval", lambda batch: int((batch[1] != IGNORE).sum()))
+        result = scores(*evaluate(model, shown), tokens.n_bytes)
+        seen = contains_training_text(folder, tokens.ids, tokenizer)
+    if seen:
+        warn(f"{data} contains text that {folder} was trained on: on other text the loss is higher.")
     lines = (
         f"{name:14} {value:,}" if isinstance(value, int) else f"{name:14} {value:,.6g}"
         for name, value in result.items()
     )
-    say(result, "\n".join(lines), json)
+    say({**result, "contains_training_text": seen}, "\n".join(lines), json)
 
 
 @app.command

@@ -1,13 +1,25 @@
 """The records of one or several runs as live lines on a terminal, or as a line now and then elsewhere."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+T = TypeVar("T")
 Record = dict[str, Any]
 
 
@@ -66,6 +78,29 @@ def watch(records: Iterable[Record], total: int, title: str = "train") -> Iterat
         for record in records:
             board.show(record, total, title)
             yield record
+
+
+def advancing(items: Iterable[T], total: int, title: str, size: Callable[[T], int]) -> Iterator[T]:
+    """Pass `items` on, showing on a terminal how much of `total` their sizes make up, and the time left."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as live:
+        task = live.add_task(title, total=total)
+        for item in items:
+            yield item
+            live.advance(task, size(item))
+
+
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """Show on a terminal that something is being done, and for how long."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as live:
+        live.add_task(title, total=None)
+        yield
 
 
 def _state(seen: Record) -> str:

@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -41,7 +43,8 @@ def at_once(
                 waiting.remove(job)
                 here, there = context.Pipe()
                 process: BaseProcess = context.Process(target=_process, args=(job, preset, threads, there))
-                process.start()
+                with _interrupt_held():
+                    process.start()
                 there.close()
                 running[here] = job, process
             if stop.signal is not None and failure is None:
@@ -65,6 +68,16 @@ def at_once(
                     watch(job, message)
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """A process begun in the block never sees SIGINT: a terminal sends it to all, and it is ours to hand on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _ready(waiting: Sequence[Job], running: dict[Connection, tuple[Job, BaseProcess]]) -> Job | None:

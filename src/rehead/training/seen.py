@@ -1,0 +1,35 @@
+"""Whether a text holds what a run was trained on, so that its loss says little about other texts."""
+
+from pathlib import Path
+
+import numpy as np
+
+from rehead.checkpoint.find import is_run
+from rehead.config import flags
+from rehead.data import TOKENS, Ids, read_ids, split
+from rehead.tokenizer import Tokenizer
+
+WINDOW, PLACES = 256, 16
+"""Tokens that are looked for at a time, and how many such parts of the training text."""
+
+
+def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool | None:
+    """Whether `ids` hold one of some parts of the training text; None where no run knows it."""
+    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
+    if not is_run(run) or not (run / TOKENS).is_file():
+        return None
+    data = flags.read([], (run / "config.yaml",)).data
+    trained = split(read_ids(run / TOKENS, tokenizer), data.block_size, data.val_fraction).train
+    size = min(WINDOW, len(trained))
+    text = ids.astype(trained.dtype).tobytes()
+    starts = np.linspace(0, len(trained) - size, PLACES, dtype=np.int64)
+    return any(_holds(text, trained[start : start + size]) for start in starts)
+
+
+def _holds(text: bytes, part: Ids) -> bool:
+    """Whether the tokens of `part` follow each other in `text`, the bytes of tokens of the same size."""
+    wanted, at = part.tobytes(), -1
+    while (at := text.find(wanted, at + 1)) >= 0:
+        if at % part.itemsize == 0:
+            return True
+    return False
