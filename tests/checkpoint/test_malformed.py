@@ -128,7 +128,7 @@ def test_a_config_yaml_in_a_model_folder_names_no_text(folder, tmp_path):
     from rehead.conversion.folder import convert_folder
 
     certificate = convert_folder(folder, tmp_path / "out", Wish(to="mha"))
-    assert certificate.calibration is None
+    assert certificate.calibration == []
     assert certificate.test is None
 
 

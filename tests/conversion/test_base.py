@@ -97,7 +97,7 @@ def test_every_conversion_says_what_it_does(name):
     assert conversion.source
     assert conversion.target
     assert conversion.costs.endswith(".")
-    assert set().union(*conversion.methods.values(), set()) <= {"inputs", "outputs"}
+    assert set().union(*conversion.methods.values(), set()) <= {"inputs", "pair"}
     if conversion.methods:
         assert not list(conversion.methods.values())[-1]  # one does without a text
 

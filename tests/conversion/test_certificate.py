@@ -11,6 +11,7 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Certificate, Evidence, path
 from rehead.conversion.certificate import CERTIFICATE, Outcome, Text
+from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError, InvalidInput
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5, qkv_bias=True)
@@ -54,9 +55,10 @@ def test_the_same_fields_for_every_conversion(source, target, gpt, words, tmp_pa
     ]  # fmt: skip
     assert set(table["logits"]) == {"max_error", "relative_error", "kl", "argmax_flips", "tokens"}
     assert table["format"] == "rehead-certificate-1"
-    assert table["test"].keys() == {"tokens", "sha256", "read"}
+    assert table["test"].keys() == {"name", "tokens", "sha256", "read"}
     fitted = any(layer.methods for layer in certificate.layers)  # an exact one reads no text
-    assert (table["calibration"].keys() == table["test"].keys()) if fitted else table["calibration"] is None
+    assert [text.keys() for text in table["calibration"]] == [table["test"].keys()] * fitted
+    assert (table["held_out"], table["length"]) == (False, 16)
     assert table["loss"] == pytest.approx(table["loss"])
     assert certificate.exact is (name not in ("pool-heads", "factor"))
     assert table["healing"] == []
@@ -173,7 +175,8 @@ def test_logits_and_losses_by_hand(gpt, words):
 def test_without_a_text_random_tokens(gpt):
     model = gpt(GQA)
     _, certificate = rehead.convert(model, to="mla", kv_rank=7)
-    assert certificate.loss is certificate.test is certificate.calibration is None
+    assert certificate.loss is certificate.test is None
+    assert certificate.calibration == []
     assert certificate.logits["tokens"] == 4 * model.config.block_size
     assert certificate.logits["kl"] > 0
     again, other = (rehead.convert(model, to="mla", kv_rank=7, seed=seed)[1] for seed in (0, 5))
@@ -184,11 +187,15 @@ def test_without_a_text_random_tokens(gpt):
 
 def test_a_text_is_named_by_its_tokens(words):
     ids = words(100)
-    text = Text.of(ids, 60)
-    assert (text.tokens, text.read) == (100, 60)
-    assert Text.of(ids[:50], 60).read == 50
-    assert Text.of(ids.astype(np.uint16), 60) == text  # as it is stored, or as it is computed
-    assert Text.of(words(100, seed=1), 60).sha256 != text.sha256
+
+    def of(ids):
+        return Text.of(Passage(name="words", ids=ids), 60)
+
+    text = of(ids)
+    assert (text.name, text.tokens, text.read) == ("words", 100, 60)
+    assert of(ids[:50]).read == 50
+    assert of(ids.astype(np.uint16)) == text  # as it is stored, or as it is computed
+    assert of(words(100, seed=1)).sha256 != text.sha256
 
 
 def test_fitting_and_measuring_on_one_text_is_refused(gpt, words):
@@ -237,7 +244,7 @@ def test_fields_are_all_documented_by_their_names():
     """What a script may rely on; growing it is fine, so this list grows with it."""
     assert {field.name for field in fields(Certificate)} >= {
         "format", "exact", "layers", "source", "result", "logits", "loss", "kv_bytes_per_token", "parameters",
-        "dtype", "calibration", "test", "seed", "environment",
+        "dtype", "calibration", "test", "held_out", "length", "seed", "environment",
     }  # fmt: skip
 
 

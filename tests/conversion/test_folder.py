@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -126,8 +127,8 @@ def test_the_certificate_beside_the_weights(run, capfd):
     certificate = Certificate.read(Path("new"))
     assert printed == json.loads(Path("new/conversion.json").read_text()) == asdict(certificate)
     assert certificate.exact is False
-    assert certificate.calibration.tokens + certificate.test.tokens == len(TEXT) * 12
-    assert certificate.calibration.tokens > certificate.test.tokens
+    assert certificate.calibration[0].tokens + certificate.test.tokens == len(TEXT) * 12
+    assert certificate.calibration[0].tokens > certificate.test.tokens
     assert f"{certificate.loss[1]:.4f}" in Path("new/CONVERSION.md").read_text()
     assert rehead.load("new").config.attention[0].kv_lora_rank == 6
     assert certificate.layers[0].methods == ["weighted"]
@@ -161,15 +162,15 @@ def test_texts_by_name(run, capfd):
     assert main(["convert", run, "a", *lossy, "--calibration", "other.txt"]) == 0
     one = json.loads(capfd.readouterr().out)
     total = 3 * len(TEXT)
-    assert one["calibration"]["tokens"] + one["test"]["tokens"] == total
+    assert one["calibration"][0]["tokens"] + one["test"]["tokens"] == total
     assert one["test"]["tokens"] <= 0.2 * total
     assert main(["convert", run, "b", *lossy, "--calibration", "other.txt", "--test", "text.txt"]) == 0
     two = json.loads(capfd.readouterr().out)
-    assert two["calibration"]["tokens"] == total
+    assert two["calibration"][0]["tokens"] == total
     assert two["test"]["tokens"] == 12 * len(TEXT)
     assert main(["convert", run, "c", *lossy, "--test", "other.txt"]) == 0
     three = json.loads(capfd.readouterr().out)
-    assert three["calibration"]["tokens"] < 12 * len(TEXT)  # the training part of the run's own
+    assert three["calibration"][0]["tokens"] < 12 * len(TEXT)  # the training part of the run's own
     assert three["test"]["tokens"] == total
 
 
@@ -197,6 +198,61 @@ def test_a_run_is_healed_from_any_folder(run, monkeypatch):
     assert (
         main(["heal", "../mqa", "--teacher", f"../{run}", "trainer.max_iters=1", "trainer.batch_size=2"]) == 0
     )
+
+
+def test_several_calibrations_as_typed(run, capfd):
+    """As a user types it, from a shell: equal shares of a file and of the model's own text; what is held out is
+    said; twice the same is the same."""
+    Path("other.txt").write_text(TEXT[::-1].replace("\n", "") * 12)
+    words = [run, "out/new", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]
+    texts = ["--calibration", "other.txt", "--calibration", "self"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rehead", "convert", *words, *texts, "--length", "12"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    one = Certificate.read(Path("out/new"))
+    assert [text.name for text in one.calibration] == ["other.txt", "self"]
+    assert one.calibration[1].read == one.calibration[1].tokens == 24_576
+    assert (one.test.name, one.held_out, one.length) == ("the last tenth of other.txt", True, 12)
+    written = " ".join(Path("out/new/CONVERSION.md").read_text().split())
+    assert "of the last tenth of other.txt" in written
+    assert "so of its kind: on other kinds of text more may be lost" in written
+    assert "tokens of self (sampled from the source, at temperature 1" in written
+    words[1] = "again"
+    assert main(["convert", *words, *texts, "--length", "12"]) == 0
+    assert Path("again/model.safetensors").read_bytes() == Path("out/new/model.safetensors").read_bytes()
+    assert main(["convert", run, "tested", *words[2:], *texts, "--test", "text.txt", "--json"]) == 0
+    two = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (two["test"]["name"], two["held_out"]) == ("text.txt", False)
+
+
+def test_calibrated_on_itself_alone(run, model, capfd):
+    """A run is measured on its own text; a folder without tokenizer on more text of itself, which is said."""
+    lossy = ["--to", "mla", "--kv-rank", "5", "--allow-loss", "--calibration", "self", "--json"]
+    found = []
+    for source in (run, model):
+        assert main(["convert", source, f"{source}-new", *lossy]) == 0
+        found.append(json.loads(capfd.readouterr().out))
+    assert [one["test"]["name"] for one in found] == ["validation part of the run's text", "self"]
+    assert [one["held_out"] for one in found] == [False, True]
+    assert found[1]["test"]["sha256"] != found[1]["calibration"][0]["sha256"]
+
+
+def test_weights_and_text_are_read_once(run, monkeypatch):
+    """One conversion looks over the weights once and takes evidence once, also where ranks are measured."""
+    convert, seen = sys.modules["rehead.conversion.convert"], []
+    for name in ("_require_finite", "gather"):
+        original = getattr(convert, name)
+        monkeypatch.setattr(
+            convert,
+            name,
+            lambda *a, name=name, original=original, **k: (seen.append(name), original(*a, **k))[1],
+        )
+    ranks = ["--to", "mla", "--kv-fraction", "0.5", "--measured-ranks", "--allow-loss"]
+    assert main(["convert", run, "new", *ranks]) == 0
+    assert sorted(seen) == ["_require_finite", "gather"]
 
 
 @pytest.mark.filterwarnings("always:the run's own text")
@@ -302,6 +358,12 @@ MISTAKES = {
     "layout without rope": (["--rope-layout", "interleaved"], 2, ["rope_layout", "Leave it out"]),
     "a rank of nothing": (["--kv-rank", "3"], 2, ["kv_rank=3", "--to mla or reduced"]),
     "no number": (["--to", "mla", "--kv-rank", "many"], 2, ["many", "kv-rank"]),
+    "a seed that is none": (
+        ["--to", "mla", "--calibration", "self", "--seed", "-1"],
+        2,
+        ["seed=-1", "Use 0"],
+    ),
+    "a window too long": (["--to", "mla", "--length", "17"], 2, ["length=17", "16 at most", "Use 1 to 16"]),
 }
 
 

@@ -1,6 +1,8 @@
 """Into a latent: exact at full rank, as good as can be below it."""
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Factor, PadRank
 from rehead.conversion.base import Evidence
 from rehead.conversion.latent import full_rank
+from rehead.conversion.pair import Kept, kronecker_pair
 from rehead.errors import ConfigError
 
 D, C = 23, 13
@@ -42,7 +45,10 @@ def evidence_of(n, width=D, seed=0):
     torch.manual_seed(seed)
     x = torch.randn(n, width) * torch.linspace(0.05, 2, width)
     x, g = torch.cat([x, torch.ones(n, 1)], 1), torch.randn(n, 18) * torch.linspace(2, 0.05, 18)
-    return x, g, Evidence(inputs=x.mT @ x / n, outputs=g.mT @ g / n)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Kept(Path(folder) / "kept")
+        kept.add(x[:, :-1], g)
+        return x, g, Evidence(inputs=x.mT @ x / n, pair=kronecker_pair(kept))
 
 
 @pytest.mark.parametrize("method", ["", *Factor.methods])
@@ -78,7 +84,7 @@ def keys_and_values(config, weights, x):
 
 @pytest.mark.parametrize("rank", [1, 7, 17])
 def test_each_method_is_best_by_its_own_measure(rank):
-    """`svd` in the weights, `whitened` on the text, `weighted` by what moves the loss; biases are kept."""
+    """`svd` in the weights, `whitened` on the text, `weighted` by what each error does to its loss; biases stay."""
     x, g, evidence = evidence_of(60)
     weights, result = weights_of(GQA), replace(MLA, kv_lora_rank=rank)
     before = keys_and_values(GQA, weights, x[:, :-1])
@@ -94,7 +100,7 @@ def test_each_method_is_best_by_its_own_measure(rank):
             (up @ done.weights["kv_a_proj_with_mqa.weight"] - stack).square().sum()
         )
         measures["whitened"][method] = float(error.square().sum())
-        measures["weighted"][method] = float((error.flatten(1) @ matters.mT).square().sum())
+        measures["weighted"][method] = float((error.flatten(1) * matters).sum(1).square().sum())
     for method, found in measures.items():
         assert min(found, key=found.get) == method, (method, found)
 

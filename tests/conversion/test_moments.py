@@ -1,9 +1,10 @@
-"""What a text shows of each layer: the right sums, and nothing else kept."""
+"""What a text shows of each layer: the right sums, and nothing else kept in memory."""
 
 import gc
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,12 +30,32 @@ def blocks_of(ids, length=16, batch=3):
     return list(evaluation_blocks(ids, length, batch))
 
 
-def evidence_of(model, blocks, *, gradients):
-    return gather(model, iter(blocks), gradients=gradients)
+def evidence_of(model, blocks, *, gradients, seed=0):
+    return gather(model, iter(blocks), gradients=gradients, seed=seed)
 
 
-def stored(model, blocks):
-    """By adding 0 to every key and value, and keeping it all: the sums of x x^T and of g g^T."""
+def labels_of(logits, noise):
+    """Drawn from the model's own predictions: where the running sum of probabilities passes the noise."""
+    running = logits.double().softmax(-1).flatten(0, -2).cumsum(-1)
+    return (running < torch.from_numpy(noise)[:, None]).sum(-1)
+
+
+def nearest_pair(x, g):
+    """Four rounds of power iteration on the whole moment, 1 % of the mean variance added."""
+    M, C = g.shape[1], x.shape[1]
+    whole = torch.einsum("ti,tj,tk,tl->ijkl", g, g, x, x).reshape(M * M, C * C)
+    outputs = torch.eye(M).flatten()
+    for _ in range(4):
+        inputs = outputs @ whole
+        inputs = inputs / inputs.norm()
+        outputs = whole @ inputs
+        outputs = outputs / outputs.norm()
+    pair = inputs.view(C, C), outputs.view(M, M)
+    return tuple(part + 0.01 * part.trace() / len(part) * torch.eye(len(part)) for part in pair)
+
+
+def stored(model, blocks, seed=0):
+    """By adding 0 to every key and value, and keeping it all: E[x x^T] and the pair of x and g."""
     layers, seen, zeros = attentions(model), [], []
     hooks = []
     for layer in layers:
@@ -48,34 +69,31 @@ def stored(model, blocks):
 
                 hooks.append(part.register_forward_hook(add))
     inputs, gradients = [[] for _ in layers], [[] for _ in layers]
+    noise = np.random.default_rng(seed)
     for ids, targets in blocks:
         seen.clear(), zeros.clear()
-        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="sum")
-        counts = (targets != IGNORE).flatten()
+        logits, counts = model(ids), (targets != IGNORE).flatten()
+        labels = labels_of(logits.detach(), noise.random(targets.numel()))
+        loss = F.cross_entropy(logits.flatten(0, 1)[counts], labels[counts], reduction="sum")
         found = torch.autograd.grad(loss, zeros)
         each = len(zeros) // len(layers)
         for index in range(len(layers)):
-            x = seen[index].detach().flatten(0, 1)[counts]
-            inputs[index].append(torch.cat([x, torch.ones(len(x), 1)], 1))
+            inputs[index].append(seen[index].detach().flatten(0, 1)[counts])
             parts = torch.cat(found[index * each : (index + 1) * each], 2)
             gradients[index].append(parts.flatten(0, 1)[counts])
     for hook in hooks:
         hook.remove()
-
-    def mean(rows):
-        rows = torch.cat(rows)
-        return rows.mT @ rows / len(rows)
-
-    return [mean(rows) for rows in inputs], [mean(rows) for rows in gradients]
+    rows = [(torch.cat(x), torch.cat(g)) for x, g in zip(inputs, gradients, strict=True)]
+    ones = [torch.cat([x, torch.ones(len(x), 1)], 1) for x, _ in rows]
+    return [x.mT @ x / len(x) for x in ones], [nearest_pair(x, g) for x, g in rows]
 
 
-def check(model, blocks, expected):
-    """Inputs to rounding; gradients to that of the loss, which is in float32."""
-    found = evidence_of(model, blocks, gradients=True)
-    for evidence, inputs, outputs in zip(found, *expected, strict=True):
+def check(model, blocks, expected, seed=0):
+    """Inputs to rounding; the pair to that of the predictions, which are in float32."""
+    found = evidence_of(model, blocks, gradients=True, seed=seed)
+    for evidence, inputs, pair in zip(found, *expected, strict=True):
         torch.testing.assert_close(evidence.inputs, inputs)
-        scale = outputs.abs().max()
-        torch.testing.assert_close(evidence.outputs / scale, outputs / scale, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(evidence.pair, pair, rtol=1e-4, atol=1e-6)
 
 
 @kinds
@@ -87,6 +105,8 @@ def test_those_of_stored_activations(attention, gpt, words):
     for mutant in (blocks_of(ids)[:-1], blocks_of(ids, 15), blocks_of(words(150, seed=1))):
         with pytest.raises(AssertionError):
             check(model, mutant, expected)
+    with pytest.raises(AssertionError):  # other labels
+        check(model, blocks_of(ids), expected, seed=1)
 
 
 def test_gradients_of_a_forward_by_hand(gpt, words):
@@ -116,12 +136,13 @@ def test_gradients_of_a_forward_by_hand(gpt, words):
     )
     logits = F.layer_norm(x, (D,), w["norm.weight"], w["norm.bias"]) @ w["head.weight"].T
     torch.testing.assert_close(logits, model(ids))
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    labels = labels_of(logits.detach(), np.random.default_rng(3).random(targets.numel()))
+    loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
     g = torch.cat(torch.autograd.grad(loss, [key, value]), 2).flatten(0, 1)
-    (evidence,) = evidence_of(model, [(ids, targets)], gradients=True)
-    expected = g.mT @ g / len(g)
-    torch.testing.assert_close(evidence.outputs, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
-    rows = torch.cat([normed.flatten(0, 1), torch.ones(len(g), 1)], 1).detach()
+    (evidence,) = evidence_of(model, [(ids, targets)], gradients=True, seed=3)
+    rows = normed.flatten(0, 1).detach()
+    torch.testing.assert_close(evidence.pair, nearest_pair(rows, g), rtol=1e-4, atol=1e-6)
+    rows = torch.cat([rows, torch.ones(len(g), 1)], 1)
     torch.testing.assert_close(evidence.inputs, rows.mT @ rows / len(rows))
 
 
@@ -131,9 +152,7 @@ def test_however_it_is_batched(attention, gpt, words):
     one, other = (evidence_of(model, blocks_of(ids, batch=size), gradients=True) for size in (1, 5))
     for here, there in zip(one, other, strict=True):
         torch.testing.assert_close(here.inputs, there.inputs)
-        torch.testing.assert_close(
-            here.outputs, there.outputs, rtol=1e-3, atol=1e-5 * float(here.outputs.max())
-        )
+        torch.testing.assert_close(here.pair, there.pair, rtol=1e-3, atol=1e-5)
 
 
 def test_a_list_of_uneven_batches(gpt, words):
@@ -154,7 +173,7 @@ def test_what_is_no_target_does_not_count(gpt, words):
     one, other = (evidence_of(model, [(some, targets)], gradients=True) for some in (ids, garbage))
     for here, there in zip(one, other, strict=True):
         torch.testing.assert_close(here.inputs, there.inputs)
-        torch.testing.assert_close(here.outputs, there.outputs)
+        torch.testing.assert_close(here.pair, there.pair)
     assert one[0].inputs[-1, -1] == 1  # the constant: the mean is over what counts
     all_count = evidence_of(model, [(ids, targets.clamp(min=0))], gradients=False)
     assert not torch.allclose(all_count[0].inputs, one[0].inputs)
@@ -165,7 +184,7 @@ def test_without_gradients_none_are_taken(gpt, words):
     model.head.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     seen = []
     for evidence in evidence_of(model, blocks_of(words(60)), gradients=False):
-        assert evidence.outputs is None
+        assert evidence.pair is None
         assert evidence.inputs.shape == (24, 24)
     assert not any(seen)
 
@@ -173,7 +192,7 @@ def test_without_gradients_none_are_taken(gpt, words):
 def test_a_latent_has_inputs_only(gpt, words):
     for evidence in evidence_of(gpt(MLA), blocks_of(words(60)), gradients=False):
         assert evidence.inputs.shape == (24, 24)
-        assert evidence.outputs is None
+        assert evidence.pair is None
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -205,7 +224,7 @@ def test_the_model_is_left_as_it_was(gradients, training, gpt, words):
 
 def test_in_float32_sums_are_float64(gpt, words):
     for evidence in evidence_of(gpt(GQA).float(), blocks_of(words(60)), gradients=True):
-        assert evidence.inputs.dtype == evidence.outputs.dtype == torch.float64
+        assert {part.dtype for part in (evidence.inputs, *evidence.pair)} == {torch.float64}
 
 
 def test_activations_are_not_kept(gpt, words):
@@ -243,6 +262,9 @@ def test_a_moment_holds_one_matrix():
 
 def test_evidence_that_is_not_there():
     evidence = Evidence(inputs=torch.eye(4))
-    assert torch.equal(evidence.second_moment("inputs"), torch.eye(3))
+    inputs, outputs = evidence.weighing(("inputs",))
+    assert torch.equal(inputs, torch.eye(3))
+    assert outputs is None
+    assert evidence.weighing(()) == (None, None)
     with pytest.raises(ConfigError, match=r"reads a text. Give a calibration text, or use method=svd"):
-        evidence.second_moment("outputs")
+        evidence.weighing(("pair",))

@@ -27,14 +27,16 @@ def test_all_the_figures_are_there(certificate):
         f"| loss, nats per token | {certificate.loss[0]:.4f} | {certificate.loss[1]:.4f} |",
         f"| KV cache, bytes per token | {8 * (18 + 27)} | {8 * 14} |",
         f"| parameters | {certificate.parameters[0]:,} | {certificate.parameters[1]:,} |",
-        f"Compared on 89 tokens of a text that was not fitted to (sha256 of its ids {certificate.test.sha256[:12]}",
+        "Compared on 89 tokens that were not fitted to, of ids "
+        f"(sha256 of its ids {certificate.test.sha256[:12]}...), in windows of 16.\n",
         f"| largest error of a logit | {logits['max_error']:.3g} |",
         f"| KL divergence from the source, nats per token | {logits['kl']:.3g} |",
         f"| likeliest token is another | {100 * logits['argmax_flips']:.3g} % |",
         f"| 0 | 18 to 7 | factor (weighted) | {first.lost_energy:.2e} | {first.output_error:.2e} |",
         "| 1 | 27 to 7 | factor (weighted) |",
         "rank 7 of the 18 that hold everything; rank 7 of the 23 that hold everything.",
-        f"Fitted to 200 of the 200 tokens of a text (sha256 of its ids {certificate.calibration.sha256[:12]}",
+        "Fitted to 200 of the 200 tokens of ids "
+        f"(sha256 of its ids {certificate.calibration[0].sha256[:12]}...), in windows of 16;",
         "seed 11; weights in float64; ",
         f"torch {certificate.environment['torch']}",
     ):
@@ -50,6 +52,18 @@ def test_exact_and_without_a_text(gpt):
     assert "nats per token |" not in text.split("## How far")[0]
     assert "## Healing" not in text
     assert "Why: rank 18 holds all keys and values." in text
+
+
+def test_what_it_was_fitted_to_and_measured_on(certificate):
+    """Several texts by name, the model's own said as what it is; a test of the same kind is no proof for others."""
+    (text,) = certificate.calibration
+    several = [replace(text, name="fit.txt"), replace(text, name="self")]
+    made = page(replace(certificate, calibration=several))
+    assert "Fitted to 200 of the 200 tokens of fit.txt (sha256" in made
+    assert "and 200 of the 200 tokens of self (sampled from the source, at temperature 1" in made
+    warning = "of its kind: on other kinds of text more may be lost."
+    assert warning not in made
+    assert warning in page(replace(certificate, held_out=True))
 
 
 def test_nothing_done(gpt):

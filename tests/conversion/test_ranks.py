@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rehead.attention import GroupedConfig, LatentConfig
 from rehead.conversion.convert import Converter, blocks_of
 from rehead.conversion.ranks import PROBE_TOKENS, Allocation
+from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError
 from rehead.measure.fidelity import Comparison, compare
 
@@ -119,7 +120,7 @@ def allocation(gpt, words):
     attention = model.layers[0].self_attn
     stack = torch.randn(18, 3) @ torch.randn(3, 23)
     attention.k_proj.weight.data, attention.v_proj.weight.data = stack[:8].clone(), stack[8:].clone()
-    return Allocation(Converter(model, calibration=words(200)), words(200))
+    return Allocation(Converter(model, calibration=[Passage(name="words", ids=words(200))]))
 
 
 def measured(allocation, words, targets):

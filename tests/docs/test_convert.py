@@ -16,7 +16,7 @@ from rehead.conversion import conversions
 
 PAGE = Path(__file__).parents[2] / "docs" / "convert.md"
 LIST = re.compile(r"(?<=<!-- generated from the registry -->\n).*(?=<!-- end -->)", re.DOTALL)
-NEEDS = {(): "no text", ("inputs",): "a text", ("inputs", "outputs"): "a text and its gradients"}
+NEEDS = {(): "no text", ("inputs",): "a text", ("pair",): "a text and its gradients"}
 SEEDS = re.compile(r" \([A-E]\d+(, [A-E]\d+)*\)")
 LINE = "O God, O God! How weary, stale, flat and unprofitable\n"
 TRAIN = """train data.path=input.txt data.block_size=32 system.work_dir=out/gqa model.n_query_head=6
@@ -59,6 +59,7 @@ def test_the_list_is_that_of_the_registry(page):
     assert shown[0].strip() == generated().strip(), "run `python tests/docs/test_convert.py`"
 
 
+@pytest.mark.timeout(600)  # a dozen conversions, on a machine that may be busy
 def test_commands_run_and_refuse_as_shown(page, somewhere, capsys):
     """On a run of one layer. What stands below a command is the error it ends in."""
     blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)

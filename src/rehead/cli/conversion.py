@@ -90,9 +90,17 @@ def convert(
         Parameter(help="which numbers rope rotates together [default: as it is]"),
     ] = None,
     calibration: Annotated[
-        Path | None, Parameter(help="text to fit to; its last tenth is held out unless --test is given")
-    ] = None,
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            help="text to fit to, or self: sampled from the model; several are mixed. Without --test a "
+            "text's last tenth is held out",
+        ),
+    ] = (),
     test: Annotated[Path | None, Parameter(help="text to measure on")] = None,
+    length: Annotated[
+        int | None, Parameter(help="tokens of a window of these texts; 1024, or all the model reads")
+    ] = None,
     allow_loss: Annotated[
         bool, Parameter(negative="", help="write the result even if it is not exact")
     ] = False,
@@ -125,6 +133,7 @@ def convert(
         method=method,
         calibration=calibration,
         test=test,
+        length=length,
         measured_ranks=measured_ranks,
         max_loss=max_loss,
         allow_loss=allow_loss,

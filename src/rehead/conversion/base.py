@@ -36,19 +36,29 @@ class Evidence:
     """What a text showed of one layer: second moments, summed in float64 over its tokens.
 
     `inputs` is E[x x^T] of x, what the keys and values are made from, with a constant 1 as its last
-    number, which biases multiply. `outputs` is E[g g^T] of the loss's
-    gradient with respect to the stacked keys and values: how much an error in each of them matters.
+    number, which biases multiply. `pair` is that of `rehead.conversion.pair`, of x without the constant
+    and of the loss's gradient g with respect to the stacked keys and values: how much an error in each
+    of them matters, and on which inputs.
     """
 
     inputs: Float64[Tensor, "C C"] | None = None
-    outputs: Float64[Tensor, "N N"] | None = None
+    pair: tuple[Float64[Tensor, "D D"], Float64[Tensor, "N N"]] | None = None
 
-    def second_moment(self, name: str) -> Float64[Tensor, "N N"]:
-        """`inputs` without the constant, or `outputs`. Raises ConfigError where no text was given."""
-        moment = getattr(self, name)
-        if moment is None:
+    def weighing(self, needs: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
+        """The moments of inputs and outputs by which a method weighs an error; None where all count alike.
+
+        Raises ConfigError where no text was given.
+        """
+        missing = [name for name in needs if getattr(self, name) is None]
+        if missing:
             raise ConfigError("this method reads a text. Give a calibration text, or use method=svd.")
-        return moment[:-1, :-1] if name == "inputs" else moment
+        if "pair" in needs:
+            assert self.pair is not None
+            return self.pair
+        if "inputs" in needs:
+            assert self.inputs is not None
+            return self.inputs[:-1, :-1], None
+        return None, None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from rehead.checkpoint.shards import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.moments import attentions
-from rehead.data import Ids
+from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError, InvalidInput
 from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
@@ -32,22 +32,27 @@ NOTHING = 1e-20
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text by its tokens: how many, the sha256 of their ids, and how many of them were read."""
+    """A text by its name and tokens: how many, the sha256 of their ids, and how many of them were read.
 
+    `name` is that of the file or folder, `self` of text sampled from the model, `ids` where Python gave ids.
+    """
+
+    name: str
     tokens: int
     sha256: str
     read: int
 
     @classmethod
-    def of(cls, ids: Ids, limit: int) -> "Text":
+    def of(cls, passage: Passage, limit: int) -> "Text":
         """Of a text of which at most `limit` tokens are read, spread over it."""
+        ids = passage.ids
         digest = hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
-        return cls(tokens=len(ids), sha256=digest, read=min(limit, len(ids)))
+        return cls(name=passage.name, tokens=len(ids), sha256=digest, read=min(limit, len(ids)))
 
 
-def require_different(calibration: Text | None, test: Text | None) -> None:
-    """Refuse to measure a conversion on the text it was fitted to."""
-    if calibration is not None and test is not None and calibration.sha256 == test.sha256:
+def require_different(calibration: Sequence[Text], test: Text | None) -> None:
+    """Refuse to measure a conversion on a text it was fitted to."""
+    if test is not None and test.sha256 in [text.sha256 for text in calibration]:
         raise ConfigError(
             "calibration and test text are the same: the loss would look better than it is. Give another text to "
             "test on."
@@ -78,7 +83,9 @@ class Certificate:
     `exact` is True where every step is exact by its promise, or changed no weight of the keys and
     values beyond rounding. `logits` are compared as in `rehead.measure.fidelity`, on the `test` text or,
     without one, on random tokens; `loss` is in nats per token of the test text. Pairs are before and
-    after.
+    after. `calibration` is what approximations were fitted to, in windows of `length` tokens like the
+    test; `held_out` is True where the test text is a part held out of what the model was fitted or healed
+    to, and so of its kind.
     """
 
     format: str = FORMAT
@@ -91,8 +98,10 @@ class Certificate:
     kv_bytes_per_token: list[int]
     parameters: list[int]
     dtype: str
-    calibration: Text | None
+    calibration: list[Text]
     test: Text | None
+    held_out: bool
+    length: int
     seed: int
     environment: dict[str, str | int]
     healing: list[dict[str, Any]] = field(default_factory=list)
@@ -104,10 +113,12 @@ class Certificate:
         path = folder / CERTIFICATE
         try:
             table = strict_json(path, LARGEST)
-            texts = {
-                name: None if table[name] is None else Text(**table[name]) for name in ("calibration", "test")
+            parts = {
+                "layers": [Layer(**layer) for layer in table["layers"]],
+                "calibration": [Text(**text) for text in table["calibration"]],
+                "test": None if table["test"] is None else Text(**table["test"]),
             }
-            return cls(**table | texts | {"layers": [Layer(**layer) for layer in table["layers"]]})
+            return cls(**table | parts)
         except (ValueError, TypeError, KeyError) as error:  # InvalidInput is a ValueError
             raise InvalidInput(f"{path} is no certificate of a conversion ({error}).") from error
 
@@ -151,8 +162,10 @@ def certify(
     outcomes: Sequence[Outcome],
     blocks: Sequence[tuple[Tensor, Tensor]],
     *,
-    calibration: Text | None,
+    calibration: Sequence[Text],
     test: Text | None,
+    held_out: bool,
+    length: int,
     seed: int,
 ) -> Certificate:
     """The certificate of `result`; `blocks` are of the test text, or random."""
@@ -186,8 +199,10 @@ def certify(
         kv_bytes_per_token=[kv_bytes_per_token(config, dtype) for config in (before, after)],
         parameters=[parameters(config) for config in (before, after)],
         dtype=str(dtype).removeprefix("torch."),
-        calibration=calibration,
+        calibration=list(calibration),
         test=test,
+        held_out=held_out,
+        length=length,
         seed=seed,
         environment=environment(),
         compared_on=RANDOM if test is None else "text",

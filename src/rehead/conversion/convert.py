@@ -21,16 +21,17 @@ from rehead.conversion.certificate import Certificate, Outcome, Text, certify, r
 from rehead.conversion.moments import attentions, gather
 from rehead.conversion.path import path
 from rehead.conversion.target import Wish
+from rehead.conversion.texts import Passage, passage, passages
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.errors import ConfigError, NumericError
 from rehead.model import LanguageModel, skeleton
 from rehead.registry import nearest
 
-CALIBRATION_TOKENS = 32_768
+CALIBRATION_TOKENS = 49_152
 TEST_TOKENS = 65_536
-"""At most; blocks are spread evenly over the text."""
-LONGEST_BLOCK = 2048
-"""However far the model reads."""
+"""At most, of all texts together; windows are spread evenly over each."""
+WINDOW = 1024
+"""Tokens a text is read in, where the model reads more and nothing else is wished."""
 BATCH_TOKENS, BATCH_LOGITS = 4096, 2**27
 RANDOM_BLOCKS = 4
 FEW = 2**22
@@ -44,8 +45,9 @@ def convert(
     to: str | AttentionConfig | Sequence[AttentionConfig] | GPTConfig,
     *,
     method: str | None = None,
-    calibration: Ids | None = None,
-    test: Ids | None = None,
+    calibration: Ids | Tensor | Sequence[Any] | str | None = None,
+    test: Ids | Tensor | Sequence[int] | None = None,
+    length: int | None = None,
     seed: int = 0,
     scratch: Path | None = None,
     **wish: Any,
@@ -55,59 +57,72 @@ def convert(
     `to` is a config for all layers, one per layer, a model config, or a name: mha, gqa, mqa, mla or
     reduced, with the fields of `Wish` (`n_kv_head`, `kv_rank`, `kv_fraction`, `head_map`,
     `rope_layout`) beside it. `calibration` and `test` are token ids (N,); approximations fit themselves to
-    the first, the certificate measures on the second (without it, logits on random tokens). `method` is
+    the first, the certificate measures on the second (without it, logits on random tokens). Instead of
+    ids, `calibration` may be "self", a text sampled from the model, or a list of texts, read in equal
+    shares. Both are read in windows of `length` tokens, 1,024 unless the model reads fewer. `method` is
     one of `rehead.conversion.methods()`; without it the best that has what it needs. In a folder
     `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
-    calibration, test = (None if ids is None else np.asarray(ids) for ids in (calibration, test))
-    limits = ((calibration, CALIBRATION_TOKENS), (test, TEST_TOKENS))
+    require_seed(seed)
+    config, window = require_heads(model), block_length(model.config, length)
+    texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed)
+    converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
+    measured = None if test is None else passage(test, model)
+    return converter.convert(_targets(config, to, wish), measured)
+
+
+def require_seed(seed: int) -> None:
+    """Refuse what seeds no generator."""
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed}. Use 0 up to {2**63 - 1}.")
-    texts = [None if ids is None else Text.of(ids, limit) for ids, limit in limits]
-    require_different(*texts)
-    converter = Converter(model, method, calibration, scratch)
-    shared, outcomes = converter.follow(_targets(converter.config, to, wish))
-    measured = random_blocks(converter.config, seed) if test is None else blocks_of(model, test, TEST_TOKENS)
-    result = copy.deepcopy(shared)
-    fitted = texts[0] if any(method for outcome in outcomes for method in outcome.methods) else None
-    certificate = certify(model, result, outcomes, measured, calibration=fitted, test=texts[1], seed=seed)
-    return result, certificate
 
 
 def require_heads(model: LanguageModel) -> GPTConfig:
-    """The config of a model with attention and finite weights."""
+    """The config of a model with attention."""
     if not isinstance(model.config, GPTConfig):
         raise ConfigError(
             f"a model of type {model.config.model_type} has no heads to convert: only a gpt does."
         )
+    return model.config
+
+
+def _require_finite(model: LanguageModel) -> None:
     for name, weight in model.named_parameters():
         if not _finite(made(weight)):
             raise NumericError(
                 f"{name} holds NaN or infinity: this model is damaged. Go back to one that is not."
             )
-    return model.config
 
 
-def blocks_of(model: LanguageModel, ids: Ids, limit: int = CALIBRATION_TOKENS) -> list[Batch]:
-    """Blocks as long as the model reads, at most `limit` tokens spread over a text."""
+def blocks_of(
+    model: LanguageModel, ids: Ids, limit: int = CALIBRATION_TOKENS, length: int | None = None
+) -> list[Batch]:
+    """Blocks of `length`, by default as in `block_length`, at most `limit` tokens spread over a text."""
     require_vocabulary(ids, model.config.vocab_size)
-    length = block_length(model.config)
+    length = block_length(model.config, length)
     most = min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocab_size)
     return list(evaluation_blocks(ids, length, max(1, most // length), max(1, limit // length)))
 
 
-def block_length(config: ModelConfig) -> int:
-    """Tokens read at once."""
-    return min(config.block_size, LONGEST_BLOCK)
+def block_length(config: ModelConfig, wished: int | None = None) -> int:
+    """Tokens read at once. Raises ConfigError for more than the model reads."""
+    if wished is None:
+        return min(config.block_size, WINDOW)
+    if not 1 <= wished <= config.block_size:
+        raise ConfigError(
+            f"length={wished}: tokens of a window, of which the model reads {config.block_size} at most. "
+            f"Use 1 to {config.block_size}."
+        )
+    return wished
 
 
-def random_blocks(config: GPTConfig, seed: int) -> list[Batch]:
+def random_blocks(config: GPTConfig, seed: int, length: int | None = None) -> list[Batch]:
     """Tokens without meaning, for a model without a text."""
-    length = block_length(config)
+    length = block_length(config, length)
     ids = np.random.default_rng(seed).integers(config.vocab_size, size=RANDOM_BLOCKS * length + 1)
-    return list(evaluation_blocks(ids, length, 1 if length == LONGEST_BLOCK else RANDOM_BLOCKS))
+    return list(evaluation_blocks(ids, length, 1 if length >= WINDOW else RANDOM_BLOCKS))
 
 
 def _finite(weight: Tensor) -> bool:
@@ -152,19 +167,60 @@ def _targets(
 
 
 class Converter:
-    """A model on its way to others. What the text shows of it is gathered once."""
+    """A model on its way to others. Its weights are looked over once, and what texts show of it gathered once."""
 
     def __init__(
         self,
         model: LanguageModel,
         method: str | None = None,
-        calibration: Ids | None = None,
+        calibration: Sequence[Passage] = (),
+        *,
+        length: int | None = None,
+        seed: int = 0,
         scratch: Path | None = None,
     ) -> None:
         self.model, self.method, self.scratch = model, method, scratch
+        self.calibration, self.seed = calibration, seed
         self.config = require_heads(model)
-        self.blocks = None if calibration is None else blocks_of(model, calibration)
+        self.length = block_length(self.config, length)
+        _require_finite(model)
+        self.blocks = self.read(CALIBRATION_TOKENS)
         self._evidence: dict[bool, list[Evidence]] = {}
+
+    def read(self, limit: int) -> list[Batch]:
+        """Equal shares of all calibration texts, at most `limit` tokens together."""
+        share = limit // max(1, len(self.calibration))
+        parts = [blocks_of(self.model, text.ids, share, self.length) for text in self.calibration]
+        return [block for part in parts for block in part]
+
+    def convert(
+        self, targets: Sequence[AttentionConfig], test: Passage | None = None, *, held_out: bool = False
+    ) -> tuple[LanguageModel, Certificate]:
+        """The model with `targets` for attentions, and its certificate: on `test`, or on random tokens.
+
+        `held_out` says that `test` is a part of a text of the calibration's.
+        """
+        share = CALIBRATION_TOKENS // max(1, len(self.calibration))
+        calibration = [Text.of(text, share) for text in self.calibration]
+        measured = None if test is None else Text.of(test, TEST_TOKENS)
+        require_different(calibration, measured)
+        shared, outcomes = self.follow(targets)
+        blocks = random_blocks(self.config, self.seed, self.length)
+        if test is not None:
+            blocks = blocks_of(self.model, test.ids, TEST_TOKENS, self.length)
+        fitted = any(method for outcome in outcomes for method in outcome.methods)
+        result = copy.deepcopy(shared)
+        return result, certify(
+            self.model,
+            result,
+            outcomes,
+            blocks,
+            calibration=calibration if fitted else [],
+            test=measured,
+            held_out=held_out,
+            length=self.length,
+            seed=self.seed,
+        )
 
     def follow(self, targets: Sequence[AttentionConfig]) -> tuple[LanguageModel, list[Outcome]]:
         """The model with `targets` for attentions, sharing all other weights with the source.
@@ -188,15 +244,13 @@ class Converter:
         outcomes = [Outcome(steps=steps, methods=[], converted=[]) for steps in paths]
         for turn in range(max(map(len, paths))):
             at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
-            chosen = {
-                i: step.method(self.method, calibrated=self.blocks is not None) for i, step in at.items()
-            }
+            chosen = {i: step.method(self.method, calibrated=bool(self.blocks)) for i, step in at.items()}
             needs = {
                 need for i, step in at.items() if chosen[i] for need in step.conversion.methods[chosen[i]]
             }
             seen = [Evidence()] * len(layers)
             if any(chosen.values()):
-                seen = self._gather(layers, turn, gradients="outputs" in needs)
+                seen = self._gather(layers, turn, gradients="pair" in needs)
             for index, step in at.items():
                 done = self._take(step, layers[index][1], seen[index], chosen[index])
                 if step is paths[index][-1]:
@@ -217,13 +271,16 @@ class Converter:
         return replace(done, weights={name: shards.deferred(name) for name in shards.entries})
 
     def _gather(self, layers: Layers, turn: int, *, gradients: bool) -> list[Evidence]:
-        if self.blocks is None:
+        if not self.blocks:
             return [Evidence()] * len(layers)
         if turn > 0:
-            return gather(with_layers(self.model, layers), self.blocks, gradients=gradients)
+            return self._seen(with_layers(self.model, layers), gradients)
         if gradients not in self._evidence:
-            self._evidence[gradients] = gather(self.model, self.blocks, gradients=gradients)
+            self._evidence[gradients] = self._seen(self.model, gradients)
         return self._evidence[gradients]
+
+    def _seen(self, model: LanguageModel, gradients: bool) -> list[Evidence]:
+        return gather(model, self.blocks, gradients=gradients, seed=self.seed, scratch=self.scratch)
 
 
 def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:

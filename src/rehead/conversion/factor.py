@@ -4,6 +4,7 @@ Arrays may be NumPy's or torch's; what comes back is of the same kind.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -31,8 +32,9 @@ class Factors(NamedTuple):
     @property
     def lost(self) -> float:
         """The share of the energy in the directions that were cut off."""
-        total = float(self.energy.sum())
-        return float(self.energy[self.down.shape[0] :].sum()) / total if total else 0.0
+        energy = self.energy.tolist()  # summed exactly: NumPy and torch round sums in ways of their own
+        total = math.fsum(energy)
+        return math.fsum(energy[self.down.shape[0] :]) / total if total else 0.0
 
 
 def either(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,36 +2,21 @@
 
 import os
 import tempfile
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, native, publish, read_at, stock
-from rehead.checkpoint.find import is_run
 from rehead.config import ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate
-from rehead.conversion.convert import Converter, block_length, convert
+from rehead.conversion.convert import Converter, block_length, require_heads, require_seed
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation
+from rehead.conversion.reading import Reader
 from rehead.conversion.target import Wish
-from rehead.data import TOKENS, Ids, Source, read_ids, source_of, split, tokenize
-from rehead.errors import InvalidInput, ReheadError, UsageError
-from rehead.model import LanguageModel
+from rehead.errors import UsageError
 from rehead.model.allocator import return_freed_memory
 from rehead.tokenizer import Tokenizer
-
-HELD_OUT = 0.1
-"""Of a calibration text, at its end, to measure on where no test text is given."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Texts:
-    """What to fit to and what to measure on; either may be missing."""
-
-    calibration: Ids | None = None
-    test: Ids | None = None
 
 
 def convert_folder(
@@ -40,8 +25,9 @@ def convert_folder(
     wish: Wish,
     *,
     method: str | None = None,
-    calibration: Path | None = None,
+    calibration: Sequence[str | Path] = (),
     test: Path | None = None,
+    length: int | None = None,
     measured_ranks: bool = False,
     max_loss: float | None = None,
     allow_loss: bool = False,
@@ -49,11 +35,13 @@ def convert_folder(
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
-    Without texts, a run folder's own is used: its training part to fit to, its validation part to
-    measure on. Raises UsageError for a lossy result without `allow_loss`, with the loss it would have;
-    then, as after any failure, nothing is left at `destination`.
+    Each `calibration` is a file, a folder, or `self`, a text sampled from the model. Without texts, a run
+    folder's own is used: its training part to fit to, its validation part to measure on. Raises
+    UsageError for a lossy result without `allow_loss`, with the loss it would have; then, as after any
+    failure, nothing is left at `destination`.
     """
     require_apart(source, destination)
+    require_seed(seed)
     return_freed_memory()
     with publish(destination) as aside:
         model, tokenizer, special = read_at(
@@ -62,18 +50,14 @@ def convert_folder(
         )
         with tempfile.TemporaryDirectory(dir=aside) as folder:
             scratch = Path(folder)
-            texts = _texts(source, model, tokenizer, calibration, test, scratch)
-            converter = Converter(model, method, texts.calibration, scratch)
-            to = _layers(converter, wish, texts, measured_ranks, max_loss)
-            result, certificate = convert(
-                model,
-                to,
-                method=method,
-                calibration=texts.calibration,
-                test=texts.test,
-                seed=seed,
-                scratch=scratch,
+            window = block_length(require_heads(model), length)
+            reader = Reader(
+                source=source, model=model, tokenizer=tokenizer, length=window, seed=seed, scratch=scratch
             )
+            texts = reader.texts(calibration, test)
+            converter = Converter(model, method, texts.calibration, length=window, seed=seed, scratch=scratch)
+            to = _layers(converter, wish, measured_ranks, max_loss)
+            result, certificate = converter.convert(to, texts.test, held_out=texts.held_out)
         if not (certificate.exact or allow_loss):
             raise UsageError(_refusal(certificate, can_read=tokenizer is not None))
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
@@ -106,75 +90,17 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
     return Tokenizer.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
 
 
-def _texts(
-    source: Path,
-    model: LanguageModel,
-    tokenizer: Tokenizer | None,
-    calibration: Path | None,
-    test: Path | None,
-    scratch: Path,
-) -> Texts:
-    if tokenizer is None:
-        if calibration or test:
-            raise InvalidInput(
-                f"{source} has no tokenizer.json: its texts cannot be read. Leave the texts out."
-            )
-        return Texts()
-
-    def ids(text: Source, name: str) -> Ids:
-        try:
-            return tokenize(text, tokenizer, scratch / name).ids
-        except InvalidInput as error:
-            raise InvalidInput(f"the {name} text: {error}") from error
-
-    if calibration is None and test is None:
-        return _own_texts(source, model, tokenizer, ids)
-    held = None if test is None else ids(Source(path=test), "test")
-    if calibration is None:
-        return Texts(calibration=_own_texts(source, model, tokenizer, ids).calibration, test=held)
-    fitted = ids(Source(path=calibration), "calibration")
-    if held is not None:
-        return Texts(calibration=fitted, test=held)
-    try:
-        parts = split(fitted, block_length(model.config), HELD_OUT)
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"{calibration} is too short to hold a tenth of it back to measure on: give a longer one, or --test TEXT."
-        ) from error
-    return Texts(calibration=parts.train, test=parts.val)
-
-
-def _own_texts(
-    source: Path, model: LanguageModel, tokenizer: Tokenizer, ids: Callable[[Source, str], Ids]
-) -> Texts:
-    """The two parts of the text a run was trained on: the tokens it keeps, wherever the text is now."""
-    config = source / "config.yaml"
-    if not is_run(source):
-        return Texts()
-    try:
-        data = flags.read([], (config,)).data
-        kept = source / TOKENS
-        read = read_ids(kept, tokenizer) if kept.exists() else ids(source_of(data), "text")
-        parts = split(read, block_length(model.config), data.val_fraction)
-    except ReheadError as error:
-        warnings.warn(
-            f"the run's own text cannot be read, so nothing is measured on it: {error}", stacklevel=2
-        )
-        return Texts()
-    return Texts(calibration=parts.train, test=parts.val if len(parts.val) else None)
-
-
 def _layers(
-    converter: Converter, wish: Wish, texts: Texts, measured: bool, max_loss: float | None
+    converter: Converter, wish: Wish, measured: bool, max_loss: float | None
 ) -> Sequence[AttentionConfig]:
     """The attention wished for each layer: all alike, or each with a rank of its own."""
     if not measured and max_loss is None:
         return [wish.target(layer, converter.config.n_embd) for layer in converter.config.attention]
-    if texts.calibration is None:
+    if not converter.calibration:
         raise UsageError("ranks are measured on a text: give --calibration TEXT.")
     if wish.to != "mla" or wish.kv_rank is not None or (wish.kv_fraction is None) == (max_loss is None):
         raise UsageError("ranks are measured for --to mla with either --kv-fraction or --max-loss.")
-    allocation = Allocation(converter, texts.calibration, wish.n_kv_head)
+    allocation = Allocation(converter, wish.n_kv_head)
     if max_loss is not None:
         return allocation.at_loss(max_loss)
     assert wish.kv_fraction is not None

@@ -36,8 +36,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
 
     [W_K; W_V] is factored as one matrix, so keys and values share the latent. Exact from the rank of
     that stack on, K (E + V) or the model's width, whichever is less (A11, E5). With rope the rebuilt
-    keys are rotated where they are read, so no rotation is lost. `weighted` keeps what moves the loss
-    (by the gradients on a text), `whitened` what varies on a text, `svd` what is large in the weights.
+    keys are rotated where they are read, so no rotation is lost. `weighted` keeps what moves the predictions
+    (by their gradients on a text), `whitened` what varies on a text, `svd` what is large in the weights.
     """
 
     takes = GroupedConfig
@@ -46,7 +46,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         "The cache shrinks to R numbers a token. With rope every step rebuilds the keys and values of the whole "
         "past, R times K (E + V) multiplications a token and layer: it saves memory, not time."
     )
-    methods = {"weighted": ("inputs", "outputs"), "whitened": ("inputs",), "svd": ()}  # noqa: RUF012
+    methods = {"weighted": ("pair",), "whitened": ("inputs",), "svd": ()}  # noqa: RUF012
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """The latent of the target's rank, from heads that lie together."""
@@ -81,13 +81,11 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         self, weights: Weights, source: GroupedConfig, result: LatentConfig, evidence: Evidence, method: str
     ) -> Converted:
         """Factor the stack; biases of keys and values are added after the expansion."""
-        needs = self.methods.get(method, ())
         stack = torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]])
         factors = factor(
             stack,
             result.kv_lora_rank,
-            evidence.second_moment("inputs") if "inputs" in needs else None,
-            evidence.second_moment("outputs") if "outputs" in needs else None,
+            *evidence.weighing(self.methods.get(method, ())),
         )
         made = {name: weight for name, weight in weights.items() if name[0] in "qo"}
         made["kv_a_proj_with_mqa.weight"] = factors.down

@@ -1,16 +1,25 @@
-"""What a text shows of each layer, streamed: second moments in float64, never the activations."""
+"""What a text shows of each layer: second moments in float64; activations are kept on disk, if at all."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rehead.attention import Attention, GroupedAttention
+from rehead.checkpoint.deferred import made
 from rehead.conversion.base import Evidence
+from rehead.conversion.pair import Kept, kronecker_pair
 from rehead.data import IGNORE
 from rehead.model import LanguageModel, evaluating
+from rehead.sampling import draw, probabilities
+
+LOGITS = 2**23
+"""Numbers held at a time, of a large vocabulary."""
 
 
 class Moment:
@@ -38,45 +47,65 @@ def attentions(model: LanguageModel) -> list[Attention]:
 
 
 def gather(
-    model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]], *, gradients: bool
+    model: LanguageModel,
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    *,
+    gradients: bool,
+    seed: int = 0,
+    scratch: Path | None = None,
 ) -> list[Evidence]:
-    """The evidence of every layer over a text; that of `outputs` only with `gradients`.
+    """The evidence of every layer over a text; its `pair` only with `gradients`.
 
-    The gradient is that of the summed loss, so a key answers for every later token that reads it.
+    The gradient is that of the summed loss, so a key answers for every later token that reads it. Its
+    labels are drawn from the model's own predictions, seeded (the true Fisher information), not taken
+    from the text, which is an error the model made and no measure of what its outputs mean to it. Then x
+    and g are kept in files below `scratch` while the text is read: (C + N) numbers a token and layer.
     """
     layers = attentions(model)
-    inputs, outputs = [Moment() for _ in layers], [Moment() for _ in layers]
-    with _observing(model, gradients=gradients):
+    inputs = [Moment() for _ in layers]
+    noise = np.random.default_rng(seed)
+    with TemporaryDirectory(dir=scratch) as folder, _observing(model, gradients=gradients):
+        kept = [Kept(Path(folder) / f"{index}") for index in range(len(layers))]
         for ids, targets in blocks:
             counts = (targets != IGNORE).flatten()
             seen: list[Tensor] = []
             stacks: list[list[Tensor]] = []
             with _watching(layers, seen, stacks):
                 hidden = model.hidden(ids.to(model.device))
-            for moment, x in zip(inputs, seen, strict=True):
-                rows = x.flatten(0, 1)[counts]
-                moment.add(torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))
+            rows = [x.flatten(0, 1)[counts] for x in seen]
+            for moment, x in zip(inputs, rows, strict=True):
+                moment.add(torch.cat([x, x.new_ones(len(x), 1)], dim=1))
             if not gradients:
                 continue
-            logits = model.head(hidden)
-            exact = torch.promote_types(logits.dtype, torch.float32)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).to(exact), targets.to(model.device).flatten(), reduction="sum"
-            )
-            found = iter(torch.autograd.grad(loss, [part for stack in stacks for part in stack]))
-            for moment, stack in zip(outputs, stacks, strict=True):
+            pull = _pull(model, hidden.detach(), counts, torch.from_numpy(noise.random(len(counts))))
+            parts = [part for stack in stacks for part in stack]
+            found = iter(torch.autograd.grad(hidden, parts, pull))
+            for file, x, stack in zip(kept, rows, stacks, strict=True):
                 if stack:
-                    moment.add(torch.cat([next(found) for _ in stack], dim=2).flatten(0, 1)[counts])
-    return [
-        Evidence(inputs=one.mean(), outputs=other.mean()) for one, other in zip(inputs, outputs, strict=True)
-    ]
+                    file.add(x, torch.cat([next(found) for _ in stack], dim=2).flatten(0, 1)[counts])
+        return [
+            Evidence(inputs=one.mean(), pair=kronecker_pair(file) if file.width else None)
+            for one, file in zip(inputs, kept, strict=True)
+        ]
+
+
+@torch.no_grad()
+def _pull(model: LanguageModel, hidden: Tensor, counts: Tensor, noise: Tensor) -> Tensor:
+    """The gradient of the loss with respect to `hidden` (B, L, D), for labels drawn by `noise` (B L,)."""
+    pull = torch.zeros_like(hidden).flatten(0, 1)
+    flat, weight = hidden.flatten(0, 1), made(model.head.weight)
+    for at in counts.nonzero()[:, 0].split(max(1, LOGITS // len(weight))):
+        likely = probabilities(model.head(flat[at]))
+        label = draw(likely, noise[at].to(likely.device))
+        pull[at] = (likely - F.one_hot(label, len(weight))).to(weight.dtype) @ weight
+    return pull.view_as(hidden)
 
 
 @contextmanager
 def _observing(model: LanguageModel, *, gradients: bool) -> Iterator[None]:
-    """Without dropout, and with gradients or without, whatever was set before."""
+    """Without dropout, with gradients or without, of no weight, whatever was set before."""
     needed = [weight.requires_grad for weight in model.parameters()]
-    model.requires_grad_(gradients)
+    model.requires_grad_(requires_grad=False)
     try:
         with evaluating(model), torch.set_grad_enabled(gradients):
             yield
@@ -103,4 +132,9 @@ def _watching(layers: list[Attention], seen: list[Tensor], stacks: list[list[Ten
 
 
 def _note(part: nn.Module, stack: list[Tensor]) -> torch.utils.hooks.RemovableHandle:
-    return part.register_forward_hook(lambda _, args, output: stack.append(output))
+    def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            output.requires_grad_()
+        stack.append(output)
+
+    return part.register_forward_hook(hook)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from rehead.conversion.certificate import Certificate, Layer
+from rehead.conversion.certificate import Certificate, Layer, Text
+from rehead.conversion.texts import SELF
 
 PAGE = "CONVERSION.md"
 
@@ -58,10 +59,22 @@ def _figures(certificate: Certificate) -> list[tuple[str, str, str]]:
 def _measured(certificate: Certificate) -> str:
     if certificate.test is None:
         return "Compared on random tokens, since no text was given."
-    return (
-        f"Compared on {certificate.logits['tokens']:,} tokens of a text that was not fitted to "
-        f"(sha256 of its ids {certificate.test.sha256[:12]}...)."
+    text = (
+        f"Compared on {certificate.logits['tokens']:,} tokens that were not fitted to, of {_named(certificate.test)}, "
+        f"in windows of {certificate.length:,}."
     )
+    if certificate.held_out:
+        text += (
+            " It is held out of what was fitted to, so of its kind: on other kinds of text more may be lost."
+        )
+    return text
+
+
+def _named(text: Text) -> str:
+    name = text.name
+    if name == SELF:
+        name = "self (sampled from the source, at temperature 1, each window after a random token)"
+    return f"{name} (sha256 of its ids {text.sha256[:12]}...)"
 
 
 def _logits(certificate: Certificate) -> list[tuple[str, str]]:
@@ -98,10 +111,8 @@ def _healing(certificate: Certificate) -> list[tuple[str, ...]]:
 
 def _where(certificate: Certificate) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
-    text = certificate.calibration
-    fitted = "no text"
-    if text is not None:
-        fitted = (
-            f"{text.read:,} of the {text.tokens:,} tokens of a text (sha256 of its ids {text.sha256[:12]}...)"
-        )
+    texts = [
+        f"{text.read:,} of the {text.tokens:,} tokens of {_named(text)}" for text in certificate.calibration
+    ]
+    fitted = f"{', and '.join(texts)}, in windows of {certificate.length:,}" if texts else "no text"
     return f"Fitted to {fitted}; seed {certificate.seed}; weights in {certificate.dtype}; {facts}."

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rehead.attention import AttentionConfig, LatentConfig
-from rehead.conversion.convert import Converter, blocks_of
+from rehead.conversion.convert import Converter
 from rehead.conversion.target import Wish
-from rehead.data import Batch, Ids
+from rehead.data import Batch
 from rehead.errors import ConfigError
 from rehead.measure.fidelity import Comparison, compare
 
@@ -18,12 +18,12 @@ PROBE_TOKENS = 8_192
 class Allocation:
     """How much every layer of a model suffers at every rank, measured once.
 
-    A layer's damage is the KL to the source where that layer alone is converted, on the text.
+    A layer's damage is the KL to the source where that layer alone is converted, on the calibration texts.
     """
 
-    def __init__(self, converter: Converter, text: Ids, n_kv_head: int | None = None) -> None:
+    def __init__(self, converter: Converter, n_kv_head: int | None = None) -> None:
         self.converter, self.config = converter, converter.config
-        self.probe: list[Batch] = blocks_of(converter.model, text, PROBE_TOKENS)
+        self.probe: list[Batch] = converter.read(PROBE_TOKENS)
         wish = Wish(to="mla", n_kv_head=n_kv_head)
         self.grids = [_grid(wish.target(layer, self.config.n_embd)) for layer in self.config.attention]
         self.damages = [

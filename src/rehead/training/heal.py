@@ -12,6 +12,7 @@ from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.convert import TEST_TOKENS, blocks_of
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
+from rehead.conversion.texts import Passage
 from rehead.data import Ids
 from rehead.errors import ConfigError, InvalidInput
 from rehead.measure.fidelity import compare
@@ -94,8 +95,8 @@ def healed_files(
         before = read_at(Path(options.model.folder), Certificate.read)
     except InvalidInput:
         return {}
-    test = Text.of(held_out, TEST_TOKENS)
-    logits = asdict(compare(teacher, model, blocks_of(model, held_out, TEST_TOKENS)))
+    test = Text.of(Passage(name="validation part of the run's text", ids=held_out), TEST_TOKENS)
+    logits = asdict(compare(teacher, model, blocks_of(model, held_out, TEST_TOKENS, before.length)))
     losses = list(logits.pop("losses"))
     alike = before.test is not None and before.test.sha256 == test.sha256
     entry = {
@@ -114,6 +115,7 @@ def healed_files(
         logits=logits,
         loss=losses,
         test=test,
+        held_out=True,
         exact=False,
         compared_on="text",
         healing=[*before.healing, entry],

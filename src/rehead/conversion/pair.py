@@ -1,0 +1,83 @@
+"""What an error costs: the best product of two second moments, one of outputs and one of inputs.
+
+An error E in the weights that make keys and values costs E[(g^T E x)^2] to second order, with x the
+input of a token and g the gradient of its loss. That is a moment of g and x together, N C x N C, too
+large to hold. Its nearest Kronecker product P (x) C is two matrices, of which `factor` knows the
+optimum. E[g g^T] and E[x x^T] taken apart are not that pair: in a trained model the first token of a
+text has huge inputs and its own gradients, and taken apart each spreads over all tokens.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from rehead.data.files import resource
+
+ROUNDS = 4
+SHRINKAGE = 1e-2
+"""Of the mean variance, added to all directions: a text is too short to tell which are never needed."""
+TOGETHER = 4096
+"""Tokens read from disk at once."""
+
+
+class Kept:
+    """x and g of every token in a file, in the model's own dtype: more than the memory may hold."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.width = 0
+
+    def add(self, inputs: Float[Tensor, "N C"], gradients: Float[Tensor, "N M"]) -> None:
+        """Append tokens."""
+        rows = torch.cat([inputs, gradients.to(inputs.dtype)], dim=1).detach().cpu()
+        self.width, self.split, self.dtype = rows.shape[1], inputs.shape[1], rows.dtype
+        what = f"cannot keep the text's activations in {str(self.file)!r}"
+        with resource(what, "free some space"), self.file.open("ab") as file:
+            file.write(rows.contiguous().view(torch.uint8).numpy().data)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """x and g of some tokens at a time, in float32 at least."""
+        size = self.width * self.dtype.itemsize
+        with self.file.open("rb") as file:
+            while part := file.read(TOGETHER * size):
+                rows = torch.frombuffer(bytearray(part), dtype=self.dtype).view(-1, self.width)
+                rows = rows.to(torch.promote_types(self.dtype, torch.float32))
+                yield rows[:, : self.split], rows[:, self.split :]
+
+
+def kronecker_pair(
+    kept: Kept, rounds: int = ROUNDS, shrinkage: float = SHRINKAGE
+) -> tuple[Float64[Tensor, "C C"], Float64[Tensor, "M M"]]:
+    """C of the inputs and P of the outputs, P (x) C nearest to E[(g g^T) (x) (x x^T)], but for its size.
+
+    Power iteration on the rearranged moment, whose first singular vectors they are: C becomes
+    E[(g^T P g) x x^T], P becomes E[(x^T C x) g g^T] (Van Loan and Pitsianis 1993; as Fisher blocks: Koroko
+    et al. 2022, arXiv 2201.10285). Identities where the text moves nothing.
+    """
+    inputs, outputs = (torch.eye(part.shape[1], dtype=torch.float64) for part in next(iter(kept)))
+    for _ in range(rounds):
+        inputs = _normed(_weighed(((x, g) for x, g in kept), outputs))
+        outputs = _normed(_weighed(((g, x) for x, g in kept), inputs))
+    return _shrunk(inputs, shrinkage), _shrunk(outputs, shrinkage)
+
+
+def _weighed(pairs: Iterator[tuple[Tensor, Tensor]], moment: Float64[Tensor, "_ _"]) -> Tensor:
+    """The sum of (b^T moment b) a a^T over tokens (a, b)."""
+    total = torch.zeros(())
+    for a, b in pairs:
+        weight = ((b @ moment.to(b.dtype)) * b).sum(dim=1, keepdim=True)
+        total = total + ((weight * a).mT @ a).double()
+    return (total + total.mT) / 2
+
+
+def _normed(moment: Tensor) -> Tensor:
+    """Of norm 1, the identity in place of zeros."""
+    norm = moment.norm()
+    return torch.eye(len(moment), dtype=moment.dtype) if norm == 0 else moment / norm
+
+
+def _shrunk(moment: Tensor, shrinkage: float) -> Tensor:
+    return moment + shrinkage * moment.diagonal().mean() * torch.eye(len(moment), dtype=moment.dtype)

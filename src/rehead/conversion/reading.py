@@ -1,0 +1,115 @@
+"""The texts of a conversion from files, from a run, or from the model itself."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rehead.checkpoint.find import is_run
+from rehead.config import flags
+from rehead.conversion.convert import CALIBRATION_TOKENS
+from rehead.conversion.texts import SELF, Passage, sampled
+from rehead.data import TOKENS, Source, read_ids, source_of, split, tokenize
+from rehead.errors import InvalidInput, ReheadError
+from rehead.model import LanguageModel
+from rehead.tokenizer import Tokenizer
+
+HELD_OUT = 0.1
+"""Of each calibration text, at its end, to measure on where no test text is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What to fit to and what to measure on; either may be missing. `held_out`: the second is cut off the first."""
+
+    calibration: Sequence[Passage] = ()
+    test: Passage | None = None
+    held_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Makes ids of texts, for the model in the folder `source`, in windows of `length` tokens."""
+
+    source: Path
+    model: LanguageModel
+    tokenizer: Tokenizer | None
+    length: int
+    seed: int
+    scratch: Path
+
+    def texts(self, calibration: Sequence[str | Path], test: Path | None) -> Texts:
+        """Those that are named: files, folders, and `self`; a run's own text for what is left open."""
+        names = list(dict.fromkeys(map(str, calibration)))
+        files = [name for name in names if name != SELF]
+        if self.tokenizer is None and (files or test is not None):
+            raise InvalidInput(
+                f"{self.source} has no tokenizer.json: its texts cannot be read. Leave the texts out."
+            )
+        held = None if test is None else self._read(Source(path=test), "test", test.name)
+        if not names:
+            own = self._own()
+            return own if held is None else Texts(calibration=own.calibration, test=held)
+        share = CALIBRATION_TOKENS // len(names)
+        found = {name: self._read(Source(path=Path(name)), "calibration", Path(name).name) for name in files}
+        if len(files) < len(names):
+            found[SELF] = sampled(self.model, share, self.length, self.seed)
+        if held is not None:
+            return Texts(calibration=list(found.values()), test=held)
+        if files:
+            tails = []
+            for name in files:
+                found[name], tail = self._held_back(name, found[name])
+                tails.append(tail)
+            ids = tails[0].ids if len(tails) == 1 else np.concatenate([tail.ids for tail in tails])
+            held = Passage(name=" and ".join(tail.name for tail in tails), ids=ids)
+        else:
+            held = self._own().test
+            if held is not None:
+                return Texts(calibration=list(found.values()), test=held)
+            held = sampled(self.model, share // 10, self.length, self.seed + 1)
+        return Texts(calibration=list(found.values()), test=held, held_out=True)
+
+    def _read(self, text: Source, job: str, name: str) -> Passage:
+        assert self.tokenizer is not None
+        store = self.scratch / f"text-{len(list(self.scratch.iterdir()))}"
+        try:
+            return Passage(name=name, ids=tokenize(text, self.tokenizer, store).ids)
+        except InvalidInput as error:
+            raise InvalidInput(f"the {job} text: {error}") from error
+
+    def _held_back(self, path: str, text: Passage) -> tuple[Passage, Passage]:
+        """A calibration text without its last tenth, and that tenth."""
+        try:
+            parts = split(text.ids, self.length, HELD_OUT)
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"{path} is too short to hold a tenth of it back to measure on: give a longer one, or --test TEXT."
+            ) from error
+        return Passage(name=text.name, ids=parts.train), Passage(
+            name=f"the last tenth of {text.name}", ids=parts.val
+        )
+
+    def _own(self) -> Texts:
+        """The two parts of the text a run was trained on: the tokens it keeps, wherever the text is now."""
+        if self.tokenizer is None or not is_run(self.source):
+            return Texts()
+        try:
+            data = flags.read([], (self.source / "config.yaml",)).data
+            kept = self.source / TOKENS
+            whole = (
+                read_ids(kept, self.tokenizer)
+                if kept.exists()
+                else self._read(source_of(data), "run's", "").ids
+            )
+            parts = split(whole, self.length, data.val_fraction)
+        except ReheadError as error:
+            warnings.warn(
+                f"the run's own text cannot be read, so nothing is measured on it: {error}", stacklevel=2
+            )
+            return Texts()
+        fitted = Passage(name="training part of the run's text", ids=parts.train)
+        held = Passage(name="validation part of the run's text", ids=parts.val) if len(parts.val) else None
+        return Texts(calibration=[fitted], test=held, held_out=held is not None)

@@ -1,0 +1,80 @@
+"""The texts a conversion is fitted to: of files, of ids, or of the model itself."""
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+
+from rehead.checkpoint.deferred import made
+from rehead.data import Ids, require_vocabulary
+from rehead.errors import InvalidInput, UsageError
+from rehead.generation import stream
+from rehead.model import LanguageModel, skeleton
+
+SELF = "self"
+"""In place of a text: one sampled from the model itself."""
+TOGETHER = 16_384
+"""Tokens sampled side by side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """Token ids (N,) and what a certificate calls them."""
+
+    name: str
+    ids: Ids
+
+
+def passages(texts: Any, model: LanguageModel, tokens: int, length: int, seed: int) -> list[Passage]:
+    """What `rehead.convert` is given for `calibration`: None, ids, "self", or several of the last two."""
+    if texts is None:
+        return []
+    one = not isinstance(texts, list | tuple) or all(isinstance(text, Integral) for text in texts)
+    several = [texts] if one else texts
+    return [
+        sampled(model, tokens // len(several), length, seed)
+        if isinstance(text, str) and text == SELF
+        else passage(text, model)
+        for text in several
+    ]
+
+
+def passage(ids: Any, model: LanguageModel) -> Passage:
+    """Ids given in Python. Raises UsageError or InvalidInput for what are none."""
+    if isinstance(ids, str):
+        raise UsageError(f"calibration={ids!r}: give token ids, or 'self' for text sampled from the model.")
+    found = np.asarray(ids)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise InvalidInput(
+            f"a text of {found.dtype} and shape {found.shape}: token ids are whole numbers, (N,). Encode it with the "
+            "model's tokenizer."
+        )
+    require_vocabulary(found, model.config.vocab_size)
+    return Passage(name="ids", ids=found)
+
+
+def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passage:
+    """`tokens` of the model's own, at least a window of `length`: each starts with a random token, the rest
+    is drawn at temperature 1. The same seed gives the same text."""
+    count = max(1, tokens // length)
+    starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
+    seeds = np.random.SeedSequence(seed).generate_state(count, np.uint64).tolist()
+    model = _in_memory(model)
+    rows: list[torch.Tensor] = []
+    together = max(1, TOGETHER // length)
+    for at in range(0, count, together):
+        first = torch.from_numpy(starts[at : at + together])
+        rest = stream(model, list(first[:, None]), length - 1, seed=seeds[at : at + together])
+        rows.append(torch.stack([first, *(token.cpu() for token in rest)], dim=1))
+    return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy())
+
+
+def _in_memory(model: LanguageModel) -> LanguageModel:
+    """A model to decode with: every step reads all weights."""
+    state = {name: made(weight.detach()) for name, weight in model.state_dict().items()}
+    held = skeleton(model.config)
+    held.load_state_dict(state, assign=True)
+    held.tie()
+    return held.eval()
