@@ -145,7 +145,7 @@ def test_eval_shows_its_progress_on_a_terminal(model, monkeypatch):
 REFUSED = [
     (["trian"], 2, ["trian", "train"]),
     (["train", "model.nkv_head=3"], 2, ["nkv_head", "n_kv_head"]),
-    (["train", "--model.rope", "True"], 2, ["model.rope=True", "with a ="]),
+    (["train", "--model.rope", "True"], 2, ["model.rope has no value", "write model.rope=True, with a ="]),
     (["train", "model.n_kv_head=4"], 2, ["n_kv_head=4", "[1, 2, 3, 6]"]),
     (["train", "model.n_query_head=5"], 2, ["n_query_head=5", "192"]),
     (["train", "trainer.device=cuda:99"], 2, ["cuda", "cpu"]),

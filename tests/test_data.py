@@ -150,7 +150,10 @@ def test_a_blank_text_is_refused(content, tmp_path):
 
 def test_a_path_without_a_text_is_refused(tmp_path):
     for path, message in [
-        (tmp_path / "none.txt", r"no text at '.*none\.txt' \(.*No such file.*check data\.path"),
+        (
+            tmp_path / "none.txt",
+            r"no text at '.*none\.txt' \(.*No such file.*: give data\.path a file or folder that is there",
+        ),
         (tmp_path / "a\0b", r"no text at '.*a\\x00b' \(.*null"),
         (tmp_path / ("a" * 300), r"no text at .*too long"),
         (tmp_path / "line\nend", r"no text at '.*line\\nend'"),

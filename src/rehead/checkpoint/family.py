@@ -223,7 +223,8 @@ def write_rope(rope: RopeConfig | None, length: int) -> Table:
 def refuse(fields: dict[str, bool], architecture: str) -> None:
     """Raise ConfigError naming the fields that are true: those the class cannot say."""
     found = [name for name, bad in fields.items() if bad]
+    way = "Choose another --format, or change the attention with `rehead convert`."
+    if any(name.startswith(("norm", "mlp", "learned_positions", "scales")) for name in found):
+        way = "Conversions change the attention only: choose another --format, or train it with model.shape=llama."
     if found:
-        raise ConfigError(
-            f"{architecture} cannot say this model's {', '.join(found)}. Convert it first, or choose another format."
-        )
+        raise ConfigError(f"{architecture} cannot represent this model's {', '.join(found)}. {way}")

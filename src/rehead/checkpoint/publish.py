@@ -41,11 +41,12 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     new: list[Path] = []
     try:
+        require_folders(folder)
         _refuse_existing(folder, overwrite)
         new = [place for place in folder.parents if not place.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f"{ASIDE}{folder.name}-", dir=folder.parent))
-    except InvalidInput:
+    except (InvalidInput, ResourceError):
         raise
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         raise _resource(folder, error) from error
@@ -133,6 +134,13 @@ def sweep(parent: Path) -> None:
     """Remove what interrupted writers left in `parent`; only for its one writer to call."""
     for aside in parent.glob(f"{ASIDE}*"):
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def require_folders(path: Path) -> None:
+    """Refuse a path that leads through a file."""
+    for parent in path.parents:
+        if os.path.lexists(parent) and not parent.is_dir():
+            raise ResourceError(f"{path} cannot be made: {parent} is a file. Choose a place in a folder.")
 
 
 def _refuse_existing(folder: Path, overwrite: bool) -> None:

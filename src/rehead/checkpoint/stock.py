@@ -143,7 +143,7 @@ def special_ids(folder: Path) -> Table:
 
 
 def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
-    """The first of these families that can say all of a model. ConfigError says why none can."""
+    """The first of these families that can represent all of a model. ConfigError says why none can."""
     if not isinstance(config, GPTConfig):
         raise ConfigError(f"no stock class is a model of type {config.model_type}.")
     reason = ""
@@ -154,7 +154,9 @@ def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
             reason = str(error)
             continue
         return families[name]
-    raise ConfigError(reason if len(names) == 1 else f"None of {', '.join(names)} can say all of this model.")
+    raise ConfigError(
+        reason if len(names) == 1 else f"No format ({', '.join(names)}) can represent this model as it is."
+    )
 
 
 def _json(table: Table) -> str:

@@ -21,8 +21,8 @@ from rehead.registry import nearest
 
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|Storage size calculation")
 """How torch says it, which has no error class for it on every device."""
-LONGEST = 290
-"""Characters of an error; a longer one (its path, mostly) loses its middle."""
+LONGEST = 100
+"""Characters of a word in an error; a longer one, such as a path, loses its middle. No rule or list does."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,6 +131,10 @@ def _require_whole(argv: list[str]) -> None:
             raise UsageError(f"{name} {value or after}: expected a whole number.")
 
 
+def _short(word: str) -> str:
+    return word if len(word) <= LONGEST else f"{word[: LONGEST // 2]}...{word[-LONGEST // 2 :]}"
+
+
 def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
     warn(message)
 
@@ -138,8 +142,5 @@ def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
 def _fail(error: ReheadError, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    text = " ".join(str(error).split())
-    if len(text) > LONGEST:
-        text = f"{text[:180]} ... {text[-100:]}"
-    print(f"rehead: {text}", file=sys.stderr)
+    print(f"rehead: {' '.join(map(_short, str(error).split()))}", file=sys.stderr)
     return error.exit_code

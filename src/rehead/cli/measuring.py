@@ -30,6 +30,7 @@ def inspect(
         rehead inspect out/run --text "Hope is a waking dream" --compare "Hope is a waking dream and"
     """
     from rehead.checkpoint import load, read_at
+    from rehead.checkpoint.publish import require_folders
     from rehead.data.files import write_whole
     from rehead.measure import inspection
     from rehead.report.inspection import html as make_page
@@ -42,6 +43,7 @@ def inspect(
     change = None if compare is None else inspection.compare(*seen)
     document = inspection.document(seen, change, layer, head)
     if html is not None:
+        require_folders(html)
         write_whole(html, [make_page(f"Attention of {model.name}", seen, change, layer, head).encode()])
         document["html"] = str(html)
     if json:

@@ -116,7 +116,7 @@ def eval(
     chosen = choose_device(device)
     model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
     with tempfile.TemporaryDirectory() as scratch:
-        tokens = tokenize(Source(path=data), tokenizer, Path(scratch) / "tokens.bin")
+        tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
         require_vocabulary(tokens.ids, model.config.vocab_size)
         blocks = evaluation_blocks(tokens.ids, *blocks_of(model.config.block_size, length, batch_size))
         shown = advancing(blocks, len(tokens.ids) - 1, "eval", lambda batch: int((batch[1] != IGNORE).sum()))

@@ -45,7 +45,8 @@ def train(
     if print_config:
         say(asdict(options), reader.write(options).rstrip(), json)
         return
-    _train(options, json)
+    last = _train(options)
+    say(last, _ending(last), json)
 
 
 @app.command
@@ -68,10 +69,12 @@ def heal(
     from rehead.training.heal import heal_options
 
     options = heal_options(folder, teacher, list(flags))
-    _train(options, json)
+    last = _train(options)
     healed = resolve(Path(options.system.work_dir))
-    if not json and (healed / CERTIFICATE).exists():
-        present_certificate(Certificate.read(healed), healed)
+    certificate = Certificate.read(healed) if (healed / CERTIFICATE).exists() else None
+    say(last | {"certificate": None if certificate is None else asdict(certificate)}, _ending(last), json)
+    if not json and certificate is not None:
+        present_certificate(certificate, healed)
 
 
 @app.command
@@ -123,14 +126,17 @@ def study(
         present(document, place)
 
 
-def _train(options: "RunOptions", json: bool) -> None:
-    """Run to the end, watched."""
+def _train(options: "RunOptions") -> dict[str, Any]:
+    """Run to the end, watched; return the last record."""
     from rehead.report.progress import watch
     from rehead.training import train as run
 
     last: dict[str, Any] = {}
     for record in watch(run(options), options.trainer.max_iters):
         last = record if record.get("event") == "end" else last
+    return last
+
+
+def _ending(last: dict[str, Any]) -> str:
     kind = "validation" if "val_loss" in last else "training"
-    loss = last.get("val_loss", last["train_loss"])
-    say(last, f"done: {kind} loss {loss:.4f} nats per token", json)
+    return f"done: {kind} loss {last.get('val_loss', last['train_loss']):.4f} nats per token"

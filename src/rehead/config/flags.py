@@ -40,7 +40,7 @@ def read(
     for path in files:
         _lay(found, _yaml(path), str(path))
     for flag, key, text in _split(flags):
-        _set(found, key, _value(flag, key, text), flag, flag)
+        _set(found, key, _value(flag, key, text), f"{flag:.100}", f"{flag:.100}")
     return RunOptions(**{group: kind(**found[group]) for group, kind in GROUPS.items()})
 
 

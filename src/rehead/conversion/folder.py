@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,9 +37,9 @@ def convert_folder(
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
     Each `calibration` is a file, a folder, or `self`, a text sampled from the model. Without texts, a run
-    folder's own is used: its training part to fit to, its validation part to measure on. Raises
-    UsageError for a lossy result without `allow_loss`, with the loss it would have; then, as after any
-    failure, nothing is left at `destination`.
+    folder's own is used: its training part to fit to, its validation part to measure on. `max_loss`
+    accepts the loss it names. Raises UsageError for another lossy result without `allow_loss`, with the
+    loss it would have; then, as after any failure, nothing is left at `destination`.
     """
     require_apart(source, destination)
     require_seed(seed)
@@ -58,8 +59,10 @@ def convert_folder(
             converter = Converter(model, method, texts.calibration, length=window, seed=seed, scratch=scratch)
             to = _layers(converter, wish, measured_ranks, max_loss)
             result, certificate = converter.convert(to, texts.test, held_out=texts.held_out)
-        if not (certificate.exact or allow_loss):
+        if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(_refusal(certificate, can_read=tokenizer is not None))
+        if max_loss is not None and certificate.loss is not None:
+            _tell_loss(max_loss, *certificate.loss)
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.to_json()
@@ -105,6 +108,16 @@ def _layers(
         return allocation.at_loss(max_loss)
     assert wish.kv_fraction is not None
     return allocation.within(wish.kv_fraction)
+
+
+def _tell_loss(most: float, before: float, after: float) -> None:
+    """Warn where the test text shows more than the calibration text did."""
+    if after - before > most:
+        warnings.warn(
+            f"--max-loss {most:g} holds on the calibration text; on the test text the loss rises by "
+            f"{after - before:.4f} nats per token",
+            stacklevel=3,
+        )
 
 
 def _refusal(certificate: Certificate, *, can_read: bool) -> str:

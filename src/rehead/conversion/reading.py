@@ -48,12 +48,15 @@ class Reader:
             raise InvalidInput(
                 f"{self.source} has no tokenizer.json: its texts cannot be read. Leave the texts out."
             )
-        held = None if test is None else self._read(Source(path=test), "test", test.name)
+        held = None if test is None else self._read(Source(path=test, option="--test"), "test", test.name)
         if not names:
             own = self._own()
             return own if held is None else Texts(calibration=own.calibration, test=held)
         share = CALIBRATION_TOKENS // len(names)
-        found = {name: self._read(Source(path=Path(name)), "calibration", Path(name).name) for name in files}
+        found = {
+            name: self._read(Source(path=Path(name), option="--calibration"), "calibration", Path(name).name)
+            for name in files
+        }
         if len(files) < len(names):
             found[SELF] = sampled(self.model, share, self.length, self.seed)
         if held is not None:

@@ -72,10 +72,12 @@ def to_deepseek(
 def require_sayable(config: GPTConfig) -> None:
     """Refuse what DeepSeek's class has no place for, beside the attention."""
     if config.norm != "rmsnorm" or config.mlp != "swiglu" or config.mlp_bias or config.learned_positions:
+        gpt2 = config.norm == "layernorm" and config.mlp == "gelu" and config.learned_positions
+        way = "convert it with --to mha for --format gpt2" if gpt2 else "train it with model.shape=llama"
         raise ConfigError(
             "DeepseekV3ForCausalLM has RMSNorm, SwiGLU without biases and no learned positions; this model has "
             f"norm={config.norm}, mlp={config.mlp}, mlp_bias={config.mlp_bias}, "
-            f"learned_positions={config.learned_positions}. Train one of Llama's shape."
+            f"learned_positions={config.learned_positions}, which no conversion changes: {way}."
         )
 
 

@@ -11,14 +11,20 @@ from pathlib import Path
 from rehead.errors import InvalidInput, ReheadError, ResourceError
 
 
-def read(path: Path, size: int) -> Iterator[str]:
-    """The text of a file, or of the files of a folder, in parts of at most `size` bytes."""
+def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
+    """The text of a file, or of the files of a folder, in parts of at most `size` bytes.
+
+    `option` is what the user gave the path with, for the messages.
+    """
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise InvalidInput(f"no text at {str(path)!r} ({error}): check data.path.") from None
+        why = getattr(error, "strerror", None) or error
+        raise InvalidInput(
+            f"no text at {str(path)!r} ({why}): give {option} a file or folder that is there."
+        ) from None
     if stat.S_ISDIR(mode):
-        yield from _read_folder(path, size)
+        yield from _read_folder(path, size, option)
     elif stat.S_ISREG(mode):
         with resource(f"cannot read {str(path)!r}", "make it readable"):
             yield from _read_file(path, size)
@@ -26,13 +32,13 @@ def read(path: Path, size: int) -> Iterator[str]:
         raise InvalidInput(f"{str(path)!r} is neither a file nor a folder: save its text to a file first.")
 
 
-def _read_folder(path: Path, size: int) -> Iterator[str]:
+def _read_folder(path: Path, size: int, option: str) -> Iterator[str]:
     files = [file for file in path.rglob("*") if file.suffix in {".txt", ".md"} and not file.is_dir()]
     if not files:
-        raise InvalidInput(f"no *.txt or *.md file in {str(path)!r}: name a file with data.path.")
+        raise InvalidInput(f"no *.txt or *.md file in {str(path)!r}: name a file with {option}.")
     for i, file in enumerate(sorted(files, key=lambda file: file.relative_to(path).as_posix())):
         yield "\n\n" if i else ""
-        yield from read(file, size)
+        yield from read(file, size, option)
 
 
 def _read_file(path: Path, size: int) -> Iterator[str]:

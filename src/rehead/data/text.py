@@ -26,13 +26,15 @@ class Source:
 
     `path` is a UTF-8 file, or a folder: its *.txt and *.md files at any depth, in the order of their
     relative paths, with a blank line ("\\n\\n") between. `name` is one of `CORPORA`. Line ends stay, a
-    byte order mark goes. InvalidInput for a text that is not there, not UTF-8, or blank.
+    byte order mark goes. `option` is what the user gives the path with, for messages. InvalidInput for
+    a text that is not there, not UTF-8, or blank.
     """
 
     path: Path | None = None
     name: str | None = None
     cache_dir: Path = Path("~/.cache/rehead")  # for downloads
     chunk: int = CHUNK
+    option: str = "data.path"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.name is None):
@@ -45,13 +47,15 @@ class Source:
         if self.path is None:
             parts = CORPORA[str(self.name)](self.cache_dir.expanduser())
         else:
-            parts = read(self.path, self.chunk)
+            parts = read(self.path, self.chunk, self.option)
         blank = True
         for chunk in chunks(parts, self.chunk):
             blank = blank and chunk.isspace()
             yield chunk
         if blank:
-            raise InvalidInput(f"{str(self.path)!r} has 0 tokens: give data.path a text that is not blank.")
+            raise InvalidInput(
+                f"{str(self.path)!r} has 0 tokens: give {self.option} a text that is not blank."
+            )
 
 
 def describe(options: DataOptions) -> str:

@@ -1,0 +1,123 @@
+"""What the command line says when something is wrong: value, rule, and the true way out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rehead.cli import main
+
+TINY = [
+    "model.n_layer=1",
+    "model.n_embd=24",
+    "trainer.max_iters=2",
+    "trainer.batch_size=2",
+    "trainer.eval_batches=1",
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """README's first model, small, in out/gqa."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text("O God, O God! How weary, stale, flat and unprofitable\n" * 40)
+    flags = ["data.path=input.txt", "data.block_size=16", "system.work_dir=out/gqa"]
+    assert main(["train", *flags, "model.n_kv_head=3", "model.rope=True", *TINY]) == 0
+    capfd.readouterr()
+    return "out/gqa"
+
+
+def refused(capfd, *words):
+    status = main(list(words))
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1, printed.err
+    assert status in (2, 3, 5)
+    return printed.err
+
+
+def test_the_option_that_was_typed_is_named(run, capfd):
+    for words, option in (
+        (["eval", run, "--data", "nowhere.txt"], "--data"),
+        (["convert", run, "new", "--to", "mha", "--calibration", "nowhere.txt"], "--calibration"),
+        (["convert", run, "new", "--to", "mha", "--test", "nowhere.txt"], "--test"),
+        (["train", "data.path=nowhere.txt", "system.work_dir=new"], "data.path"),
+    ):
+        said = refused(capfd, *words)
+        assert "no text at 'nowhere.txt' (No such file or directory)" in said
+        assert f"give {option} a file or folder that is there" in said
+        assert not Path("new").exists() or words[0] == "train"
+    Path("empty").mkdir()
+    assert "name a file with --data." in refused(capfd, "eval", run, "--data", "empty")
+
+
+def test_a_place_under_a_file(run, capfd):
+    said = refused(capfd, "convert", run, "input.txt/new", "--to", "mha")
+    assert "input.txt/new cannot be made: input.txt is a file. Choose a place in a folder." in said
+    said = refused(capfd, "inspect", run, "--text", "God", "--html", "input.txt/page.html")
+    assert "input.txt is a file" in said
+
+
+def test_export_says_what_can_be_done(run, capfd):
+    """Conversions change the attention only; the first model of README needs another norm and MLP."""
+    said = refused(capfd, "export", run, "out/stock")
+    assert "No format (" in said
+    assert "llama, " in said
+    assert "norm=layernorm, mlp=gelu" in said
+    assert "no conversion changes: train it with model.shape=llama." in said
+    said = refused(capfd, "export", run, "out/stock", "--format", "llama")
+    assert "LlamaForCausalLM cannot represent this model's norm, mlp." in said
+    assert "train it with model.shape=llama" in said
+    train = ["train", "data.path=input.txt", "data.block_size=16", *TINY]
+    assert main([*train, "system.work_dir=out/llama", "model.n_kv_head=3", "model.shape=llama"]) == 0
+    assert main(["export", "out/llama", "out/stock"]) == 0  # the way out leads out
+    assert main([*train, "system.work_dir=out/learned", "model.n_kv_head=3"]) == 0
+    capfd.readouterr()
+    assert "convert it with --to mha for --format gpt2" in refused(capfd, "export", "out/learned", "out/gpt2")
+    assert main(["convert", "out/learned", "out/mha", "--to", "mha"]) == 0
+    assert main(["export", "out/mha", "out/gpt2", "--format", "gpt2"]) == 0
+
+
+def test_a_long_message_keeps_its_rule_and_its_list(run, capfd):
+    """Only words of more than 100 characters are shortened, in their middle."""
+    folder = "/".join(["a" * 60] * 4)
+    said = refused(capfd, "generate", folder, "--prompt", "O")
+    assert f"{folder[:50]}...{folder[-50:]}" in said
+    assert len(said) < 300
+    said = refused(capfd, "train", f"model.layers=[{'{window: 3}, ' * 40}")
+    assert "expected a list of tables" in said
+    assert len(said) < 400
+    said = refused(capfd, "inspekt", run)
+    assert "bench, convert, env, eval, export, generate, heal, " in said
+    said = refused(capfd, "convert", run, "new", "--to", "mla", "--kv-rank", "3", "--method", "mean")
+    assert " ... " not in said
+
+
+def test_max_loss_is_consent(run, capfd):
+    """It accepts the loss it names, and says where the test text loses more."""
+    assert main(["convert", run, "a", "--to", "mla", "--max-loss", "5", "--json"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["exact"] is False
+    assert printed.err == ""
+    Path("other.txt").write_text("ttt ,,, !!! www\n" * 30)
+    words = ["--to", "mla", "--max-loss", "0.0001", "--calibration", "input.txt", "--test", "other.txt"]
+    assert main(["convert", run, "b", *words, "--json"]) == 0
+    printed = capfd.readouterr()
+    before, after = json.loads(printed.out)["loss"]
+    warned = f"--max-loss 0.0001 holds on the calibration text; on the test text the loss rises by {after - before:.4f}"
+    assert (warned in printed.err) == (after - before > 0.0001)
+
+
+def test_heal_gives_the_renewed_certificate(run, capfd):
+    assert main(["convert", run, "mla", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]) == 0
+    capfd.readouterr()
+    small = ["trainer.max_iters=2", "trainer.batch_size=2", "trainer.eval_batches=1", "trainer.device=cpu"]
+    assert main(["heal", "mla", "--teacher", run, *small, "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["step"] == 2
+    healing = document["certificate"]["healing"]
+    assert [entry["steps"] for entry in healing] == [2]
+    found = json.loads(Path("mla-healed/checkpoints/step-000002/conversion.json").read_text())
+    assert found["loss"] == document["certificate"]["loss"]
