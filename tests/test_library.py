@@ -75,6 +75,9 @@ warnings.simplefilter("error")
 folder = sys.argv[1]
 model, tokenizer = rehead.load(folder), rehead.load_tokenizer(folder)
 ids = torch.tensor([[1, 2, 3]])
+gqa = GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=4)
+mla = LatentConfig(n_query_head=4, kv_lora_rank=6, qk_nope_head_dim=4, v_head_dim=4)
+x = torch.randn(2, 5, 16)
 calls = {
     "list": lambda: rehead.generate(model, [[1, 2, 3]], 2),
     "text": lambda: rehead.generate(model, "to be, or not", 2),
@@ -103,6 +106,14 @@ calls = {
     "load cuda": lambda: rehead.load(folder, device="cuda"),
     "load gpu": lambda: rehead.load(folder, device="gpu"),
     "load nothing": lambda: rehead.load(""),
+    "flat x": lambda: gqa.build(16)(x[0]),
+    "no width": lambda: gqa.build(0),
+    "half a width": lambda: mla.build(2.5),
+    "cache list": lambda: gqa.build(16)(x, cache=[]),
+    "cache of a model": lambda: gqa.build(16)(x, cache=model.new_cache(2)),
+    "another kind": lambda: gqa.build(16)(x, cache=mla.cache(2)),
+    "another batch": lambda: mla.build(16)(x, cache=mla.cache(3)),
+    "another dtype": lambda: mla.build(16)(x, cache=mla.cache(2, dtype=torch.bfloat16)),
     "convert on a batch": lambda: rehead.convert(model, "mqa", calibration=ids.numpy()),
 }
 said = {}
@@ -144,6 +155,18 @@ REFUSED = {
     "load cuda": ("device=cuda", "this machine has ", "Use one of them, or auto"),
     "load gpu": ("device=gpu", "this machine has ", "Use one of them, or auto"),
     "load nothing": ("no model folder", "config.json"),
+    "flat x": ("x has shape (5, 16)", "an attention reads (B, L, D)", "Use x[None] for one text"),
+    "no width": ("d_model=0", "a whole number of at least 1", "such as 192"),
+    "half a width": ("d_model=2.5", "a whole number of at least 1", "such as 192"),
+    "cache list": ("cache is a list", "a LayerCache", "attention.config.cache(batch_size)"),
+    "cache of a model": ("cache is a list", "a LayerCache", "attention.config.cache(batch_size)"),
+    "another kind": (
+        "keeps {'latent': (6,)}",
+        "the layer {'key': (2, 4)",
+        "Build it with attention.config.cache",
+    ),
+    "another batch": ("holds batch_size=3 sequences", "x has 2", "Build it with batch_size=2"),
+    "another dtype": ("keeps torch.bfloat16", "the layer computes torch.float32", "with dtype=torch.float32"),
     "convert on a batch": ("shape (1, 3)", "expected (N,)"),
 }
 
@@ -193,3 +216,17 @@ def test_one_text_gives_one_text_and_a_batch_a_batch(folder):
 def test_a_device_by_name(folder):
     assert rehead.load(folder, device="auto").device.type in ("cpu", "cuda", "mps")
     assert rehead.load(folder, device=torch.device("cpu")).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of the latent norm
+@pytest.mark.parametrize(
+    "flags", [{"n_kv_head": 1}, {"attention": "mla", "kv_lora_rank": 6}], ids=["gqa", "mla"]
+)
+def test_a_window_is_generated_with_under_autocast(flags):
+    """The cache stays in the weights' float32; the first token is that of the whole text."""
+    model = tiny(15, window=5, **flags).float()
+    ids = torch.randint(15, (3, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        more = rehead.generate(model, ids, max_new_tokens=12, temperature=0)
+        assert torch.equal(more[:, 9], model(ids)[:, -1].argmax(-1))
+    assert more.shape == (3, 21)

@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rehead.checkpoint import load, save
-    from rehead.conversion import convert
+    from rehead.conversion.convert import convert
     from rehead.generation import generate
     from rehead.tokenizer import load_tokenizer
 

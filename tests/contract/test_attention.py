@@ -27,7 +27,7 @@ from rehead.attention import (
 )
 from rehead.attention import cache as cache_module
 from rehead.attention.score import Additive
-from rehead.errors import ReheadError, UsageError
+from rehead.errors import ConfigError, ReheadError, UsageError
 
 EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
 WINDOWED = {name: config for name, config in EXAMPLES.items() if config.window}
@@ -210,6 +210,7 @@ def test_broken_caches_are_caught(config):
     def check(kind=LayerCache, rows=config.window):
         for chunk in (1, 4):
             cache = kind(config.cache_rows(), batch_size=B, window=rows, dtype=torch.float64)
+            cache.window = config.window  # what it says of itself is checked; what it does is compared
             out = cached(module, x, cache, [6, *range(6 + chunk, T, chunk), T])
             torch.testing.assert_close(out, module(x), rtol=1e-9, atol=1e-11)
 
@@ -646,7 +647,30 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: grouped(**CROSS).build(D)(X), "d_context=17", "call it as module(x, context)"),
     (lambda: latent(**CROSS).build(D)(X), "d_context=17", "call it as module(x, context)"),
     (lambda: grouped(causal=False).build(D)(X, cache=grouped().cache(1)), "a KV cache", "needs causal=True"),
+    (lambda: grouped().build(0), "d_model=0", "a whole number of at least 1"),
+    (lambda: latent().build(-3), "d_model=-3", "a whole number of at least 1"),
+    (lambda: grouped().build(D)._check(X[0], None, None), "x has shape (3, 13)", "Use x[None]"),
+    (
+        lambda: grouped().build(D)._check(X, None, [1]),
+        "cache is a list",
+        "Build it with attention.config.cache",
+    ),
+    (lambda: given_cache(latent()), "keeps {'latent': (", "Build it with attention.config.cache"),
+    (
+        lambda: given_cache(grouped(window=3)),
+        "the layer sees all tokens",
+        "Build it with attention.config.cache",
+    ),
+    (lambda: given_cache(grouped(), batch_size=4), "batch_size=4 sequences and x has 1", "batch_size=1"),
+    (lambda: given_cache(grouped(), dtype=torch.float32), "keeps torch.float32", "with dtype=torch.float64"),
+    (lambda: given_cache(grouped(), device="meta"), "is on meta and x on cpu", "with device='cpu'"),
 ]
+
+
+def given_cache(config, **changes):
+    """A GQA layer with the cache of another config, or another call."""
+    cache = config.cache(**{"batch_size": 1, "dtype": torch.float64} | changes)
+    grouped().build(D)(X, cache=cache)
 
 
 def refusal(call):
@@ -668,6 +692,35 @@ def test_b25_refusals_name_the_value_and_the_way_out(call, value, remedy):
     check(call)
     with pytest.raises(AssertionError):
         check(vague)
+
+
+@pytest.mark.parametrize("variant", list(variants))
+@pytest.mark.parametrize("width", [0, -1, True])
+def test_no_variant_is_built_for_no_width(variant, width):
+    with pytest.raises(ConfigError, match=rf"d_model={width}: .*a whole number of at least 1, such as 192"):
+        next(iter(variants[variant].examples().values())).build(width)
+
+
+@pytest.mark.parametrize(
+    "config", [config for config in EXAMPLES.values() if config.causal], ids=lambda c: c.name
+)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of qk_norm
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_under_autocast_a_cache_keeps_what_is_computed(config, chunk):
+    """A float32 layer under bfloat16 autocast: with a float32 cache, or a bfloat16 one, as without."""
+    module, x = config.build(D).float().eval(), torch.randn(B, T, D, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        whole = module(x)
+        for dtype in (torch.float32, torch.bfloat16):
+            for positions in (None, torch.arange(T)[None].expand(B, -1)):
+                cache = config.cache(B, dtype=dtype)
+                cuts = [0, 6, *range(6 + chunk, T, chunk), T]
+                parts = [
+                    module(x[:, a:b], cache=cache, positions=None if positions is None else positions[:, a:b])
+                    for a, b in pairwise(cuts)
+                ]
+                assert all(store.dtype == dtype for store in cache.stores)
+                torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0.05, atol=0.02)
 
 
 def test_b25_every_refusal_is_listed():

@@ -83,6 +83,14 @@ class AttentionConfig(ABC):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: a size is a whole number of at least 1.")
 
+    @staticmethod
+    def require_width(d_model: int) -> None:
+        """Refuse to build for activations of no width; every `build` asks first."""
+        if isinstance(d_model, bool) or not isinstance(d_model, int) or d_model < 1:
+            raise ConfigError(
+                f"d_model={d_model!r}: the width of x is a whole number of at least 1, such as 192."
+            )
+
     def require_turns(self, width: int, name: str) -> None:
         """Refuse to rotate an odd width, or one that the rope's scaling was not made for."""
         if width % 2:
@@ -171,6 +179,18 @@ class Attention(nn.Module, ABC):
 
     config: AttentionConfig
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            x: Tensor,
+            context: Tensor | None = None,
+            positions: Tensor | None = None,
+            cache: LayerCache | None = None,
+            context_positions: Tensor | None = None,
+        ) -> Tensor:
+            """See `forward`."""
+
     @abstractmethod
     def forward(
         self,
@@ -234,9 +254,13 @@ class Attention(nn.Module, ABC):
         past, window = n_past or 0, self.config.window
         return n_query + (past if window is None else min(past, window - 1))
 
-    def _check(self, x: Tensor, context: Tensor | None, cache: LayerCache | None) -> None:
+    def _check(self, x: Tensor, context: Tensor | None, cache: object) -> None:
         """Refuse calls that would quietly mean something else."""
         config = self.config
+        if x.dim() != 3:
+            raise UsageError(
+                f"x has shape {tuple(x.shape)}: an attention reads (B, L, D). Use x[None] for one text."
+            )
         if context is not None and config.causal:
             raise UsageError(
                 "context given to a causal attention: queries and keys of two sequences have no common "
@@ -251,6 +275,13 @@ class Attention(nn.Module, ABC):
             raise UsageError(
                 "a KV cache needs causal=True: without it, earlier tokens would have to see later ones."
             )
+        if cache is not None:
+            if not isinstance(cache, LayerCache):
+                raise UsageError(
+                    f"cache is a {type(cache).__name__}: a layer's cache is a LayerCache. Build it with "
+                    "attention.config.cache(batch_size)."
+                )
+            cache.require_fits(config.cache_rows(), config.window, x)
 
     def _mask(
         self,

@@ -45,7 +45,7 @@ class LayerCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.batch_size, self.capacity, self.window = batch_size, capacity, window
+        self.rows, self.batch_size, self.capacity, self.window = dict(rows), batch_size, capacity, window
         limits = [limit for limit in (capacity, window) if limit is not None]
         self._n_rows = min(limits) if limits else 0
         self._store = {
@@ -58,6 +58,34 @@ class LayerCache:
         self.positions: Int[Tensor, "B S"] | None = None
         """Where each row stands, once positions were given; None while they are consecutive."""
         self._furthest = 0  # one more than the largest of them
+
+    def require_fits(self, rows: dict[str, tuple[int, ...]], window: int | None, x: Tensor) -> None:
+        """Refuse a layer that keeps other `rows`, sees further back, or reads `x`, (B, L, D), of another kind.
+
+        Under autocast the cache may be wider than what is computed: it keeps the same numbers.
+        """
+        own, kind = next(iter(self._store.values())), x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            kind = torch.promote_types(own.dtype, torch.get_autocast_dtype(x.device.type))
+        rule = None
+        if self.rows != rows:
+            rule = f"keeps {self.rows} of a token and the layer {dict(rows)}", "attention.config.cache"
+        elif self.window is not None and (window is None or self.window < window):
+            sees = "all tokens" if window is None else f"window={window} of them"
+            rule = (
+                f"keeps the last window={self.window} tokens and the layer sees {sees}",
+                "attention.config.cache",
+            )
+        elif self.batch_size != len(x):
+            rule = f"holds batch_size={self.batch_size} sequences and x has {len(x)}", f"batch_size={len(x)}"
+        elif own.dtype != kind:
+            rule = f"keeps {own.dtype} and the layer computes {kind}", f"dtype={kind}"
+        elif own.device != x.device:
+            rule = f"is on {own.device} and x on {x.device}", f"device={str(x.device)!r}"
+        if rule is not None:
+            raise UsageError(
+                f"this KV cache {rule[0]}: it is another layer's or call's. Build it with {rule[1]}."
+            )
 
     @property
     def n_rows(self) -> int:
@@ -81,17 +109,18 @@ class LayerCache:
     ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"] | None]:
         """Store new rows, (B, L, ...) each; return all rows that may be seen, and where they stand.
 
-        The positions returned are None where a `Mask` needs none: the rows are consecutive and end
-        with the new ones, or they are exactly the window of one new token.
+        The rows returned have the dtype of the new ones. The positions are None where a `Mask` needs none:
+        the rows are consecutive and end with the new ones, or they are exactly the window of one new token.
         """
         assert new.keys() == self._store.keys(), f"expected rows {list(self._store)}, got {list(new)}"
         n_token = next(iter(new.values())).shape[1]
-        inside = {name: row.movedim(1, -2) for name, row in new.items()}
-        if positions is None and self.positions is None:
-            return self._append_consecutive(inside, n_token), None
+        inside = {name: row.movedim(1, -2).to(self._store[name].dtype) for name, row in new.items()}
         given = self.next(n_token) if positions is None else positions
-        assert given is not None
-        return self._append_anywhere(inside, given.expand(self.batch_size, -1))
+        if given is None:
+            rows, standing = self._append_consecutive(inside, n_token), None
+        else:
+            rows, standing = self._append_anywhere(inside, given.expand(self.batch_size, -1))
+        return {name: row.to(new[name].dtype) for name, row in rows.items()}, standing
 
     @property
     def n_token(self) -> int:

@@ -110,6 +110,7 @@ class GroupedConfig(AttentionConfig):
 
     def build(self, d_model: int) -> "GroupedAttention":
         """A module for activations of width `d_model`."""
+        self.require_width(d_model)
         return GroupedAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:

@@ -83,6 +83,7 @@ class SummedConfig(AttentionConfig):
 
     def build(self, d_model: int) -> "SummedAttention":
         """A module for activations of width `d_model`."""
+        self.require_width(d_model)
         return SummedAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
