@@ -14,11 +14,12 @@ themselves are in `rehead.attention`. Names are loaded when first used: `import 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as in typing, whose import takes longer than all else before a signal can be answered
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rehead import attention as attention
     from rehead.checkpoint import load, save
     from rehead.conversion.convert import convert
     from rehead.generation import generate
@@ -33,7 +34,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name == "attention":

@@ -1,8 +1,10 @@
 """The records of one or several runs as live lines on a terminal, or as a line now and then elsewhere."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ class Board:
         self._console = Console(stderr=True, highlight=False)
         self._tasks: dict[str, TaskID] = {}
         self._seen: dict[str, Record] = {}
+        self._begun: dict[str, tuple[int, float]] = {}
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -53,7 +56,7 @@ class Board:
     def show(self, record: Record, total: int, title: str) -> None:
         """One more record of the run called `title`, which is to take `total` steps."""
         if self._live is None:
-            self._print(record, total, title)
+            self._print(record, total, title, self._left(record, total, title))
             return
         if title not in self._tasks:
             self._tasks[title] = self._live.add_task(title, total=total, state="")
@@ -63,11 +66,19 @@ class Board:
         if record.get("event") in ("start", "save"):
             self._console.print(_event(record), style="dim", soft_wrap=True)
 
-    def _print(self, record: Record, total: int, title: str) -> None:
+    def _left(self, record: Record, total: int, title: str) -> str:
+        """The time left at the pace since the run was first seen, evaluations included."""
+        now, step = time.monotonic(), record["step"]
+        first, begun = self._begun.setdefault(title, (step, now))
+        if not first < step < total:
+            return ""
+        return f"  {timedelta(seconds=round((now - begun) / (step - first) * (total - step)))} left"
+
+    def _print(self, record: Record, total: int, title: str, left: str) -> None:
         if "train_loss" in record and record.get("event") != "end":
             losses = (key for key in ("train_loss", "val_loss") if key in record)
             state = "  ".join(f"{key.replace('_', ' ')} {record[key]:.4f}" for key in losses)
-            self._console.print(f"{title}  step {record['step']}/{total}  {state}", soft_wrap=True)
+            self._console.print(f"{title}  step {record['step']}/{total}  {state}{left}", soft_wrap=True)
         elif record.get("event") in ("start", "save"):
             self._console.print(f"{title}  {_event(record)}", soft_wrap=True)
 
