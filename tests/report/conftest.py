@@ -5,6 +5,12 @@ import torch
 
 from rehead.study import Maps
 
+STEP = {
+    "seconds_per_step": [0.02, 0.01, 0.03],
+    "seconds_of_attention": [0.004, 0.003, 0.005],
+    "seconds_of_attention_scores_kept": [0.008, 0.007, 0.009],
+}
+
 
 def costs(n, *, trained):
     memory = {
@@ -12,6 +18,8 @@ def costs(n, *, trained):
         "gradients": 4000,
         "optimizer": 8000,
         "activations": 9000 + n,
+        "attention": 3000,
+        "attention_scores_kept": 6000,
         "peak": 25005,
     }
     times = {
@@ -23,7 +31,7 @@ def costs(n, *, trained):
         "cache_bytes": 1024 * n, "cache_bytes_held": 1024 * n, "flops_per_token": 2000,
         "input_lengths": {"cached": [1, 1, 1], "uncached": [1, 2, 3]},
         "memory": memory if trained else None, **times,
-        **({"seconds_per_step": [0.02, 0.01, 0.03]} if trained else {}),
+        **(STEP if trained else {}),
     }  # fmt: skip
 
 
@@ -31,7 +39,8 @@ def variant(name, n, losses, curve, *, kind="trained", start=None, text="text"):
     runs = [
         {
             "seed": seed, "folder": f"runs/{n}/{seed}", "command": f"rehead train {text}", "steps": 4,
-            "train_loss": loss, "val_loss": loss, "curve": curve, "seconds_per_step": 0.1, "torn_lines": seed,
+            "train_loss": loss, "val_loss": loss, "val_loss_at": {"16": loss},
+            "curve": curve, "seconds_per_step": 0.1, "torn_lines": seed,
             "sample": text, "certificate": {"exact": False, "kl": 0.1, "loss": [1, 2]} if kind == "converted" else None,
         }
         for seed, loss in enumerate(losses)
@@ -39,6 +48,7 @@ def variant(name, n, losses, curve, *, kind="trained", start=None, text="text"):
     span = [sum(losses) / len(losses), min(losses), max(losses)]
     return {
         "variant": name, "kind": kind, "from": start, "steps_before": 0 if start is None else 4, "batch_tokens": 48,
+        "steps": 4, "length": 16, "length_before": 16, "on": {"text": {"path": text}, "blocks": 8},
         "val_loss": span, "train_loss": span, "costs": costs(n, trained=kind != "converted"), "runs": runs,
     }  # fmt: skip
 
@@ -57,8 +67,24 @@ def made_up():
             variant(d, 1, [2.15, 2.3], curve, kind="healed", start=c, text=text),
         ]
         claims = [
-            {"variant": b, "against": a, "difference": 0.4, "seeds": 2, "told_apart": True},
-            {"variant": c, "against": a, "difference": 0.075, "seeds": 2, "told_apart": False},
+            {
+                "variant": b,
+                "against": a,
+                "length": 16,
+                "shorter": False,
+                "difference": 0.4,
+                "seeds": 2,
+                "told_apart": True,
+            },
+            {
+                "variant": c,
+                "against": a,
+                "length": 16,
+                "shorter": False,
+                "difference": 0.075,
+                "seeds": 2,
+                "told_apart": False,
+            },
         ]
         return {
             "study": text, "about": text, "command": f"rehead study {text}", "fraction": 0.5,

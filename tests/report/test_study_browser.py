@@ -1,5 +1,7 @@
 """A study's page in a real browser: drawn, quiet, and to be played with."""
 
+from itertools import pairwise
+
 import pytest
 
 from rehead.report import study
@@ -17,7 +19,7 @@ def test_drawn_on_a_phone_without_errors_or_requests(made_up, attention, tmp_pat
     file.write_text(study.html(made_up("<img src=x onerror=alert(1)>", HOSTILE), attention(HOSTILE[:2])))
     page = opened(file, width=390, scheme=scheme)
     until(page, f"{CHARTS}.every(Boolean)")
-    assert len(page.evaluate(CHARTS)) == 8
+    assert len(page.evaluate(CHARTS)) == 10
     assert page.locator("img, a").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert "A<img src=x" in page.locator(".chart .legend button").first.text_content()
@@ -80,3 +82,49 @@ def test_variant_layer_and_head_are_chosen(made_up, attention, tmp_path, opened,
     until(page, f"{MAP} !== undefined")
     assert len(set(maps)) == 3
     assert page.evaluate(MAP) == maps[0]
+
+
+def test_a_page_can_be_read_without_seeing_it(made_up, attention, tmp_path, opened, until):
+    """Landmarks, headings in order, names of charts and controls, scopes of headers."""
+    file = tmp_path / "report.html"
+    file.write_text(study.html(made_up(), attention()))
+    page = opened(file)
+    until(page, f"{CHARTS}.every(Boolean) && {MAP} !== undefined")
+    assert page.get_attribute("html", "lang") == "en"
+    assert page.title() == "Study: plain"
+    assert page.locator("main").count() == page.locator("main h1").count() == 1
+    levels = page.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3, h4')].map((one) => Number(one.tagName[1]))"
+    )
+    assert levels[0] == 1
+    assert all(deeper <= level + 1 for level, deeper in pairwise(levels))
+    assert page.locator("th:not([scope])").count() == 0
+    charts = page.get_by_role("img").all()
+    names = [chart.get_attribute("aria-label") for chart in charts]
+    assert len(charts) == 2 + 1  # lines, points, the map that is shown; bars are text
+    assert names[0] == "loss (nats per token) over optimizer steps; ends of lines: A 2.1; B 2.1"
+    assert names[1].endswith("points: A 2.05 at 256; B 2.45 at 128; C 2.125 at 64")
+    assert names[2] == "Attention weights of layer 0, head 0 over 4 tokens"
+    unnamed = (
+        "[...document.querySelectorAll('button, select')].filter((one) => !one.textContent && !one.ariaLabel)"
+    )
+    assert page.evaluate(f"{unnamed}.length") == 0
+    assert page.evaluate("[...document.querySelectorAll('select')].every((one) => one.labels.length === 1)")
+
+
+def test_on_a_phone_every_row_is_a_card_with_what_matters_first(made_up, tmp_path, opened):
+    file = tmp_path / "report.html"
+    file.write_text(study.html(made_up(), {}))
+    page = opened(file, width=390)
+    card = page.locator("#summary tbody tr").first
+    assert card.bounding_box()["width"] <= 390
+    named = card.locator("td")
+    assert named.evaluate_all("(cells) => cells.map((cell) => cell.dataset.of)")[:4] == [
+        "Validation loss", "KV cache per token", "Tokens/s, cached", "Tokens/s, uncached",
+    ]  # fmt: skip
+    for cell in named.all():
+        box = cell.bounding_box()
+        assert 0 <= box["x"] < box["x"] + box["width"] <= 390
+    assert page.evaluate("getComputedStyle(document.querySelector('#summary td'), '::before').content") == (
+        '"Validation loss"'
+    )

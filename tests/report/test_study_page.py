@@ -92,6 +92,84 @@ def test_claims_are_worded_by_what_the_seeds_allow(made_up):
     assert study.findings(document) == ["One seed each: no difference between losses is claimed."]
 
 
+def one_seed(document):
+    """The same study, had it been made with its first seed only."""
+    for one in document["variants"]:
+        one["runs"] = one["runs"][:1]
+        one["val_loss"] = [one["runs"][0]["val_loss"]] * 3
+    for question in document["questions"]:
+        for claim in question["claims"]:
+            claim |= {"seeds": 1, "told_apart": False}
+    return document
+
+
+def test_cards_claim_what_the_seeds_bear(made_up):
+    facts = {name: (value, whose) for name, value, whose in study.facts(made_up())}
+    assert facts["Validation loss"] == ("2.050–2.450", "nats per token; lowest A, not told apart from C")
+    assert facts["Smallest KV cache"] == ("64 B", "per token: C, D, 25 % of the largest")
+    assert facts["On the frontier"] == ("3", "beaten by none: C, D, A")
+    document = made_up()
+    document["variants"] = document["variants"][:2]
+    assert study.facts(document)[1] == ("Lowest validation loss", "2.0500", "nats per token: A")
+
+
+def test_one_seed_ranks_nothing(made_up):
+    document = one_seed(made_up())
+    facts = {name: (value, whose) for name, value, whose in study.facts(document)}
+    assert facts["Validation loss"] == ("2.000–2.400", "nats per token; one seed each, so none is ranked")
+    assert "On the frontier" not in facts
+    text = Seen(study.html(document, {})).text
+    assert "which of them is better is not claimed" in text
+    for word in ("Lowest", "Beaten", "lowest A"):
+        assert word not in text
+    assert study.findings(document) == ["One seed each: no difference between losses is claimed."]
+
+
+def test_unlike_models_rank_nothing(made_up):
+    document = made_up()
+    document["variants"][0]["steps"] = 5
+    assert study.facts(document)[1][2] == "nats per token; of unlike models, so none is ranked"
+    assert "On the frontier" not in [name for name, _, _ in study.facts(document)]
+    document["questions"][0]["claims"] = [
+        {"variant": "B", "against": "A", "unlike": ["4 steps, not 5"]},
+        {"variant": "C", "against": "A", "unlike": ["4 steps, not 5", "another text or tokenizer"]},
+    ]
+    assert study.findings(document) == [
+        "Not compared with A, being unlike: B (4 steps, not 5); C (4 steps, not 5, another text or tokenizer)."
+    ]
+
+
+def test_longer_texts_are_before_and_after(made_up):
+    document = made_up()
+    document["variants"][0] |= {"length": 32, "steps_before": 0, "steps": 4}
+    document["variants"][0]["runs"][1]["curve"] = [[0, 3.0, 3.3], [4, 2.0, 2.1]]
+    assert study.findings(document)[0] == (
+        "A grows from 16 to 32 tokens after 0 steps: at 32 its loss is 3.2000 (3.1000 to 3.3000) at that point and "
+        "2.0500 (2.0000 to 2.1000) after 4 more."
+    )
+    text = Seen(study.html(document, {})).text
+    assert "2.0500 (2.0000 to 2.1000) at 32" in text
+    assert "the variant's own block length in tokens: A (32), B (16), C (16)." in text
+    document["variants"][0]["runs"][1]["curve"] = []
+    assert "grows from" not in study.findings(document)[0]
+
+
+def test_attention_alone_is_shown_beside_the_whole_step(made_up):
+    figures = Figures(made_up())
+    for kind, full in (("memory", 3000 / 2**20), ("speed", 4.0)):
+        panel = figures.panel(kind, ["A", "B"])
+        (alone,) = (chart for chart in panel.charts if chart.title == "Attention alone")
+        assert [series.pale for series in alone.series] == [False, True] * 2
+        assert [series.x[0] for series in alone.series] == pytest.approx([full, 2 * full] * 2)
+        assert "a flat curve is expected" in panel.notes[-1]
+    document = made_up()
+    for one in document["variants"]:  # made before it was measured
+        for part in (one["costs"], one["costs"]["memory"] or {}):
+            for key in [key for key in part if "attention" in key]:
+                del part[key]
+    assert "Attention alone" not in Seen(study.html(document, {})).text
+
+
 def test_the_page_says_what_was_shortened_and_who_made_what(made_up):
     text = Seen(study.html(made_up(text="words"), {})).text
     assert "Made at 50 % of the iterations" in text
@@ -123,7 +201,7 @@ def test_a_variant_looks_the_same_everywhere(made_up):
 
 def test_the_frontier_is_what_nothing_beats(made_up):
     document = made_up()
-    assert frontier(document["variants"]) == ["C", "A"]
+    assert frontier(document["variants"]) == ["C", "D", "A"]  # C and D are not told apart
     points = [
         series
         for series in Figures(document).panel("frontier", list("ABCD")).charts[0].series

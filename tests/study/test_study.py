@@ -20,8 +20,8 @@ import torch
 from rehead import checkpoint
 from rehead.cli import main
 from rehead.study import Preset, jobs
+from rehead.study.claims import compare
 from rehead.study.metrics import MOST_POINTS, read_metrics, thin
-from rehead.study.results import compare
 
 TINY = ["study", "--preset", "tiny.yaml"]
 
@@ -88,6 +88,13 @@ def test_numbers_are_those_of_the_models(whole, here):
     assert one_head["costs"]["kv_bytes_per_token"] * 2 == two["costs"]["kv_bytes_per_token"]
     assert (longer["costs"]["context"], longer["steps_before"]) == (24, 4)
     assert [point[0] for point in longer["runs"][0]["curve"]] == [4, 6, 7]
+    assert (longer["steps"], longer["length"], longer["length_before"]) == (7, 24, 16)
+    assert [sorted(run["val_loss_at"]) for run in longer["runs"]] == [["16", "24"]] * 2
+    assert longer["runs"][0]["val_loss_at"]["24"] == longer["runs"][0]["val_loss"]
+    assert longer["runs"][0]["val_loss_at"]["16"] != longer["runs"][0]["val_loss"]
+    for one in (two, one_head):
+        assert 0 < one["costs"]["memory"]["attention"] < one["costs"]["memory"]["activations"]
+        assert one["costs"]["seconds_of_attention_scores_kept"][0] > 0
     assert latent["runs"][0]["certificate"]["kl"] > 0
     assert latent["costs"]["kv_bytes_per_token"] * 4 == two["costs"]["kv_bytes_per_token"]
     assert (healed["from"], healed["kind"], latent["kind"]) == ("Latent", "healed", "converted")
@@ -102,7 +109,7 @@ def test_what_is_converted_is_measured_as_what_is_trained(whole, here):
     )
     trained = work.measured(job)
     model, texts = work.load(job), work._texts(job)
-    assert work._losses(job, model, texts) == (trained["train_loss"], trained["val_loss"])
+    assert work._losses(job, model, texts, job.length) == (trained["train_loss"], trained["val_loss"])
 
 
 def test_commands_make_the_same_models(whole, here):
@@ -358,3 +365,12 @@ def test_csv_has_a_row_per_run_and_per_evaluation(whole):
     assert {row["peak"] for row in rows if row["variant"] == "Latent"} == {""}
     curves = list(csv.DictReader((whole / "curves.csv").read_text().splitlines()))
     assert len(curves) == sum(len(run["curve"]) for one in found for run in one["runs"])
+
+
+@pytest.mark.parametrize(
+    ("windows", "n_token"), [([None], 24), ([], 24), ([8], 24), ([32, None], 48), ([32, 4000], 96)]
+)
+def test_maps_are_longer_than_a_window(windows, n_token):
+    from rehead.study.maps import n_token as shown
+
+    assert shown(windows) == n_token

@@ -1,15 +1,25 @@
 """The panels of a study's report, from its document."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rehead.report.chart import Chart, Look, Marker, Panel, Series
 from rehead.report.text import harmless
+from rehead.study.claims import beats
 
 Record = dict[str, Any]
 MARKERS: dict[str, Marker] = {"trained": "circle", "converted": "diamond", "healed": "star"}
 FLAT = 0.05
 """Values within this share of each other are called flat."""
+
+
+ALONE = (
+    "Attention alone: scores, softmax and sums of values in all layers, forward and backward, without projections; "
+    "of memory what they keep for the backward pass beside queries, keys and values. Full bars: as computed here. "
+    "Pale: with the (length x length) scores of every head written out, as the homework's starter does, whose "
+    "attention_computation_time and attention_computation_memory probe the forward part. Every query head has its "
+    "own scores, however many share a KV head: a flat curve is expected in both."
+)
 
 
 class Figures:
@@ -43,7 +53,10 @@ class Figures:
         if any(len(one["runs"]) > 1 for one in variants):
             notes.append("Of several seeds the line is the mean, the band from the lowest to the highest.")
         if any(one["steps_before"] for one in variants):
-            notes.append("What goes on from another variant begins at the step that one had reached.")
+            notes.append("A variant that continues another begins at the step which that one had reached.")
+        if len({one["length"] for one in variants}) > 1:
+            lengths = ", ".join(f"{harmless(one['variant'])} ({one['length']:,})" for one in variants)
+            notes.append(f"Each loss is that of the variant's own block length in tokens: {lengths}.")
         chart = Chart(kind="lines", x="optimizer steps", y="loss (nats per token)", series=series)
         return Panel(name="loss", title="Loss over training", charts=[chart], notes=notes)
 
@@ -59,7 +72,7 @@ class Figures:
         notes = [
             "Lower and further left is better. Circles were trained, diamonds converted, stars healed; a dotted line "
             "leads from what a variant was made of.",
-            f"On the frontier, with no other both smaller and better: {', '.join(map(harmless, frontier(variants)))}.",
+            said_of_frontier(variants),
         ]
         chart = Chart(
             kind="points",
@@ -84,6 +97,12 @@ class Figures:
             ("Peak", "MiB, one training step", [(one, one["costs"]["memory"]["peak"]) for one in trained]),
         ]
         charts = [self._bars(title, unit, pairs, 2**20) for title, unit, pairs in parts]
+        alone = self._attention(
+            [one for one in trained if "attention" in one["costs"]["memory"]],
+            "MiB kept in one training step",
+            lambda one, key: [one["costs"]["memory"][key] / 2**20],
+        )
+        charts.insert(2, alone)
         kept = [one["costs"]["memory"]["activations"] for one in trained]
         flat = len(kept) > 1 and max(kept) - min(kept) <= FLAT * max(kept)
         notes = [
@@ -93,6 +112,7 @@ class Figures:
             "Fewer KV heads shrink the cache and, a little, the weights. They do not shrink the activations: every "
             "query head still has its own row of scores and its own output, so a flat curve is expected there, and a "
             "peak that hardly moves." + (" Here the activations are flat." if flat else ""),
+            *([ALONE] if alone.series else []),
         ]
         return Panel(
             name="memory",
@@ -117,11 +137,31 @@ class Figures:
             "Pale bars: without a cache. Tokens that went through the first model for each new one: with a cache "
             f"{_list(lengths['cached'])}, without {_list(lengths['uncached'])}.",
         ]
+        alone = self._attention(
+            [one for one in timed if "seconds_of_attention" in one["costs"]],
+            "milliseconds of a training step",
+            lambda one, key: [1000 * value for value in one["costs"][f"seconds_of_{key}"]],
+        )
+        if alone.series:
+            notes.append(ALONE)
         charts = [
             Chart(kind="bars", title="Training step", x="milliseconds", y="", series=steps),
+            alone,
             Chart(kind="bars", title="Decoding", x="tokens per second", y="", series=decode),
         ]
         return Panel(name="speed", title="Time", charts=charts, notes=notes)
+
+    def _attention(
+        self, variants: Sequence[Record], unit: str, values: Callable[[Record, str], list[float]]
+    ) -> Chart:
+        """What attention itself takes, as it is computed and with the scores written out."""
+        ways = {"attention": "as computed", "attention_scores_kept": "scores written out"}
+        series = [
+            self._bar(one, word, values(one, key), pale=key != "attention")
+            for one in variants
+            for key, word in ways.items()
+        ]
+        return Chart(kind="bars", title="Attention alone", x=unit, y="", series=series)
 
     def _point(self, path: Sequence[Record], one: Record, *, faint: bool = False) -> Series:
         losses = [place["val_loss"] for place in path]
@@ -153,14 +193,22 @@ def per_token(variant: Record) -> float:
 
 
 def frontier(variants: Sequence[Record]) -> list[str]:
-    """Names of those that no other beats in both loss and bytes, from small to large."""
-    points = [(per_token(one), one["val_loss"][0], one["variant"]) for one in variants]
-    best, lowest = [], float("inf")
-    for _, loss, name in sorted(points):
-        if loss < lowest:
-            best.append(name)
-            lowest = loss
-    return best
+    """Names of those that no other beats (`study.claims.beats`), from few bytes to many; none of one seed each."""
+    if min(len(one["runs"]) for one in variants) < 2:
+        return []
+    rest = [one for one in variants if not any(beats(other, one, per_token) for other in variants)]
+    return [one["variant"] for one in sorted(rest, key=lambda one: (per_token(one), one["val_loss"][0]))]
+
+
+def said_of_frontier(variants: Sequence[Record]) -> str:
+    """What the seeds allow to say of which variants are worth their bytes."""
+    if min(len(one["runs"]) for one in variants) < 2:
+        return "One seed each: the points are what was measured, and which of them is better is not claimed."
+    names = ", ".join(map(harmless, frontier(variants)))
+    return (
+        f"Beaten by none: {names}. A variant is beaten by one of no more bytes whose losses are told apart below its "
+        "own, after as many steps on the same text and length."
+    )
 
 
 def _over_seeds(runs: Sequence[Record], key: int) -> tuple[list[int], list[float], list[float], list[float]]:

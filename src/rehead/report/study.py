@@ -16,6 +16,8 @@ from rehead.report.plot import draw
 from rehead.report.table import show
 from rehead.report.text import harmless
 from rehead.study import Maps
+from rehead.study.claims import claim, unlike
+from rehead.study.results import spread
 
 Record = dict[str, Any]
 REPORT = "report.html"
@@ -111,6 +113,7 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         document=document,
         variants=variants,
         looks={one["variant"]: Look.of(index) for index, one in enumerate(variants)},
+        lengths={one["length"] for one in variants},
         answers=answers(document),
         facts=facts(document),
         findings=findings(document),
@@ -128,7 +131,10 @@ def answers(document: Record) -> list[Answer]:
     found = []
     for question in document["questions"]:
         panels = [panel for kind in question["show"] if (panel := figures.panel(kind, question["of"]))]
-        findings = _findings(question["claims"]) if {"loss", "frontier"} & set(question["show"]) else []
+        findings = []
+        if {"loss", "frontier"} & set(question["show"]):
+            findings = _growth([figures.variants[name] for name in question["of"]])
+            findings += _findings(question["claims"])
         found.append(Answer(ask=question["ask"], findings=findings, panels=panels))
     return found
 
@@ -142,23 +148,46 @@ def facts(document: Record) -> list[tuple[str, str, str]]:
     """What one sees first: name, value, and whose it is."""
     variants = document["variants"]
     seeds = sorted({run["seed"] for one in variants for run in one["runs"]})
-    best = min(variants, key=lambda one: one["val_loss"][0])
-    small = min(variants, key=per_token)
-    front = frontier(variants)
-    return [
+    found = [
         (
             "Models",
             str(sum(len(one["runs"]) for one in variants)),
             f"{len(variants)} variants, {_seeds(seeds)}",
         ),
-        (
-            "Lowest validation loss",
-            f"{best['val_loss'][0]:.4f}",
-            f"nats per token: {harmless(best['variant'])}",
-        ),
-        ("Smallest KV cache", f"{per_token(small):,.0f} B", f"per token: {harmless(small['variant'])}"),
-        ("On the frontier", str(len(front)), ", ".join(map(harmless, front))),
+        _loss_fact(variants),
     ]
+    caches = [one for one in variants if one["costs"]["kv_bytes_per_token"]]
+    if caches:
+        least, most = (function(map(per_token, caches)) for function in (min, max))
+        small = _names([one["variant"] for one in caches if per_token(one) == least])
+        share = f", {100 * least / most:.0f} % of the largest" if least < most else ""
+        found.append(("Smallest KV cache", f"{least:,.0f} B", f"per token: {small}{share}"))
+    front = frontier(variants)
+    if front and not any(unlike(variants[0], one) for one in variants):
+        found.append(("On the frontier", str(len(front)), f"beaten by none: {_names(front)}"))
+    return found
+
+
+def _loss_fact(variants: Sequence[Record]) -> tuple[str, str, str]:
+    """The lowest loss where the seeds tell it apart from all others, else the range that was measured."""
+    best = min(variants, key=lambda one: one["val_loss"][0])
+    claims = [claim(best, one) for one in variants if one is not best]
+    low, high = best["val_loss"][0], max(one["val_loss"][0] for one in variants)
+    if min(len(one["runs"]) for one in variants) < 2:
+        why = "one seed each, so none is ranked"
+    elif any("unlike" in one for one in claims):
+        why = "of unlike models, so none is ranked"
+    elif all(one["told_apart"] for one in claims):
+        return "Lowest validation loss", f"{low:.4f}", f"nats per token: {harmless(best['variant'])}"
+    else:
+        equal = [one["variant"] for one in claims if not one["told_apart"]]
+        why = f"lowest {harmless(best['variant'])}, not told apart from {_names(equal)}"
+    return "Validation loss", f"{low:.3f}–{high:.3f}", f"nats per token; {why}"
+
+
+def _names(names: Sequence[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(harmless, names[:most])) + rest
 
 
 def _seeds(seeds: Sequence[int]) -> str:
@@ -167,20 +196,42 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 def _findings(claims: Sequence[Record]) -> list[str]:
     """What may be said of the losses of a question."""
-    if any(claim["seeds"] < 2 for claim in claims):
-        return ["One seed each: no difference between losses is claimed."]
-    return [_said(claim) for claim in claims]
+    alike = [one for one in claims if "unlike" not in one]
+    if any(one["seeds"] < 2 for one in alike):
+        found = ["One seed each: no difference between losses is claimed."]
+    else:
+        found = [_said(one) for one in alike]
+    rest = [one for one in claims if "unlike" in one]
+    if rest:
+        reasons = "; ".join(f"{harmless(one['variant'])} ({', '.join(one['unlike'])})" for one in rest)
+        found.append(f"Not compared with {harmless(rest[0]['against'])}, being unlike: {reasons}.")
+    return found
 
 
-def _said(claim: Record) -> str:
-    one, other, by = harmless(claim["variant"]), harmless(claim["against"]), claim["difference"]
-    seeds = f"{claim['seeds']} seeds"
-    if not claim["told_apart"]:
-        return (
-            f"{one} and {other} are not told apart: {by:+.4f} nats per token, within the spread of {seeds}."
+def _growth(variants: Sequence[Record]) -> list[str]:
+    """What became of the loss of those that read longer blocks than what they continue: measured, not compared."""
+    found = []
+    for one in variants:
+        starts = [run["curve"][0] for run in one["runs"] if run["curve"]]
+        begun = [point for point in starts if point[0] == one["steps_before"]]
+        if one["length"] <= one["length_before"] or len(begun) < len(one["runs"]):
+            continue
+        before, after = _loss(spread([point[2] for point in begun])), _loss(one["val_loss"])
+        found.append(
+            f"{harmless(one['variant'])} grows from {one['length_before']:,} to {one['length']:,} tokens after "
+            f"{one['steps_before']:,} steps: at {one['length']:,} its loss is {before} at that point and {after} "
+            f"after {one['steps'] - one['steps_before']:,} more."
         )
+    return found
+
+
+def _said(told: Record) -> str:
+    one, other, by = harmless(told["variant"]), harmless(told["against"]), told["difference"]
+    seeds, at = f"{told['seeds']} seeds", f" at {told['length']:,} tokens" if told["shorter"] else ""
+    if not told["told_apart"]:
+        return f"{one} and {other} are not told apart{at}: {by:+.4f} nats per token, within the spread of {seeds}."
     side = "above" if by > 0 else "below"
-    return f"{one} ends {abs(by):.4f} nats per token {side} {other}, over {seeds} that do not overlap."
+    return f"{one} ends {abs(by):.4f} nats per token {side} {other}{at}, over {seeds} that do not overlap."
 
 
 def _loss(values: Sequence[float]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_per_token, parameters
+from rehead.measure.attention_cost import AttentionCost, attention_cost
 from rehead.measure.memory import held_cache_bytes
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
@@ -26,7 +27,8 @@ def costs(jobs: Sequence[Job], rounds: int = ROUNDS) -> dict[str, dict[str, Any]
     """By variant. Times are [median, lowest, highest] of `rounds` rounds.
 
     A step is one of the variant's own batch size and length, on random tokens; decoding is greedy, one
-    sequence, from one token to the context's end. What was converted is not trained.
+    sequence, from one token to the context's end. What was converted is not trained. Of attention alone see
+    `measure.attention_cost`.
     """
     subjects = [_Subject(job) for job in jobs]
     found = {subject.job.variant: subject.sizes() for subject in subjects}
@@ -57,6 +59,7 @@ class _Subject:
         memory = None
         if self.trainer is not None:
             memory = step_memory(model, self.trainer.optimizer, self._ids())
+            memory |= {key: cost.kept_bytes for key, cost in self._attention().items()}
         return {
             "context": n_token,
             "parameters": parameters(config),
@@ -83,7 +86,18 @@ class _Subject:
         if self.trainer is not None:
             ids = self._ids()
             found["seconds_per_step"] = self.trainer.advance(lambda: (ids[:, :-1], ids[:, 1:]))["seconds"]
+            found |= {f"seconds_of_{key}": cost.seconds for key, cost in self._attention().items()}
         return found
+
+    def _attention(self) -> dict[str, AttentionCost]:
+        """What attention takes of a training step, as it is computed and with the scores written out."""
+        low = torch.bfloat16 if self.job.options.trainer.dtype == "bfloat16" else None
+        inputs = self._ids()[:, :-1]
+        ways = {"attention": False, "attention_scores_kept": True}
+        costs = {
+            key: attention_cost(self.model, inputs, scores_kept=kept, dtype=low) for key, kept in ways.items()
+        }
+        return {key: cost for key, cost in costs.items() if cost is not None}
 
     def _ids(self) -> Tensor:
         shape = self.job.options.trainer.batch_size, self.n_token + 1

@@ -63,6 +63,17 @@ class Job:
         return parent.steps_before + (parent.options.trainer.max_iters if parent.convert is None else 0)
 
     @property
+    def length(self) -> int:
+        """Tokens of the blocks it is trained and measured on."""
+        return self.options.data.block_size
+
+    @property
+    def lengths(self) -> list[int]:
+        """Block sizes its loss is measured at: its own, and the shorter ones it grew from."""
+        before = [] if self.parent is None else self.parent.lengths
+        return sorted({self.length, *(length for length in before if length < self.length)})
+
+    @property
     def follows_flags(self) -> bool:
         """Whether flags describe its model; what was once converted is what its folder says."""
         return self.convert is None and not self.heal and (self.parent is None or self.parent.follows_flags)

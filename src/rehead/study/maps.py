@@ -17,7 +17,9 @@ from rehead.training.folder import RunFolder
 from rehead.training.start import read_text
 
 TOKENS = 24
-"""Of the validation text, its first."""
+"""Of the validation text, its first; more where a window is to be seen."""
+MOST_TOKENS = 96
+"""Beyond which a page of maps grows large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +33,17 @@ class Maps:
 
 def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
     """By variant, of the first job of each; a model without attention has none."""
-    found: dict[str, Maps] = {}
+    first = list({job.variant: job for job in reversed(jobs)}.values())[::-1]
+    models = [(job, model) for job in first if isinstance(model := load(job), GPT)]
     tokenizer, tokens = read_text(
         jobs[0].options, RunFolder(jobs[0].folder).tokens, checkpoint.resolve(jobs[0].model)
     )
     data = jobs[0].options.data
-    text = tokenizer.decode(
-        [int(token) for token in split(tokens.ids, data.block_size, data.val_fraction).val[:TOKENS]]
-    )
-    for job in jobs:
-        if job.variant in found:
-            continue
-        model = load(job)
-        if not isinstance(model, GPT):
-            continue
+    windows = [layer.window for _, model in models for layer in model.config.attention]
+    shown = split(tokens.ids, data.block_size, data.val_fraction).val[: n_token(windows)]
+    text = tokenizer.decode([int(token) for token in shown])
+    found: dict[str, Maps] = {}
+    for job, model in models:
         own = Tokenizer.load(checkpoint.resolve(job.model))
         ids = torch.from_numpy(own.encode(text)).long()[: model.config.block_size]
         found[job.variant] = Maps(
@@ -53,3 +52,8 @@ def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
             windows=[layer.window for layer in model.config.attention],
         )
     return found
+
+
+def n_token(windows: Sequence[int | None]) -> int:
+    """So many tokens that every window hides some, as far as that is no more than MOST_TOKENS."""
+    return min(max([TOKENS, *(3 * window // 2 for window in windows if window is not None)]), MOST_TOKENS)

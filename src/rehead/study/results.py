@@ -4,9 +4,11 @@ import csv
 import io
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rehead.measure.environment import environment
+from rehead.study.claims import claim
 from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.work import measured
@@ -20,21 +22,19 @@ def gather(
 ) -> Record:
     """The document that is written as results.json and drawn as a report.
 
-    A `claim` compares a variant's validation losses with those of the question's first: `told_apart` only
-    where both have at least two seeds and no run of one lies within the runs of the other.
+    A claim compares a variant's validation losses with those of the question's first, where they are alike:
+    `told_apart` only where both have at least two seeds and no run of one lies within the runs of the other.
     """
     by_variant: dict[str, list[Job]] = {}
     for job in jobs:
         by_variant.setdefault(job.variant, []).append(job)
     variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
-    losses = {one["variant"]: [run["val_loss"] for run in one["runs"]] for one in variants}
+    by_name = {one["variant"]: one for one in variants}
     questions = []
     for question in preset.questions:
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
         of.sort(key=lambda name: question.of.index(by_variant[name][0].of))
-        claims = [
-            {"variant": name, "against": of[0], **compare(losses[of[0]], losses[name])} for name in of[1:]
-        ]
+        claims = [claim(by_name[of[0]], by_name[name]) for name in of[1:]]
         questions.append({"ask": question.ask, "of": of, "show": list(question.show), "claims": claims})
     return {
         "study": preset.name,
@@ -44,16 +44,6 @@ def gather(
         "environment": environment(),
         "variants": variants,
         "questions": questions,
-    }
-
-
-def compare(base: Sequence[float], other: Sequence[float]) -> Record:
-    """How much the second lies above the first, in the mean, and whether the runs allow to say so."""
-    apart = min(other) > max(base) or max(other) < min(base)
-    return {
-        "difference": sum(other) / len(other) - sum(base) / len(base),
-        "seeds": min(len(base), len(other)),
-        "told_apart": apart and min(len(base), len(other)) >= 2,
     }
 
 
@@ -76,6 +66,10 @@ def _variant(jobs: Sequence[Job], costs: Record) -> Record:
         "kind": first.kind,
         "from": None if first.parent is None else first.parent.variant,
         "steps_before": first.steps_before,
+        "steps": first.steps_before + runs[0]["steps"],
+        "length": first.length,
+        "length_before": first.length if first.parent is None else first.parent.length,
+        "on": _on(first),
         "batch_tokens": first.options.trainer.batch_size
         * first.options.trainer.grad_accumulation
         * first.options.data.block_size,
@@ -84,6 +78,13 @@ def _variant(jobs: Sequence[Job], costs: Record) -> Record:
         "costs": costs,
         "runs": runs,
     }
+
+
+def _on(job: Job) -> Record:
+    """What a loss was measured on: the text with its tokens, and how many blocks of it."""
+    text = asdict(job.options.data)
+    del text["block_size"]
+    return {"text": text, "blocks": job.options.trainer.batch_size * job.options.trainer.eval_batches}
 
 
 def spread(values: Sequence[float]) -> list[float]:

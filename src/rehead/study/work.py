@@ -29,7 +29,7 @@ from rehead.training.start import choose_device, read_text
 
 Record = dict[str, Any]
 MEASURED = "measured.json"
-FORMAT = 1
+FORMAT = 2
 """Of measured.json; one of another format is measured anew."""
 TEMPERATURE = 0.8
 
@@ -88,10 +88,13 @@ def _measure(job: Job, preset: Preset) -> Record:
     tokenizer = Tokenizer.load(checkpoint.resolve(job.model))
     texts = _texts(job)
     found = read_metrics(job.folder / "metrics.jsonl")
-    losses = found.losses[-1][1:] if found.losses else _losses(job, model, texts)
+    own = job.length
+    losses = found.losses[-1][1:] if found.losses else _losses(job, model, texts, own)
+    shorter = {length: _losses(job, model, texts, length)[1] for length in job.lengths if length != own}
     return {
         "train_loss": losses[0],
         "val_loss": losses[1],
+        "val_loss_at": {str(length): loss for length, loss in {**shorter, own: losses[1]}.items()},
         "curve": [(step + job.steps_before, *both) for step, *both in found.losses],
         "seconds_per_step": found.seconds_per_step,
         "torn_lines": found.torn,
@@ -105,9 +108,9 @@ def _texts(job: Job) -> Split:
     return split(tokens.ids, job.options.data.block_size, job.options.data.val_fraction)
 
 
-def _losses(job: Job, model: LanguageModel, texts: Split) -> tuple[float, float]:
-    """As a training evaluates, on the same blocks, for what was not trained."""
-    size, trainer = job.options.data.block_size, job.options.trainer
+def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[float, float]:
+    """As a training at this block size evaluates, on the same blocks."""
+    trainer = job.options.trainer
     train_loss, val_loss = (
         evaluate(
             model, evaluation_blocks(ids, size, trainer.batch_size, trainer.batch_size * trainer.eval_batches)
