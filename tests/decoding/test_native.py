@@ -34,7 +34,7 @@ EXAMPLES |= {
     ),
 }
 LEARNED = ("multiplicative", "concatenated", "additive")
-SLOW = {name for name in EXAMPLES if "rebuilt" in name or name.endswith(LEARNED)}
+SLOW = {name for name in EXAMPLES if "rebuilt" in name or name.endswith(LEARNED) or "gqa_sum" in name}
 each = pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in SLOW])
 alike_or_not = pytest.mark.parametrize("lengths", [None, [90, 2, 71]], ids=["alike", "ragged"])
 

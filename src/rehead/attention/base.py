@@ -23,6 +23,7 @@ from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig
 from rehead.attention.step import Moment, Step
 from rehead.errors import ConfigError, UsageError
+from rehead.fields import require_types
 from rehead.registry import Registry
 
 if TYPE_CHECKING:
@@ -52,12 +53,13 @@ class AttentionConfig(ABC):
     __no_type_check__ = True  # annotations say what is kept; what is given, __post_init__ checks
 
     def __post_init__(self) -> None:
-        if self.d_context is not None:
-            self.require_positive("d_context")
         if self.causal is None:
             self.fill(causal=self.d_context is None)
         if isinstance(self.rope, bool):
             self.fill(rope=RopeConfig() if self.rope else None)
+        require_types(self)
+        if self.d_context is not None:
+            self.require_positive("d_context")
         if self.causal and self.d_context is not None:
             raise ConfigError(
                 f"causal=True with d_context={self.d_context}: queries and keys of two sequences have no "
@@ -80,7 +82,7 @@ class AttentionConfig(ABC):
         """Refuse a size below 1."""
         for name in names:
             size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if size < 1:
                 raise ConfigError(f"{name}={size!r}: a size is a whole number of at least 1.")
 
     @staticmethod

@@ -49,17 +49,15 @@ class GroupedConfig(AttentionConfig):
     qk_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.n_kv_head is None:
             self.fill(n_kv_head=self.n_query_head)
         if self.v_head_dim is None:
             self.fill(v_head_dim=self.head_dim)
         if self.score is None or isinstance(self.score, str):
             self.fill(score=scores[self.score or "scaled_dot"]())
+        super().__post_init__()
         self.require_positive("n_query_head", "n_kv_head", "head_dim", "v_head_dim")
         require_divides(self.n_kv_head, self.n_query_head)
-        if self.head_map not in ("contiguous", "modular"):
-            raise ConfigError(f"head_map={self.head_map!r}. Use 'contiguous' or 'modular'.")
         if self.rope is not None:
             self.require_turns(self.head_dim, "head_dim")
         if self.qk_norm_eps is not None and not 0 < self.qk_norm_eps < 1:

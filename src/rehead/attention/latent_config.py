@@ -41,9 +41,9 @@ class LatentConfig(AttentionConfig):
     def __post_init__(self) -> None:
         if self.rope is None and self.qk_rope_head_dim:
             self.fill(rope=RopeConfig())
-        super().__post_init__()
         if self.n_kv_head is None:
             self.fill(n_kv_head=self.n_query_head)
+        super().__post_init__()
         self.require_positive("n_query_head", "n_kv_head", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
         require_divides(self.n_kv_head, self.n_query_head)
         if self.q_lora_rank is not None:

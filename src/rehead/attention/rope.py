@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rehead.errors import ConfigError
+from rehead.fields import require_types
 from rehead.registry import Registry
 
 Layout = Literal["half-split", "interleaved"]
@@ -21,6 +22,11 @@ class RopeScaling(ABC):
 
     Names and formulas are Hugging Face's (`rope_type`), so a checkpoint's numbers keep their meaning.
     """
+
+    __no_type_check__ = True  # __post_init__ checks what is given
+
+    def __post_init__(self) -> None:
+        require_types(self, "rope scaling ")
 
     @abstractmethod
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
@@ -162,10 +168,9 @@ class RopeConfig:
     __no_type_check__ = True  # __post_init__ checks what is given
 
     def __post_init__(self) -> None:
+        require_types(self, "rope ")
         if not (math.isfinite(self.theta) and self.theta > 0):
             raise ConfigError(f"rope theta={self.theta}: the base of the angles is positive. Use 10000.")
-        if self.layout not in ("half-split", "interleaved"):
-            raise ConfigError(f"rope layout={self.layout!r}. Use 'half-split' or 'interleaved'.")
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
             if name == "factor" and not value >= 1:
                 raise ConfigError(f"rope scaling factor={value}: it stretches. Use 1 or more.")

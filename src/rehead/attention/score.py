@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rehead.errors import ConfigError
+from rehead.fields import require_types
 from rehead.registry import Registry
 
 scores: Registry[type["ScoreConfig"]] = Registry("score")
@@ -26,6 +27,11 @@ class Score(nn.Module, ABC):
 
 class ScoreConfig(ABC):
     """Which score, and its sizes."""
+
+    __no_type_check__ = True  # __post_init__ checks what is given
+
+    def __post_init__(self) -> None:
+        require_types(self, "score ")
 
     @abstractmethod
     def build(self, n_kv_head: int, group: int, head_dim: int) -> Score | None:
@@ -139,6 +145,7 @@ class Additive(ScoreConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.width < 1:
             raise ConfigError(f"score_width={self.width}: additive attention needs units. Use 64.")
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from rehead.attention import AttentionConfig
 from rehead.errors import ConfigError
+from rehead.fields import require_types
 from rehead.registry import Registry
 
 model_types: Registry[type["ModelConfig"]] = Registry("model type")
@@ -28,7 +29,10 @@ class ModelConfig(ABC):
     n_embd: int
     embd_pdrop: float = 0.0
 
+    __no_type_check__ = True  # __post_init__ checks what is given
+
     def __post_init__(self) -> None:
+        require_types(self)
         self.require_positive("vocab_size", "block_size", "n_embd")
         for name, largest in LARGEST.items():
             if getattr(self, name) > largest:

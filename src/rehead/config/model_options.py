@@ -9,6 +9,7 @@ from rehead.attention.rope import Layout, RopeScaling
 from rehead.config.codec import decode
 from rehead.config.model import MAX_LAYERS, GPTConfig, ModelConfig, RNNConfig
 from rehead.errors import ConfigError, InvalidInput
+from rehead.fields import require_types
 from rehead.registry import nearest
 
 Variant = type[AttentionConfig]
@@ -108,6 +109,12 @@ class ModelOptions:
     """start from the weights of this model, which the other flags describe [default: fresh weights]"""
     folder: str | None = None
     """start from this model as it is; then no other flag of this group may be given [default: none]"""
+
+    __no_type_check__ = True  # __post_init__ checks what is given
+
+    def __post_init__(self) -> None:
+        require_types(self, "model.")
+        self._variant()
 
     def resolve(self, vocab_size: int, block_size: int) -> ModelConfig:
         """The model these flags describe. Raises ConfigError where they contradict each other."""

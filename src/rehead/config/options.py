@@ -8,6 +8,7 @@ from typing import Literal
 
 from rehead.config.model_options import ModelOptions
 from rehead.errors import ConfigError
+from rehead.fields import require_types
 
 
 @dataclass(kw_only=True)
@@ -19,7 +20,10 @@ class SystemOptions:
     seed: int = 3407
     """of the fresh weights, the order of batches, dropout and samples"""
 
+    __no_type_check__ = True  # __post_init__ checks what is given
+
     def __post_init__(self) -> None:
+        require_types(self, "system.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"system.seed={self.seed}. Use 0 up to {2**63 - 1}.")
 
@@ -40,6 +44,11 @@ class DataOptions:
     """tokens of the bpe tokenizer at most, 256 or more; needed for bpe only [default: none]"""
     val_fraction: float = 0.1
     """share of the text, at its end, kept for validation"""
+
+    __no_type_check__ = True
+
+    def __post_init__(self) -> None:
+        require_types(self, "data.")
 
 
 @dataclass(kw_only=True)
@@ -103,7 +112,10 @@ class TrainerOptions:
     distillation: float = 1.0
     """with a teacher: the share of its predictions in the loss; the rest is the text's own"""
 
+    __no_type_check__ = True
+
     def __post_init__(self) -> None:
+        require_types(self, "trainer.")
         if not 0 <= self.distillation <= 1:
             raise ConfigError(f"trainer.distillation={self.distillation}: the teacher's share. Use 0 to 1.")
         for name in ("batch_size", "grad_accumulation", "eval_every", "eval_batches", "save_every", "keep"):
