@@ -395,3 +395,29 @@ def test_reduced_matrices_in_a_module_are_what_convert_makes(gpt):
         assert torch.equal(made.self_attn.k_proj.weight, reduced.key)
         assert torch.equal(made.self_attn.o_proj.weight, reduced.output)
     assert replace(model.config, attention=result.config.attention) == result.config
+
+
+def test_a12_one_axis_is_refused():
+    for given in (np.ones(4), torch.ones(4), np.ones((2, 3, 4))):
+        with pytest.raises(
+            ConfigError, match=r"weight has shape \(.*4,?\): .* a matrix, \(G d, D\). Give two axes"
+        ):
+            gqa_to_mla(given)
+
+
+def test_a16_reduced_matrices_of_numpy():
+    """The problem's shapes, with H = 4 heads of 6 and r = 5; NumPy in, NumPy out."""
+    draw = np.random.default_rng(0).standard_normal
+    arrays = [draw(shape) for shape in ((5, 24), (24, 5), (24, 5), (24, 24), (24, 24))]
+    found = reduced_matrices(*arrays, 4)
+    wanted = reduced_matrices(*map(torch.from_numpy, arrays), 4)
+    assert [part.shape for part in found] == [(5, 24), (5, 24), (20, 24), (24, 20)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert isinstance(ours, np.ndarray)
+        np.testing.assert_array_equal(ours, theirs.numpy())
+    assert found.query is found[2]
+    for n_head in (0, -4, 5):
+        with pytest.raises(
+            ConfigError, match=rf"n_head={n_head} does not divide .*key_up 24.* Use a number of heads"
+        ):
+            reduced_matrices(*arrays, n_head)

@@ -46,7 +46,7 @@ def either(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         found = function(*map(_tensor, args), **{key: _tensor(value) for key, value in kwargs.items()})
         arrays = [part.numpy() if isinstance(part, Tensor) else part for part in found]
-        return type(found)(*arrays) if isinstance(found, Factors) else type(found)(arrays)
+        return type(found)(*arrays) if hasattr(found, "_fields") else type(found)(arrays)
 
     return call
 
@@ -92,13 +92,18 @@ def factor(
 
 
 @either
-def gqa_to_mla(weight: Num[Tensor, "N D"], n_copy: int | None = None) -> tuple[Tensor, Tensor]:
+def gqa_to_mla(weight: Num[Tensor, "..."], n_copy: int | None = None) -> tuple[Tensor, Tensor]:
     """The seed's `GQA_2_MLA` (A10, A12): up (D, N) and down (N, D) whose product is `weight` tiled D/N times.
 
     `weight` stacks the key or the value projections of G heads, N = G d rows. Tiling whole copies is
     the modular head map: query head h reads KV head h mod G. One matrix alone: keys and values factored
     so have two different latents, and a cache of 2 G d; for one latent stack them (A11) and `factor`.
     """
+    if weight.dim() != 2:
+        raise ConfigError(
+            f"weight has shape {tuple(weight.shape)}: one projection of all KV heads is a matrix, (G d, D). "
+            "Give two axes."
+        )
     rows, width = weight.shape
     if n_copy is None:
         n_copy = width // rows

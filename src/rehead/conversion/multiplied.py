@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
+from rehead.conversion.factor import either
+from rehead.errors import ConfigError
 
 
 def stands_between(source: LatentConfig) -> str:
@@ -129,6 +131,7 @@ class Reduced(NamedTuple):
     output: Tensor
 
 
+@either
 def reduced_matrices(
     down: Float[Tensor, "R C"],
     key_up: Float[Tensor, "HE R"],
@@ -139,8 +142,16 @@ def reduced_matrices(
 ) -> Reduced:
     """The seed's `reduced_matrices` (A15, A16): weights of an attention whose scale is 1/sqrt(R).
 
-    The queries carry sqrt(R / E), where the seed divides by it (E9): the vanilla scale is 1/sqrt(E).
+    The queries carry sqrt(R / E), where the seed divides by it (E9): the vanilla scale is 1/sqrt(E). Arrays may be
+    NumPy's or torch's. Raises ConfigError for an `n_head` that does not divide the heads' rows.
     """
+    sizes = {"key_up": len(key_up), "value_up": len(value_up), "query": len(query), "output": output.shape[1]}
+    if n_head < 1 or any(size % n_head for size in sizes.values()):
+        stacked = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"n_head={n_head} does not divide the rows of all heads ({stacked}). Use a number of heads that divides "
+            "each."
+        )
     rank, width = down.shape[0], key_up.shape[0] // n_head
     keys, values = (up.unflatten(0, (n_head, -1)) for up in (key_up, value_up))
     queries = torch.einsum("her,hed->hrd", keys, query.unflatten(0, (n_head, -1)))
