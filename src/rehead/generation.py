@@ -1,4 +1,9 @@
-"""Text from a model, one token after another, with or without a cache: the same tokens either way."""
+"""Text from a model, one token after another, with or without a cache.
+
+In float32 and float64 the tokens are the same either way, and in any batch. In bfloat16 another order of computing
+rounds otherwise, and near-ties (within 2^-5 of the largest logit) may go to the other token. The same call on the
+same machine repeats in every dtype.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
