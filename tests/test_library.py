@@ -114,6 +114,8 @@ calls = {
     "another kind": lambda: gqa.build(16)(x, cache=mla.cache(2)),
     "another batch": lambda: mla.build(16)(x, cache=mla.cache(3)),
     "another dtype": lambda: mla.build(16)(x, cache=mla.cache(2, dtype=torch.bfloat16)),
+    "convert a path": lambda: rehead.convert(folder, "mqa"),
+    "convert on floats": lambda: rehead.convert(model, "mqa", calibration=np.array([1.5, 2.5])),
     "convert on a batch": lambda: rehead.convert(model, "mqa", calibration=ids.numpy()),
 }
 said = {}
@@ -167,7 +169,13 @@ REFUSED = {
     ),
     "another batch": ("holds batch_size=3 sequences", "x has 2", "Build it with batch_size=2"),
     "another dtype": ("keeps torch.bfloat16", "the layer computes torch.float32", "with dtype=torch.float32"),
-    "convert on a batch": ("shape (1, 3)", "expected (N,)"),
+    "convert a path": ("model is '", "expected a rehead model", "Use rehead.load(path) first"),
+    "convert on floats": (
+        "float64 and shape (2,)",
+        "whole numbers, (N,)",
+        "Encode it with the model's tokenizer",
+    ),
+    "convert on a batch": ("shape (1, 3)", "whole numbers, (N,)", "Encode it with the model's tokenizer"),
 }
 
 

@@ -25,6 +25,7 @@ from rehead.conversion.texts import Passage, passage, passages
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.errors import ConfigError, NumericError
 from rehead.model import LanguageModel, skeleton
+from rehead.model.base import require_model
 from rehead.registry import nearest
 
 CALIBRATION_TOKENS = 49_152
@@ -65,6 +66,7 @@ def convert(
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
+    require_model(model)
     require_seed(seed)
     config, window = require_heads(model), block_length(model.config, length)
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed)
