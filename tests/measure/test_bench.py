@@ -154,7 +154,7 @@ def test_a_rate_is_calls_over_time(monkeypatch):
     assert next(clock) == 1 + 1 + 2 + 4 + 8  # doubled until 20 ms are full
 
 
-def test_the_tables(capsys):
+def test_the_tables(monkeypatch, capsys):
     arm = Arm(
         prefill=Times.of([0.002, 2.5, 0.001]),
         decode=Times.of([0.0005]),
@@ -177,6 +177,7 @@ def test_the_tables(capsys):
         prefill_share=Times.of([0.25]),
         decode_share=Times.of([0.5]),
     )
+    monkeypatch.setenv("COLUMNS", "160")
     present("out/x", [case])
     out = capsys.readouterr().out
     assert "8 2 2 (1-2,500) 25 % 0.5 (0.5-0.5) 50 % 1,500 1.23 1215.6 40 900" in " ".join(out.split())

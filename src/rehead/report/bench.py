@@ -13,12 +13,21 @@ SPEED = (
     "decode ms/step",
     "of roof",
     "tok/s\ncached",
-    "\nuncached",
-    "\nratio",
+    "tok/s\nuncached",
+    "tok/s\nratio",
     "forwarded\ncached",
-    "\nuncached",
+    "forwarded\nuncached",
 )
-MEMORY = ("prompt", "batch", "cache MB\npredicted", "\nheld", "peak MB", "read GB/s", "of MB", "GFLOP/s")
+MEMORY = (
+    "prompt",
+    "batch",
+    "cache MB\npredicted",
+    "cache MB\nheld",
+    "peak MB",
+    "read GB/s",
+    "of MB",
+    "GFLOP/s",
+)
 
 
 def present(title: str, cases: Sequence[Case]) -> None:
@@ -32,6 +41,7 @@ def present(title: str, cases: Sequence[Case]) -> None:
         "model,\nprompt and new ones once with a cache, all of them at each step without. of roof: the machine's least "
         "time for the\nsame bytes and FLOPs over the time taken.",
         texts=(),
+        keys=2,
     )
     show(
         "Memory, and the roof: what this machine did in the same rounds",
@@ -41,6 +51,7 @@ def present(title: str, cases: Sequence[Case]) -> None:
         "\nread: a block as large as what one decoded token reads; what fits into the processor's caches comes from "
         "there.\n1 MB is 10^6 bytes.",
         texts=(),
+        keys=2,
     )
     if not all(case.same_tokens for case in cases):
         print("with and without cache the tokens differ: two were as good as equally likely")

@@ -13,6 +13,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskID,
     TaskProgressColumn,
@@ -20,26 +21,33 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
+WIDE = 100
+"""Characters of a terminal that has room for a bar; steps and time left stand in any."""
 T = TypeVar("T")
 Record = dict[str, Any]
 
 
 class Board:
-    """A line per run on stderr: loss, validation loss, time per step, time left."""
+    """A line per run on stderr: steps, time left, loss, validation loss, time per step."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._tasks: dict[str, TaskID] = {}
         self._seen: dict[str, Record] = {}
         self._begun: dict[str, tuple[int, float]] = {}
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-        )
+        columns: list[ProgressColumn] = [
+            TextColumn(
+                "{task.description}",
+                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=self._console.width // 4),
+            ),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=13)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        ]
+        if self._console.width >= WIDE:
+            columns.insert(1, BarColumn(bar_width=24))
         self._live = Progress(*columns, console=self._console) if sys.stderr.isatty() else None
 
     def __enter__(self) -> "Board":

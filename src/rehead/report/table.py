@@ -8,6 +8,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 WIDEST = 1000
+NARROWEST = 24
+"""Characters of a column of words, which wrap, before it goes into a table of its own."""
 
 
 def show(
@@ -17,17 +19,51 @@ def show(
     notes: str = "",
     *,
     texts: Sequence[int] = (0,),
+    keys: int = 1,
 ) -> None:
-    """Print a table on stdout; columns `texts` left, the rest right aligned, nothing cut off."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index in texts else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, soft_wrap=True)
-    whole = Measurement.get(console, console.options.update(max_width=WIDEST), table)
-    console.width = max(console.width, whole.maximum)
+    """Print a table on stdout; columns `texts` left, the rest right aligned, nothing cut off.
+
+    Where the terminal is too narrow for all columns, several tables follow each other, and the first
+    `keys` columns stand in each. Numbers stay whole; `texts` wrap.
+    """
+    console = Console(highlight=False)
     console.print(title, style="bold")
-    console.print(table)
+    for columns in _fitting(console, header, rows, texts, keys):
+        console.print(_table(header, rows, texts, columns))
     if notes:
-        console.print(notes, style="dim")
+        console.print(" ".join(notes.split()), style="dim")
+
+
+def _fitting(
+    console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int], keys: int
+) -> list[list[int]]:
+    """The columns of each table, as many in one as have room."""
+    begin = list(range(keys))
+    found = [begin]
+    for column in range(keys, len(header)):
+        longer = _table(header, rows, texts, [*found[-1], column])
+        need = Measurement.get(console, console.options.update(max_width=WIDEST), longer).minimum
+        if need > console.width and found[-1] != begin:
+            found.append([*begin, column])
+        else:
+            found[-1] = [*found[-1], column]
+    return found
+
+
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int], columns: Sequence[int]
+) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        wraps = column in texts
+        words = [*header[column].splitlines(), *(row[column] for row in rows)]
+        longest = max(map(len, words), default=0)
+        table.add_column(
+            header[column],
+            justify="left" if column in texts else "right",
+            no_wrap=not wraps,
+            min_width=min(longest, NARROWEST) if wraps else longest,
+        )
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
+    return table
