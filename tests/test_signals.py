@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # each begins processes, on a machine that may be busy
 SCRIPT = [str(Path(sys.executable).parent / "rehead")]
 MODULE = ["-m", "rehead"]
 BACKGROUND = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]

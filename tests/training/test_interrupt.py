@@ -33,6 +33,8 @@ TINY = [
 
 ENDLESS = "trainer.max_iters=1000000"
 
+pytestmark = pytest.mark.timeout(600)  # each begins processes, on a machine that may be busy
+
 
 @pytest.fixture(autouse=True)
 def text(tmp_path, monkeypatch):
@@ -69,10 +71,9 @@ def steps(folder):
 
 
 def wait_for(condition, process):
-    deadline = time.monotonic() + 90
+    """Until it holds or the test's time is up: on a busy machine a process may start in a minute."""
     while not condition():
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -89,7 +90,7 @@ def test_a_signal_saves_and_the_message_says_how_to_go_on(number, status, start)
     process = start("train", *TINY, ENDLESS, "system.work_dir=runs/a b")
     wait_for(lambda: len(steps("runs/a b")) >= 5, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode == status
     assert out == ""
     message = err.splitlines()[-1]
@@ -137,7 +138,7 @@ def test_a_signal_before_the_first_step_blocks_nothing(start):
     process = start("train", *TINY, ENDLESS, "system.work_dir=a")
     wait_for(Path("a/.lock").exists, process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == "interrupted" or "stopped at step" in err.splitlines()[-1]
     assert "Traceback" not in err
@@ -177,7 +178,7 @@ def test_generation_is_interrupted_in_one_line(start):
     process = start("generate", "a", "--prompt", "W", "--max-new-tokens", "1000000")
     assert process.stdout.read(3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
