@@ -1,10 +1,15 @@
 """Ctrl-C and SIGTERM from the first instruction on: one word on stderr, and exit status 130 or 143."""
 
 import os
-import signal
-from types import FrameType
 
-WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from types import FrameType
+else:
+    import _signal as signal  # its half in C: the other one imports for longer than all that comes before
+
+WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 HERE = os.path.dirname(__file__)
 AGAIN = 0.02
 """Seconds until an import is asked again whether it has ended."""
@@ -26,18 +31,18 @@ def ignore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _stop(number: int, frame: "FrameType | None") -> None:
     importer = _importer(frame)
     if importer is None:
         raise KeyboardInterrupt(number)
     if os.path.dirname(importer.f_code.co_filename) == HERE:
-        os.write(2, f"{WORDS[signal.Signals(number)]}\n".encode())
+        os.write(2, f"{WORDS[number]}\n".encode())
         os._exit(128 + number)
     signal.signal(signal.SIGALRM, lambda _, later: _stop(number, later))
     signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
 
-def _importer(frame: FrameType | None) -> FrameType | None:
+def _importer(frame: "FrameType | None") -> "FrameType | None":
     """Whose import is under way: the outermost one, for imports import each other."""
     found = None
     while frame is not None:
