@@ -178,8 +178,8 @@ def test_generating_is_a_function_each_time():
 
 
 def test_every_exact_conversion_is_tried():
-    """With pooling, which is exact for copies, below."""
-    tried = {step for case in ALL for step in case.values[2]} | {"pool-heads"}
+    """With pooling, which is exact for copies, below; sums of queries are tried in attention/test_summed.py."""
+    tried = {step for case in ALL for step in case.values[2]} | {"pool-heads", "sum-queries"}
     assert tried == set(conversions)
 
 
