@@ -1,10 +1,10 @@
-"""What an error costs: the best product of two second moments, one of outputs and one of inputs.
+"""What an error costs: two second moments, one of outputs and one of inputs, fitted to both together.
 
 An error E in the weights that make keys and values costs E[(g^T E x)^2] to second order, with x the
-input of a token and g the gradient of its loss. That is a moment of g and x together, N C x N C, too
-large to hold. Its nearest Kronecker product P (x) C is two matrices, of which `factor` knows the
-optimum. E[g g^T] and E[x x^T] taken apart are not that pair: in a trained model the first token of a
-text has huge inputs and its own gradients, and taken apart each spreads over all tokens.
+input of a token and g the gradient of its loss. That is the covariance of g x^T, N C x N C, too large to
+hold. As a Kronecker product P (x) C it is two matrices, of which `factor` knows the optimum. E[g g^T] and
+E[x x^T] taken apart are the wrong ones: in a trained model the first token of a text has huge inputs
+and its own gradients, and taken apart each spreads over all tokens.
 """
 
 from collections.abc import Iterator
@@ -51,17 +51,17 @@ class Kept:
 def kronecker_pair(
     kept: Kept, rounds: int = ROUNDS, shrinkage: float = SHRINKAGE
 ) -> tuple[Float64[Tensor, "C C"], Float64[Tensor, "M M"]]:
-    """C of the inputs and P of the outputs, P (x) C nearest to E[(g g^T) (x) (x x^T)], but for its size.
+    """C of the inputs and P of the outputs, P (x) C the likeliest covariance of g x^T, but for its size.
 
-    Power iteration on the rearranged moment, whose first singular vectors they are: C becomes
-    E[(g^T P g) x x^T], P becomes E[(x^T C x) g g^T] (Van Loan and Pitsianis 1993; as Fisher blocks: Koroko
-    et al. 2022, arXiv 2201.10285). Identities where the text moves nothing.
+    Of a matrix normal distribution, in turns (Dutilleul 1999): C becomes E[(g^T P^-1 g) x x^T], P becomes
+    E[(x^T C^-1 x) g g^T]. A token counts by its other half, measured against what that is elsewhere, so that a
+    few large ones do not decide alone. Identities where the text moves nothing.
     """
     inputs, outputs = (torch.eye(part.shape[1], dtype=torch.float64) for part in next(iter(kept)))
     for _ in range(rounds):
-        inputs = _normed(_weighed(((x, g) for x, g in kept), outputs))
-        outputs = _normed(_weighed(((g, x) for x, g in kept), inputs))
-    return _shrunk(inputs, shrinkage), _shrunk(outputs, shrinkage)
+        inputs = _shrunk(_normed(_weighed(((x, g) for x, g in kept), outputs.inverse())), shrinkage)
+        outputs = _shrunk(_normed(_weighed(((g, x) for x, g in kept), inputs.inverse())), shrinkage)
+    return inputs, outputs
 
 
 def _weighed(pairs: Iterator[tuple[Tensor, Tensor]], moment: Float64[Tensor, "_ _"]) -> Tensor:
