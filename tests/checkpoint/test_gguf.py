@@ -1,6 +1,7 @@
 """GGUF files become stock folders: the same numbers, logits and token ids as transformers' own loader of such files."""
 
 import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import rehead
 from rehead.attention.rope import Llama3Scaling
 from rehead.checkpoint.gguf import file as gguf_file
-from rehead.checkpoint.gguf import import_file
+from rehead.checkpoint.gguf import import_file, names, tokenizer
 from rehead.cli import main
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.tokenizer import Tokenizer
@@ -347,3 +348,10 @@ def test_without_the_package(plain, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["import", str(plain[0]), str(tmp_path / "out")]) == 2
     assert 'pip install "rehead[gguf]"' in capsys.readouterr().err
+
+
+def test_the_page_names_what_is_read():
+    page = (Path(__file__).parents[2] / "docs" / "gguf.md").read_text()
+    assert ", ".join(f"`{name}`" for name in names.ARCHITECTURES) in page
+    for name in tokenizer.CUTS:
+        assert f"`{name}`" in page
