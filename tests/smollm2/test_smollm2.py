@@ -15,7 +15,7 @@ import transformers
 import rehead
 from rehead.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.checkpoint, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.checkpoint, pytest.mark.timeout(1800)]
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 HERE = Path(__file__).parent
