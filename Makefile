@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report]' --group dev
 	@touch $@
 
-# Trains one small model per kind of attention on Python's own documentation; results in runs/demo.
+# Trains a small model on Python's own documentation, shrinks its KV cache in several ways; results in runs/demo.
 demo: $(STAMP)
 	$(BIN)/rehead study --preset demo $(ARGS)
 

@@ -8,17 +8,30 @@ from pathlib import Path
 import torch
 import yaml
 
+from rehead import save
 from rehead.cli import main
-from rehead.study import Preset, jobs
+from rehead.config import ModelOptions
+from rehead.model import build
+from rehead.study import Preset, jobs, one_source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "study.md").read_text(encoding="utf-8")
 
 
 def test_the_preset_shown_is_one():
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    text, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     found = {job.variant: job for job in jobs(Preset.of("mine.yaml", yaml.safe_load(text)), [])}
     assert found["Latent, healed"].parent is found["Latent"]
     assert found["Longer"].steps_before == 600
+
+
+def test_the_preset_of_one_model_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = build(ModelOptions(shape="llama", n_layer=1, n_query_head=4, n_embd=16).resolve(65, 128))
+    save(model, Path("out/llama"))
+    _, text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    found = jobs(Preset.of("mine.yaml", yaml.safe_load(text)), [])
+    assert one_source(found) is found[0]
+    assert [job.kind for job in found] == ["given", "converted", "converted", "healed", "exported"]
 
 
 def test_every_preset_is_listed():

@@ -47,7 +47,8 @@ def variant(name, n, losses, curve, *, kind="trained", start=None, text="text"):
     ]  # fmt: skip
     span = [sum(losses) / len(losses), min(losses), max(losses)]
     return {
-        "variant": name, "kind": kind, "from": start, "steps_before": 0 if start is None else 4, "batch_tokens": 48,
+        "variant": name, "kind": kind, "about": text, "convert": None, "from": start,
+        "steps_before": 0 if start is None else 4, "batch_tokens": 48,
         "steps": 4, "length": 16, "length_before": 16, "on": {"text": {"path": text}, "blocks": 8},
         "val_loss": span, "train_loss": span, "costs": costs(n, trained=kind != "converted"), "runs": runs,
     }  # fmt: skip
@@ -88,6 +89,7 @@ def made_up():
         ]
         return {
             "study": text, "about": text, "command": f"rehead study {text}", "fraction": 0.5,
+            "temperature": 0.8, "conversion": None,
             "environment": {"processor": text, "cores": 2}, "variants": variants,
             "questions": [
                 {"ask": text, "of": [a, b, c], "show": ["loss", "frontier"], "claims": claims},

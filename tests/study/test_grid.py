@@ -92,14 +92,19 @@ def test_a_fraction_shortens_every_training():
 
 def test_commands_say_all_of_a_job():
     found = {job.variant: job for job in jobs(preset(variants=STAGES), ["trainer.learning_rate=1e-3"])}
-    for name in ("Base", "Longer", "Healed"):
+    for name in ("Base", "Longer"):
         words = shlex.split(found[name].command())
         told = flags.read(words[2:])
         assert words[:2] == ["rehead", "train"]
         assert told == found[name].options
     assert shlex.split(found["Latent"].command()) == [
         "rehead", "convert", "runs/p/base/seed-3407", "runs/p/latent/seed-3407/model", "--allow-loss",
-        "--to=mla", "--kv-fraction=0.25", "--method=svd",
+        "--to=mla", "--kv-fraction=0.25", "--method=svd", "--seed=3407",
+    ]  # fmt: skip
+    assert shlex.split(found["Healed"].command()) == [
+        "rehead", "heal", "runs/p/latent/seed-3407/model", "--teacher=runs/p/base/seed-3407",
+        "system.work_dir=runs/p/healed/seed-3407", "data.block_size=128", "trainer.max_iters=10",
+        "trainer.learning_rate=0.001",
     ]  # fmt: skip
 
 
@@ -169,7 +174,7 @@ def test_what_is_wrong_is_said_before_anything_is_trained(table, kind, named):
     assert all(word in str(error.value) for word in named), error.value
 
 
-@pytest.mark.parametrize("name", ["demo", "homework", "frontier"])
+@pytest.mark.parametrize("name", ["demo", "variants", "homework", "frontier"])
 def test_shipped_presets(name):
     found = Preset.read(name)
     assert len(jobs(found, [])) >= len(found.variants)

@@ -81,7 +81,8 @@ def heal(
 def study(
     *flags: Annotated[str, Parameter(help=SAME_OPTIONS)],
     preset: Annotated[
-        str, Parameter(help="demo, homework, frontier, grid, or a YAML file like them (docs/study.md)")
+        str,
+        Parameter(help="demo, variants, homework, frontier, grid, or a YAML file like them (docs/study.md)"),
     ] = "demo",
     jobs: Annotated[int, Parameter(help="runs at once, each with its share of the threads")] = 1,
     fraction: Annotated[
@@ -98,8 +99,9 @@ def study(
         rehead study --preset grid model.n_kv_head=[1,2,3,6] system.seed=[0,1]
     """
     from rehead.report.progress import Board
+    from rehead.report.story import Story
     from rehead.report.study import present, require_packages, write
-    from rehead.study import Preset, maps
+    from rehead.study import Preset, maps, one_source
     from rehead.study import jobs as jobs_of
     from rehead.study import study as run
 
@@ -112,10 +114,16 @@ def study(
     command += [] if fraction == 1 else ["--fraction", str(fraction)]
     several = len({job.seed for job in found}) > 1
     with Board() as board:
+        story = None if one_source(found) is None else Story(found, board)
 
         def watch(job: "Job", record: dict[str, Any]) -> None:
             title = f"{job.variant}, seed {job.seed}" if several else job.variant
-            board.show(record, job.options.trainer.max_iters, title)
+            if record.get("event") in ("begin", "measured", "costs"):
+                board.forget(title)
+                if story is not None:
+                    story.show(job, record)
+            else:
+                board.show(record, job.options.trainer.max_iters, title)
 
         document = run(chosen, found, watch, command=command, n_process=jobs, fraction=fraction)
     place = found[0].place

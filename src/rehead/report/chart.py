@@ -59,7 +59,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines over x, single points, or bars along x with their names on y."""
+    """Lines over x, single points, or bars along x with their names on y. `named` points bear their names."""
 
     kind: Literal["lines", "points", "bars"]
     x: str
@@ -67,6 +67,7 @@ class Chart:
     series: Sequence[Series]
     title: str = ""
     log_x: bool = False
+    named: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

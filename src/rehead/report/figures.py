@@ -129,14 +129,18 @@ class Figures:
             self._bar(one, how, one["costs"][f"tokens_per_second_{how}"], pale=how == "uncached")
             for one in variants
             for how in ("cached", "uncached")
+            if f"tokens_per_second_{how}" in one["costs"]
         ]
         lengths = variants[0]["costs"]["input_lengths"]
         notes = [
             "Medians, and the span, of rounds in which every variant has its turn, so that what slows the machine "
             "slows all. Decoding: greedy, one sequence, from one token to the context's end.",
-            "Pale bars: without a cache. Tokens that went through the first model for each new one: with a cache "
-            f"{_list(lengths['cached'])}, without {_list(lengths['uncached'])}.",
         ]
+        if "uncached" in lengths:
+            notes.append(
+                "Pale bars: without a cache. Tokens that went through the first model for each new one: with a cache "
+                f"{_list(lengths['cached'])}, without {_list(lengths['uncached'])}."
+            )
         alone = self._attention(
             [one for one in timed if "seconds_of_attention" in one["costs"]],
             "milliseconds of a training step",
@@ -149,6 +153,7 @@ class Figures:
             alone,
             Chart(kind="bars", title="Decoding", x="tokens per second", y="", series=decode),
         ]
+        charts = [chart for chart in charts if chart.series]
         return Panel(name="speed", title="Time", charts=charts, notes=notes)
 
     def _attention(

@@ -120,7 +120,21 @@
         if (y[i] !== null) mark(group, one, at, y[i]);
       });
     }
+    if (data.named) names(svg, shown.filter((one) => !one.faint && one.y[0] !== null), scaleX, scaleY, width);
     return stops(data, shown).map((stop) => ({ ...stop, left: scaleX(stop.x), top: scaleY(stop.y) }));
+  }
+
+  // The name of every point beside it, moved down where another name is already.
+  function names(svg, series, scaleX, scaleY, width) {
+    const taken = [];
+    for (const one of [...series].sort((a, b) => b.y[0] - a.y[0])) {
+      const x = scaleX(one.x[0]), right = x < width / 2, wide = 7 * one.name.length;
+      const from = right ? x + 12 : x - 12 - wide;
+      let y = scaleY(one.y[0]) + 4;
+      while (taken.some((other) => Math.abs(other.y - y) < 14 && other.from < from + wide && from < other.from + other.wide)) y += 14;
+      taken.push({ from, wide, y });
+      add(svg, "text", { x: right ? x + 12 : x - 12, y, "text-anchor": right ? "start" : "end", class: "name" }, one.name);
+    }
   }
 
   // Where the pointer can rest: the steps of lines, with every line's value there, or each point by itself.

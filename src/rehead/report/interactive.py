@@ -55,6 +55,7 @@ def table(chart: Chart) -> Table:
         "x": chart.x,
         "y": chart.y,
         "logX": chart.log_x,
+        "named": chart.named,
         "label": described(chart),
         "series": [_series(one) for one in chart.series],
     }

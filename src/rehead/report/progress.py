@@ -74,6 +74,15 @@ class Board:
         if record.get("event") in ("start", "save"):
             self._console.print(_event(record), style="dim", soft_wrap=True)
 
+    def say(self, text: str, *, faint: bool = False) -> None:
+        """Print a line between those of the runs."""
+        self._console.print(text, style="dim" if faint else None, soft_wrap=True, markup=False)
+
+    def forget(self, title: str) -> None:
+        """Show the run called `title` no longer."""
+        if self._live is not None and title in self._tasks:
+            self._live.remove_task(self._tasks.pop(title))
+
     def _left(self, record: Record, total: int, title: str) -> str:
         """The time left at the pace since the run was first seen, evaluations included."""
         now, step = time.monotonic(), record["step"]

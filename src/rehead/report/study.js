@@ -1,7 +1,17 @@
-// Lets one variant's attention maps be chosen.
+// Lets one variant's attention maps be chosen; of maps side by side, layer and head change together.
 addEventListener("DOMContentLoaded", () => {
   const chosen = document.querySelector("#maps > p select");
   chosen?.addEventListener("change", () => {
     document.querySelectorAll("#maps .one").forEach((one, index) => one.classList.toggle("shown", index === Number(chosen.value)));
+  });
+  const beside = document.querySelector("#maps.beside");
+  beside?.addEventListener("change", (event) => {
+    const { name, value } = event.target;
+    if (!event.isTrusted || (name !== "layer" && name !== "head")) return;
+    for (const other of beside.querySelectorAll(`[name=${name}]`)) {
+      if (other === event.target || ![...other.options].some((option) => option.value === value)) continue;
+      other.value = value;
+      other.dispatchEvent(new Event("change", { bubbles: true }));
+    }
   });
 });

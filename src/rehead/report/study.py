@@ -9,7 +9,7 @@ from typing import Any
 
 from rehead.data.files import write_whole
 from rehead.errors import UsageError
-from rehead.report import interactive, maps, page
+from rehead.report import interactive, maps, page, shrink
 from rehead.report.chart import Look, Panel
 from rehead.report.figures import Figures, frontier, per_token
 from rehead.report.plot import draw
@@ -30,8 +30,6 @@ HEADER = (
     "tok/s\ncached",
     "\nuncached",
 )
-MOST_SAMPLE = 1000
-"""Characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +50,14 @@ def require_packages() -> None:
 
 def present(document: Record, folder: Path) -> None:
     """Print the table of all variants, and where everything is."""
+    if document["conversion"] is None:
+        _present_trained(document)
+    else:
+        shrink.present(document)
+    print(f"report   {folder / REPORT}\nnumbers  {folder / 'results.json'}, runs.csv, curves.csv")
+
+
+def _present_trained(document: Record) -> None:
     variants = document["variants"]
     rows = [
         (
@@ -74,7 +80,6 @@ def present(document: Record, folder: Path) -> None:
     show(document["about"], HEADER, rows, notes)
     for finding in findings(document):
         print(finding)
-    print(f"report   {folder / REPORT}\nnumbers  {folder / 'results.json'}, runs.csv, curves.csv")
 
 
 def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None:
@@ -83,6 +88,8 @@ def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None
     for number, answer in enumerate(found, 1):
         for panel in answer.panels:
             draw(panel, folder / f"{number}-{panel.name}.png")
+    if document["conversion"] is not None:
+        draw(shrink.chart(shrink.rows(document)), folder / "shrink.png")
     write_whole(folder / REPORT, [html(document, attention).encode()])
 
 
@@ -109,20 +116,35 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         (name, Markup(maps.fragment(harmless(name), one.tokens, one.weights, one.windows)))
         for name, one in attention.items()
     ]
-    body = environment.get_template("study.html").render(
-        document=document,
-        variants=variants,
-        looks={one["variant"]: Look.of(index) for index, one in enumerate(variants)},
-        lengths={one["length"] for one in variants},
-        answers=answers(document),
-        facts=facts(document),
-        findings=findings(document),
-        maps=figures,
-        most_sample=MOST_SAMPLE,
-    )
+    shown = {
+        "document": document,
+        "variants": variants,
+        "looks": {one["variant"]: Look.of(index) for index, one in enumerate(variants)},
+        "lengths": {one["length"] for one in variants},
+        "answers": answers(document),
+        "most_sample": shrink.MOST_SAMPLE,
+    }
+    if document["conversion"] is None:
+        title = f"Study: {harmless(document['study'])}"
+        template = environment.get_template("study.html")
+        body = template.render(shown, facts=facts(document), findings=findings(document), maps=figures)
+    else:
+        title = "What a smaller KV cache costs"
+        environment.filters |= {"over": shrink.span, "texts": shrink.texts, "proof": shrink.proof}
+        environment.filters["percent"] = shrink.percent
+        made = shrink.rows(document)
+        body = environment.get_template("shrink.html").render(
+            shown,
+            source=shrink.source_line(document),
+            rows=made,
+            panel=shrink.chart(made),
+            findings=shrink.findings(made),
+            before=figures[0][1] if figures else None,
+            after=figures[1:],
+        )
     style, script = ((files("rehead.report") / name).read_text() for name in ("study.css", "study.js"))
     head = f"<style>{style}</style>\n{interactive.script()}{maps.script()}<script>{script}</script>\n"
-    return page.page(f"Study: {harmless(document['study'])}", body, head)
+    return page.page(title, body, head)
 
 
 def answers(document: Record) -> list[Answer]:

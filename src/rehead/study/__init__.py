@@ -1,9 +1,9 @@
 """Studies: variants of one run, trained or made from each other, measured alike and set side by side."""
 
 from rehead.study.grid import jobs
-from rehead.study.job import Job
+from rehead.study.job import Job, one_source
 from rehead.study.maps import Maps, maps
 from rehead.study.preset import Preset
 from rehead.study.run import study
 
-__all__ = ["Job", "Maps", "Preset", "jobs", "maps", "study"]
+__all__ = ["Job", "Maps", "Preset", "jobs", "maps", "one_source", "study"]

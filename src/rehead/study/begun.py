@@ -32,7 +32,7 @@ def require_same(jobs: Sequence[Job]) -> None:
         )
     for job in jobs:
         before = _begun(job)
-        changes = [] if before is None else list(_changes(before, job.description(), job.convert is None))
+        changes = [] if before is None else list(_changes(before, job.description()))
         if changes:
             raise InvalidInput(
                 f"{job.folder} was made with {'; '.join(changes[:3])}. Nothing was changed: give the options it was "
@@ -62,16 +62,22 @@ def _begun(job: Job) -> Record | None:
     return found
 
 
-def _changes(before: Record, now: Record, trained: bool) -> Iterator[str]:
-    """Each as "key=before (now after)"; of a conversion only what it was made of and how."""
+def _changes(before: Record, now: Record) -> Iterator[str]:
+    """Each as "key=before (now after)"; of what was not trained only what it was made of and how."""
+    trained = all(now.get(key) is None for key in ("convert", "export", "source"))
     for group, keys in before.get("options", {}).items() if trained else ():
         for key, was in keys.items():
             name, options = f"{group}.{key}", now["options"].get(group, {})
             if name not in FREE and key in options and options[key] != was:
                 yield f"{name}={was} (now {options[key]})"
-    for key in ("convert", "heal"):
-        if before.get(key) != now[key]:
-            yield f"{key}={before.get(key)} (now {now[key]})"
+    for key in ("convert", "heal", "export"):
+        if before.get(key) != now.get(key):
+            yield f"{key}={before.get(key)} (now {now.get(key)})"
+    was, source = before.get("source"), now.get("source")
+    if was != source:
+        places = [None if one is None else one["folder"] for one in (was, source)]
+        again = ", written again since" if places[0] == places[1] else ""
+        yield f"source={places[0]} (now {places[1]}{again})"
     old, new = before.get("from"), now["from"]
-    if (old is None) != (new is None) or (old and new and any(_changes(old, new, new["convert"] is None))):
+    if (old is None) != (new is None) or (old and new and any(_changes(old, new))):
         yield "another model to start from"

@@ -23,14 +23,14 @@ ROUNDS = 3
 SHOWN_LENGTHS = 8
 
 
-def costs(jobs: Sequence[Job], rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
+def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -> dict[str, dict[str, Any]]:
     """By variant. Times are [median, lowest, highest] of `rounds` rounds.
 
     A step is one of the variant's own batch size and length, on random tokens; decoding is greedy, one
     sequence, from one token to the context's end. What was converted is not trained. Of attention alone see
-    `measure.attention_cost`.
+    `measure.attention_cost`. `serving` leaves out training and decoding without a cache.
     """
-    subjects = [_Subject(job) for job in jobs]
+    subjects = [_Subject(job, serving) for job in jobs]
     found = {subject.job.variant: subject.sizes() for subject in subjects}
     times: dict[str, dict[str, list[float]]] = {subject.job.variant: {} for subject in subjects}
     for _ in range(rounds):
@@ -47,9 +47,10 @@ def costs(jobs: Sequence[Job], rounds: int = ROUNDS) -> dict[str, dict[str, Any]
 class _Subject:
     """A model whose costs are taken, and what trains it; its weights are not saved again."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.model = job, load(job)
-        self.trainer = None if job.convert is not None else Trainer(self.model, job.options.trainer)
+    def __init__(self, job: Job, serving: bool) -> None:
+        self.job, self.model, self.serving = job, load(job), serving
+        trained = job.is_trained and not serving
+        self.trainer = Trainer(self.model, job.options.trainer) if trained else None
         self.n_token = job.options.data.block_size
 
     def sizes(self) -> dict[str, Any]:
@@ -69,8 +70,8 @@ class _Subject:
             "cache_bytes_held": held_cache_bytes(model, n_token),
             "flops_per_token": forward_flops(config, n_token),
             "input_lengths": {
-                "cached": input_lengths(model, min(SHOWN_LENGTHS, n_token - 1), use_cache=True),
-                "uncached": input_lengths(model, min(SHOWN_LENGTHS, n_token - 1), use_cache=False),
+                way: input_lengths(model, min(SHOWN_LENGTHS, n_token - 1), use_cache=way == "cached")
+                for way in self._ways()
             },
             "memory": memory,
         }
@@ -78,10 +79,10 @@ class _Subject:
     def times(self) -> dict[str, float]:
         """Tokens per second, and seconds per step, measured once."""
         found = {
-            "tokens_per_second_cached": decode_speed(self.model, self.n_token - 1, use_cache=True, repeats=1),
-            "tokens_per_second_uncached": decode_speed(
-                self.model, self.n_token - 1, use_cache=False, repeats=1
-            ),
+            f"tokens_per_second_{way}": decode_speed(
+                self.model, self.n_token - 1, use_cache=way == "cached", repeats=1
+            )
+            for way in self._ways()
         }
         if self.trainer is not None:
             ids = self._ids()
@@ -98,6 +99,10 @@ class _Subject:
             key: attention_cost(self.model, inputs, scores_kept=kept, dtype=low) for key, kept in ways.items()
         }
         return {key: cost for key, cost in costs.items() if cost is not None}
+
+    def _ways(self) -> tuple[str, ...]:
+        """Of decoding."""
+        return ("cached",) if self.serving else ("cached", "uncached")
 
     def _ids(self) -> Tensor:
         shape = self.job.options.trainer.batch_size, self.n_token + 1

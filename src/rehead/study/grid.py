@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from rehead.checkpoint import families
 from rehead.config import GPTConfig, ModelConfig, RunOptions, flags
 from rehead.conversion import methods
+from rehead.conversion.folder import read_plannable
+from rehead.conversion.serve import Engine
 from rehead.errors import ConfigError
 from rehead.study.job import Job, written
 from rehead.study.preset import Flags, Preset, Variant
@@ -80,11 +83,15 @@ class _Grid:
         elif parent is not None:
             made = {key: value for key, value in made.items() if not key.startswith("model.")}
             made["model.folder"] = str(parent.model)
+        if variant.source is not None:
+            folder = Path(str(self.told.get("model.folder", variant.source))).expanduser()
+            made = {key: value for key, value in made.items() if not key.startswith("model.")}
+            made["model.folder"] = str(folder)
         if variant.heal:
             if parent is None or parent.convert is None or parent.parent is None:
                 raise ConfigError(f"{title}: only a conversion is healed, by the model it was made of.")
             made["trainer.teacher"] = str(parent.parent.model)
-        if variant.convert is not None:
+        if variant.kind in ("converted", "exported"):
             made.pop("model.pretrained_folder", None)
         try:
             job = Job(
@@ -92,9 +99,11 @@ class _Grid:
                 of=name,
                 flags=chosen,
                 options=self._options(made),
+                kind=variant.kind,
+                about=variant.about,
                 parent=parent,
                 convert=variant.convert,
-                heal=variant.heal,
+                export=variant.export,
             )
             _check(job)
         except ConfigError as error:
@@ -146,12 +155,18 @@ def _check(job: Job) -> None:
         if isinstance(config, GPTConfig):
             for layer in config.attention:
                 job.wish.target(layer, config.n_embd)
-    elif job.follows_flags:
+    elif job.export is not None:
+        for key, known in (("format", ("auto", *families)), ("for", get_args(Engine))):
+            if job.export.get(key, known[0]) not in known:
+                raise ConfigError(f"export: {key}={job.export[key]!r}. Use one of {', '.join(known)}.")
+    else:
         _config(job)
 
 
 def _config(job: Job | None) -> ModelConfig | None:
-    """The model that flags describe; its vocabulary is the text's, which is not read here."""
+    """The model that flags describe or that is there; the vocabulary is the text's, which is not read here."""
+    if job is not None and job.kind == "given":
+        return read_plannable(job.model)
     if job is None or not job.follows_flags:
         return None
     data = job.options.data

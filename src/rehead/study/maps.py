@@ -33,7 +33,7 @@ class Maps:
 
 def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
     """By variant, of the first job of each; a model without attention has none."""
-    first = list({job.variant: job for job in reversed(jobs)}.values())[::-1]
+    first = list({job.variant: job for job in reversed(jobs) if job.export is None}.values())[::-1]
     models = [(job, model) for job in first if isinstance(model := load(job), GPT)]
     tokenizer, tokens = read_text(
         jobs[0].options, RunFolder(jobs[0].folder).tokens, checkpoint.resolve(jobs[0].model)

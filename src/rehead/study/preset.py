@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -14,27 +14,53 @@ from rehead.conversion import Wish
 from rehead.errors import InvalidInput
 from rehead.registry import nearest
 
+Kind = Literal["given", "trained", "converted", "healed", "exported"]
 Flags = dict[str, Any]
 """Values by dotted key; a list, where the key itself takes none, means one run per entry."""
+Form = Mapping[str, Any]
+"""The keys a table may have, with the kind of each value."""
 KEYS = asdict(RunOptions())
 GROUPS = tuple(KEYS)
 PANELS = ("loss", "frontier", "memory", "speed")
 """What a question can be answered with."""
+CONVERT = {
+    **{one.name: object for one in fields(Wish)},
+    "method": str,
+    "calibration": str | list,
+    "test": str,
+}
+EXPORT = {"format": str, "for": str}
+"""Options of `rehead convert` and `rehead export`, as a variant has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What one variant changes in the common run.
+    """What one variant changes in the common run; `about` says it in a sentence.
 
-    With `start`, the name of another variant, it goes on from that one's model: trained further with
-    `flags` in place of those it was trained with, or turned into another attention by `convert`, or,
-    being such a conversion, healed by its source.
+    With `source` it is the model in that folder, as it is. With `start`, the name of another variant, it
+    starts from that one's model: trained further with `flags` in place of those it was trained with, or
+    turned into another attention by `convert`, or, being such a conversion, healed by its source, or
+    written as a stock folder by `export`.
     """
 
+    about: str = ""
     flags: Flags = field(default_factory=dict)
+    source: str | None = None
     start: str | None = None
     convert: Flags | None = None
     heal: bool = False
+    export: Flags | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """How it comes about, in a word."""
+        if self.heal:
+            return "healed"
+        if self.convert is not None:
+            return "converted"
+        if self.export is not None:
+            return "exported"
+        return "trained" if self.source is None else "given"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +84,7 @@ class Preset:
     questions: tuple[Question, ...]
     prompt: str | None = None
     new_tokens: int = 120
+    temperature: float | int = 0.8
 
     @classmethod
     def read(cls, name: str) -> "Preset":
@@ -83,6 +110,7 @@ class Preset:
             "questions": list,
             "prompt": str,
             "new_tokens": int,
+            "temperature": int | float,
         }
         read = _table(name, table, form, required=("about",))
         run = _options(f"{name}: run", read.get("run", {}))
@@ -90,6 +118,7 @@ class Preset:
         variants = {str(key): _variant(f"{name}: {key}", changes[key] or {}) for key in changes}
         for key, variant in variants.items():
             before = list(variants)[: list(variants).index(key)]
+            before = [name for name in before if variants[name].export is None]
             if variant.start is not None and variant.start not in before:
                 hint = nearest(variant.start, before)
                 raise InvalidInput(
@@ -112,13 +141,11 @@ class Preset:
             run=_flat(run),
             variants=variants,
             questions=tuple(_question(f"{name}: questions", one, variants) for one in asked),
-            **{key: read[key] for key in ("prompt", "new_tokens") if key in read},
+            **{key: read[key] for key in ("prompt", "new_tokens", "temperature") if key in read},
         )
 
 
-def _table(
-    where: str, value: Any, form: Mapping[str, type], required: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def _table(where: str, value: Any, form: Form, required: tuple[str, ...] = ()) -> dict[str, Any]:
     """`value` as a table whose keys and kinds are those of `form`."""
     if not isinstance(value, dict):
         raise InvalidInput(f"{where}: expected a table with {', '.join(form)}, got {value!r:.80}.")
@@ -126,7 +153,9 @@ def _table(
         if key not in form:
             raise InvalidInput(f"{where}: unknown key {str(key)!r:.80}.{nearest(str(key), list(form))}")
         if not isinstance(item, form[key]):
-            raise InvalidInput(f"{where}: {key}={item!r:.80}: expected {form[key].__name__}.")
+            kinds = get_args(form[key]) or (form[key],)
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise InvalidInput(f"{where}: {key}={item!r:.80}: expected {names}.")
     for key in required:
         if key not in value:
             raise InvalidInput(f"{where}: {key} is missing.")
@@ -141,24 +170,35 @@ def _options(where: str, value: Any) -> dict[str, Any]:
 
 
 def _variant(where: str, changes: Any) -> Variant:
-    table = _table(
-        where, changes, {**dict.fromkeys(GROUPS, dict), "from": str, "convert": dict, "heal": bool}
-    )
+    form = {"about": str, "source": str, "from": str, "convert": dict, "heal": bool, "export": dict}
+    table = _table(where, changes, {**dict.fromkeys(GROUPS, dict), **form})
+    for key, keys in (("convert", CONVERT), ("export", EXPORT)):
+        if key in table:
+            _table(f"{where}: {key}", table[key], keys)
     _options(where, {group: table[group] for group in GROUPS if group in table})
-    convert = table.get("convert")
-    if convert is not None:
-        wishes = {**{one.name: object for one in fields(Wish)}, "method": str}
-        _table(f"{where}: convert", convert, wishes)
     made = Variant(
+        about=" ".join(table.get("about", "").split()),
         flags=_flat({group: table[group] for group in GROUPS if group in table}),
+        source=table.get("source"),
         start=table.get("from"),
-        convert=convert,
+        convert=table.get("convert"),
         heal=table.get("heal", False),
+        export=table.get("export"),
     )
-    if (made.convert is not None or made.heal) and made.start is None:
-        raise InvalidInput(f"{where}: what is converted or healed? Write from: and a variant above.")
-    if made.convert is not None and (made.heal or made.flags):
-        raise InvalidInput(f"{where}: a conversion is not trained: heal it in a variant of its own.")
+    ways = [key for key in ("source", "convert", "heal", "export") if table.get(key, False) is not False]
+    if len(ways) > 1:
+        raise InvalidInput(
+            f"{where}: {' and '.join(ways)} are two steps: write a variant for each of its own."
+        )
+    if made.start is None and ways and made.source is None:
+        raise InvalidInput(f"{where}: {ways[0]} what? Write from: and a variant above.")
+    if made.start is not None and made.source is not None:
+        raise InvalidInput(f"{where}: source: and from: both name what it starts from. Leave one out.")
+    if made.flags and ways and not made.heal:
+        raise InvalidInput(
+            f"{where}: {ways[0]} trains nothing, so {next(iter(made.flags))} has no meaning. Leave it out, or heal "
+            "the result in a variant of its own."
+        )
     return made
 
 

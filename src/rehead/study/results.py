@@ -5,11 +5,16 @@ import io
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from rehead.config import GPTConfig
+from rehead.conversion.folder import read_plannable
+from rehead.conversion.plan import plan
+from rehead.measure import parameters
 from rehead.measure.environment import environment
 from rehead.study.claims import claim
-from rehead.study.job import Job
+from rehead.study.job import Job, one_source
 from rehead.study.preset import Preset
 from rehead.study.work import measured
 
@@ -27,12 +32,16 @@ def gather(
     """
     by_variant: dict[str, list[Job]] = {}
     for job in jobs:
+        if job.export is not None:
+            continue
         by_variant.setdefault(job.variant, []).append(job)
     variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
     by_name = {one["variant"]: one for one in variants}
     questions = []
     for question in preset.questions:
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
+        if not of:
+            continue
         of.sort(key=lambda name: question.of.index(by_variant[name][0].of))
         claims = [claim(by_name[of[0]], by_name[name]) for name in of[1:]]
         questions.append({"ask": question.ask, "of": of, "show": list(question.show), "claims": claims})
@@ -41,10 +50,46 @@ def gather(
         "about": preset.about,
         "command": shlex.join(command),
         "fraction": fraction,
+        "temperature": preset.temperature,
         "environment": environment(),
         "variants": variants,
         "questions": questions,
+        "conversion": _conversion(jobs),
     }
+
+
+def _conversion(jobs: Sequence[Job]) -> Record | None:
+    """Where all came from one model: which, what `rehead plan` says of it, and what was exported."""
+    source = one_source(jobs)
+    if source is None:
+        return None
+    return {
+        "source": source.variant,
+        "architecture": describe_model(source.model),
+        "plan": asdict(plan(read_plannable(source.model), source.options.data.block_size)),
+        "exports": [
+            {
+                "variant": job.variant,
+                "from": job.parent.variant,
+                "seed": job.seed,
+                "about": job.about,
+                "folder": str(job.model),
+                "command": job.command(),
+                **measured(job)["read_back"],
+            }
+            for job in jobs
+            if job.export is not None and job.parent is not None
+        ],
+    }
+
+
+def describe_model(folder: Path) -> str:
+    """A model in a line: parameters, layers, width, attention."""
+    config = read_plannable(folder)
+    text = f"{parameters(config):,} parameters"
+    if isinstance(config, GPTConfig):
+        text += f", {config.n_layer} layers, {config.n_embd} wide, {config.attention[0].describe()}"
+    return text
 
 
 def _variant(jobs: Sequence[Job], costs: Record) -> Record:
@@ -54,7 +99,7 @@ def _variant(jobs: Sequence[Job], costs: Record) -> Record:
             "seed": job.seed,
             "folder": str(job.model),
             "command": job.command(),
-            "steps": 0 if job.convert is not None else job.options.trainer.max_iters,
+            "steps": job.options.trainer.max_iters if job.is_trained else 0,
             **measured(job),
         }
         for job in jobs
@@ -64,6 +109,8 @@ def _variant(jobs: Sequence[Job], costs: Record) -> Record:
     return {
         "variant": first.variant,
         "kind": first.kind,
+        "about": first.about,
+        "convert": first.convert,
         "from": None if first.parent is None else first.parent.variant,
         "steps_before": first.steps_before,
         "steps": first.steps_before + runs[0]["steps"],

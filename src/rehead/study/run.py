@@ -7,11 +7,11 @@ from typing import Any
 from rehead.data.files import write_whole
 from rehead.study.begun import require_same
 from rehead.study.costs import costs
-from rehead.study.job import Job
+from rehead.study.job import Job, one_source
 from rehead.study.parallel import at_once
 from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
-from rehead.study.work import is_done, work
+from rehead.study.work import is_done, measured, work
 
 Record = dict[str, Any]
 Watch = Callable[[Job, Record], None]
@@ -28,18 +28,22 @@ def study(
 ) -> Record:
     """Do what is not done yet of `jobs`, and write results.json, runs.csv and curves.csv beside them.
 
-    `watch` is given every record of every job. Returns what results.json holds. Stopped anywhere and
+    `watch` is given every record of every job: those of its training; `event` begin and, with what was `found`,
+    measured around them; and costs, before all are timed. Returns what results.json holds. Stopped anywhere and
     begun again, it finishes the rest.
     """
     require_same(jobs)
     open_jobs = [job for job in jobs if not is_done(job, preset)]
+    for job in jobs:
+        if job not in open_jobs:
+            watch(job, {"event": "measured", "found": measured(job)})
     if n_process > 1 and len(open_jobs) > 1:
         at_once(open_jobs, preset, n_process, watch)
     else:
         for job in open_jobs:
             for record in work(job, preset):
                 watch(job, record)
-    document = gather(preset, jobs, _costs(jobs), command, fraction)
+    document = gather(preset, jobs, _costs(jobs, watch), command, fraction)
     place = jobs[0].place
     text = json.dumps(document, indent=1, ensure_ascii=False)
     for name, content in (
@@ -51,9 +55,11 @@ def study(
     return document
 
 
-def _costs(jobs: Sequence[Job]) -> dict[str, Record]:
+def _costs(jobs: Sequence[Job], watch: Watch) -> dict[str, Record]:
     """Of every variant's first job; measured again only where one of them is another."""
-    first = list({job.variant: job for job in reversed(jobs)}.values())[::-1]
+    compared = [job for job in jobs if job.export is None]
+    first = list({job.variant: job for job in reversed(compared)}.values())[::-1]
+    serving = one_source(jobs) is not None
     file = jobs[0].place / "costs.json"
     told = [job.description() for job in first]
     try:
@@ -62,6 +68,7 @@ def _costs(jobs: Sequence[Job]) -> dict[str, Record]:
             return dict(known["costs"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    found = costs(first)
+    watch(first[0], {"event": "costs"})
+    found = costs(first, serving=serving)
     write_whole(file, [json.dumps({"of": told, "costs": found}).encode()])
     return found

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rehead import checkpoint
-from rehead.conversion.certificate import Certificate
+from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.export import export_folder
 from rehead.conversion.folder import convert_folder
 from rehead.data import Split, evaluation_blocks, split
 from rehead.data.files import write_whole
@@ -21,6 +23,7 @@ from rehead.study.begun import note, read
 from rehead.study.job import Job
 from rehead.study.metrics import read_metrics
 from rehead.study.preset import Preset
+from rehead.study.readback import read_back
 from rehead.tokenizer import Tokenizer
 from rehead.training import train
 from rehead.training.folder import RunFolder
@@ -29,9 +32,8 @@ from rehead.training.start import choose_device, read_text
 
 Record = dict[str, Any]
 MEASURED = "measured.json"
-FORMAT = 2
-"""Of measured.json; one of another format is measured anew."""
-TEMPERATURE = 0.8
+FORMAT = 3
+"""Of measured.json; one of another format is measured again."""
 
 
 def is_done(job: Job, preset: Preset) -> bool:
@@ -48,29 +50,52 @@ def measured(job: Job) -> Record:
 
 
 def work(job: Job, preset: Preset) -> Iterator[Record]:
-    """Train, convert or heal, then measure; yields the records of a training.
+    """Train, convert, heal or export, then measure; yields the records of a training between two of its own.
 
     A training that was stopped goes on from its last checkpoint, what is whole is not made again.
     """
     if is_done(job, preset):
         return
-    if job.convert is None:
+    yield {"event": "begin"}
+    if job.is_trained:
         resume = RunFolder(job.folder).begun
         for record in train(replace(job.options, trainer=replace(job.options.trainer, resume=resume))):
             if record.get("event") == "start":  # a run that is refused leaves nothing, this neither
                 note(job)
             yield record
-    elif not job.model.exists():
-        assert job.parent is not None
+    else:
         note(job)
-        method = job.convert.get("method")
-        convert_folder(job.parent.model, job.model, job.wish, method=method, allow_loss=True, seed=job.seed)
+        if job.kind != "given" and not job.model.exists():
+            _make(job)
     found = {"of": _asked(job, preset), **_measure(job, preset)}
     write_whole(job.folder / MEASURED, [json.dumps(found).encode()])
+    yield {"event": "measured", "found": found}
+
+
+def _make(job: Job) -> None:
+    """Convert or export what it starts from."""
+    assert job.parent is not None
+    if job.export is not None:
+        export_folder(
+            job.parent.model, job.model, job.export.get("format", "auto"), engine=job.export.get("for")
+        )
+        return
+    told = job.reading
+    test = told.get("test")
+    convert_folder(
+        job.parent.model,
+        job.model,
+        job.wish,
+        method=told.get("method"),
+        calibration=told.get("calibration", ()),
+        test=None if test is None else Path(test),
+        allow_loss=True,
+        seed=job.seed,
+    )
 
 
 def load(job: Job) -> LanguageModel:
-    """The model a job made, where it was trained."""
+    """The model of a job, where it would be trained."""
     return checkpoint.load(job.model, device=choose_device(job.options.trainer.device))
 
 
@@ -80,10 +105,13 @@ def _asked(job: Job, preset: Preset) -> Record:
         "job": job.description(),
         "prompt": preset.prompt,
         "new_tokens": preset.new_tokens,
+        "temperature": preset.temperature,
     }
 
 
 def _measure(job: Job, preset: Preset) -> Record:
+    if job.export is not None and job.parent is not None:
+        return {"read_back": read_back(load(job.parent), job.model, _texts(job).val)}
     model = load(job)
     tokenizer = Tokenizer.load(checkpoint.resolve(job.model))
     texts = _texts(job)
@@ -126,13 +154,16 @@ def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: S
     if preset.prompt is not None:
         with suppress(InvalidInput):
             prompt = tokenizer.encode(preset.prompt).tolist()
-    tokens = stream(model, [torch.tensor(prompt)], preset.new_tokens, TEMPERATURE, seed=0)
+    tokens = stream(model, [torch.tensor(prompt)], preset.new_tokens, preset.temperature, seed=0)
     return tokenizer.decode([*prompt, *(int(token) for token in tokens)])
 
 
 def _certificate(job: Job) -> Record | None:
-    """What a conversion says it kept."""
-    if job.convert is None:
+    """What the certificate of a conversion, or of its healing, says; `file` is where it lies."""
+    if job.kind not in ("converted", "healed"):
         return None
-    found = Certificate.read(job.model)
-    return {"exact": found.exact, "kl": found.logits["kl"], "loss": found.loss}
+    place = checkpoint.resolve(job.model)
+    found = asdict(Certificate.read(place))
+    for key in ("format", "source", "result", "environment"):
+        del found[key]
+    return found | {"kl": found["logits"]["kl"], "file": str(place / CERTIFICATE)}

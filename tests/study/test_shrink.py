@@ -1,0 +1,222 @@
+"""A study of one model: trained or given, converted, healed, exported; as typed, killed, resumed, read back."""
+
+import html
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from rehead import checkpoint
+from rehead.cli import main
+from rehead.conversion.certificate import Certificate
+from rehead.errors import InvalidInput
+from rehead.study import Preset, jobs, one_source
+
+DEMO = [
+    "study", "--preset", "demo", "--fraction", "0.01", "data.path=input.txt", "data.block_size=16", "model.n_embd=16",
+    "trainer.batch_size=2", "trainer.eval_batches=1", "trainer.save_every=2",
+]  # fmt: skip
+GIVEN = """
+about: A model that is there.
+run: {data: {path: input.txt, block_size: 16}, trainer: {batch_size: 2, eval_batches: 1}}
+variants:
+  Source: {source: nowhere, about: As it is.}
+  Quarter: {from: Source, convert: {to: mla, kv_fraction: 0.25}}
+  Other text: {from: Source, convert: {to: mqa, calibration: input.txt, test: other.txt}}
+prompt: "O God"
+new_tokens: 5
+temperature: 0
+"""
+
+
+def rehead(*words, **more):
+    return subprocess.run(
+        [sys.executable, "-m", "rehead", *words], capture_output=True, text=True, check=False, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(place):
+    """`make demo`, tiny, killed while it heals and started again: what it printed, and its folder."""
+    words = [*DEMO, "system.work_dir=demo"]
+    metrics = place / "demo/gqa-healed/seed-3407/metrics.jsonl"
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rehead", *words],
+        cwd=place,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while child.poll() is None and not metrics.exists():
+        time.sleep(0.005)
+    assert child.poll() is None, "it ended before it could be killed"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    before = {file: file.stat().st_mtime_ns for file in place.rglob("demo/*/*/measured.json")}
+    assert len(before) == 6
+    assert not (place / "demo/report.html").exists()
+    told = rehead(*words, cwd=place)
+    assert told.returncode == 0, told.stderr
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    return told, place / "demo"
+
+
+@pytest.fixture
+def results(demo):
+    return json.loads((demo[1] / "results.json").read_text())
+
+
+def certificates(results):
+    """Each converted or healed variant with the certificate in its folder."""
+    return {
+        one["variant"]: Certificate.read(checkpoint.resolve(Path(one["runs"][0]["folder"])))
+        for one in results["variants"][1:]
+    }
+
+
+def test_the_terminal_tells_every_step_with_its_command(demo, results):
+    told, _ = demo
+    steps = re.findall(r"^(\d+)\. (.*)\n   \$ rehead (\w+)", told.stderr, re.MULTILINE)
+    assert [int(number) for number, _, _ in steps] == list(range(1, 11))
+    assert [command for _, _, command in steps] == [
+        "train", "plan", *["convert"] * 5, "heal", "export", "bench",
+    ]  # fmt: skip
+    assert re.search(r"^   exact +50 % of the KV cache  --to mla$", told.stderr, re.MULTILINE)
+    assert "exact: KV cache 512 -> 256 bytes per token (50 %)" in told.stderr
+    assert "LlamaForCausalLM, read back by transformers" in told.stderr
+    for name in (one["variant"] for one in results["variants"]):
+        assert len(re.findall(rf"^ ?{name} ", told.stdout, re.MULTILINE)) >= 2, (
+            "in the table, and with its text"
+        )
+    assert told.stdout.rstrip().splitlines()[-2] == "report   demo/report.html"
+
+
+def test_exact_is_exact_and_the_others_say_what_they_lost(demo, results, here):
+    found = certificates(results)
+    assert found["MLA, exact"].exact
+    assert found["MLA, exact"].logits["argmax_flips"] == 0
+    assert [one.kv_bytes_per_token for one in found.values()] == [
+        [512, size] for size in (256, 128, 64, 256, 128, 256)
+    ]
+    assert len({one.test.sha256 for one in found.values()}) == 1
+    assert found["GQA, healed"].healing[0]["steps"] == 1
+
+
+class Cells(HTMLParser):
+    """The rows of the first table of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open, self.tables = [], False, 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tables += tag == "table"
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th") and self.tables == 1:
+            self.open = True
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self.open = self.open and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.open:
+            self.rows[-1][-1] += data
+
+
+def test_every_figure_on_the_page_is_that_of_the_certificates_file(demo, results, here):
+    page = (demo[1] / "report.html").read_text()
+    found = certificates(results)
+    rows = {row[0]: row[1:] for row in Cells(page).rows if row}
+    source = next(iter(found.values()))
+    assert rows["MHA"][:4] == ["512 B", "100 %", f"{source.loss[0]:.4f}", "source"]
+    for name, one in found.items():
+        before, after = one.kv_bytes_per_token
+        over = round(one.loss[1] - one.loss[0], 4) + 0.0
+        assert rows[name][:6] == [
+            f"{after:,} B",
+            f"{100 * after / before:.3g} %",
+            f"{over:+.4f}",
+            "yes" if one.exact else "no",
+            f"{100 - 100 * one.logits['argmax_flips']:.2f} %",
+            f"{one.logits['kl']:.2e}",
+        ]
+        assert f"<dd>{one.loss[0]:.4f} before, {one.loss[1]:.4f} after</dd>" in page
+        assert one.test.sha256[:12] in page
+    (chart,) = (json.loads(html.unescape(text)) for text in re.findall(r'data-chart="([^"]*)"', page)[:1])
+    drawn = {one["name"]: (one["x"], one["y"]) for one in chart["series"] if not one["faint"]}
+    assert drawn == {"MHA": ([512], [0.0])} | {
+        name: ([one.kv_bytes_per_token[1]], [one.loss[1] - one.loss[0]]) for name, one in found.items()
+    }
+
+
+def test_the_export_is_read_by_transformers_as_the_healed_model(demo, results, here):
+    transformers = pytest.importorskip("transformers")
+    (export,) = results["conversion"]["exports"]
+    stock = transformers.AutoModelForCausalLM.from_pretrained(export["folder"]).eval()
+    healed = checkpoint.load(Path("demo/gqa-healed/seed-3407"))
+    ids = torch.arange(16)[None] % healed.config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(stock(ids).logits, healed(ids), atol=1e-5, rtol=1e-4)
+    assert export["architecture"] == "LlamaForCausalLM" == type(stock).__name__
+    assert export["reader"] == f"transformers {transformers.__version__}"
+    assert export["max_error"] < 1e-5
+    assert export["same_choice"] == 1
+
+
+def test_a_model_that_is_there_is_studied_untouched(demo, here, capsys):
+    folder = Path("demo/gqa-exported/seed-3407/model")
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    Path("given.yaml").write_text(GIVEN)
+    Path("other.txt").write_text("God, O stale and weary!\n" * 40)
+    words = ["study", "--preset", "given.yaml", "system.work_dir=given"]
+    assert main(words) == 3  # before anything is made
+    assert "nowhere" in capsys.readouterr().err
+    assert not Path("given").exists()
+    assert main([*words, f"model.folder={folder}", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    source, quarter, other = document["variants"]
+    assert (source["kind"], source["runs"][0]["folder"]) == ("given", str(folder))
+    assert "--calibration=input.txt" in quarter["runs"][0]["command"]
+    assert quarter["runs"][0]["certificate"]["test"]["tokens"] == len(Path("input.txt").read_text()) // 10
+    assert other["runs"][0]["certificate"]["test"]["tokens"] == len(Path("other.txt").read_text())
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+    assert "on another text" in Path("given/report.html").read_text()
+    assert main([*words, "model.folder=demo/gqa-healed/seed-3407"]) == 3
+    said = capsys.readouterr().err
+    assert all(
+        word in said for word in ("source=", "gqa-exported", "gqa-healed", "another system.work_dir")
+    ), said
+
+
+def test_one_source_is_what_all_others_were_made_of():
+    assert one_source(jobs(Preset.read("demo"), [])).variant == "MHA"
+    assert one_source(jobs(Preset.read("variants"), [])) is None
+    assert one_source(jobs(Preset.read("frontier"), [])) is None
+
+
+BAD = [
+    ({"b": {"export": {}}}, ["b:", "export what", "from:"]),
+    ({"b": {"from": "a", "export": {"form": "x"}}}, ["'form'", "Known: format, for"]),
+    ({"b": {"source": "x", "from": "a"}}, ["source:", "from:", "Leave one out"]),
+    ({"b": {"source": "x", "model": {"n_layer": 2}}}, ["source trains nothing", "model.n_layer"]),
+    ({"b": {"from": "a", "convert": {}, "export": {}}}, ["convert and export", "of its own"]),
+    ({"b": {"from": "a", "export": {}}, "c": {"from": "b", "convert": {}}}, ["'b'", "no variant above", "a"]),
+    ({"b": {"from": "a", "convert": {"calibration": 5}}}, ["calibration=5", "str or list"]),
+]
+
+
+@pytest.mark.parametrize(("more", "named"), BAD, ids=[" ".join(row[1]) for row in BAD])
+def test_what_the_form_does_not_have_is_refused(more, named):
+    with pytest.raises(InvalidInput) as error:
+        Preset.of("p", {"about": "x", "variants": {"a": {}, **more}})
+    assert all(word in str(error.value) for word in named), error.value
