@@ -1,6 +1,7 @@
 """The panels of a study's report, from its document."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rehead.report.chart import Chart, Look, Marker, Panel, Series
@@ -32,7 +33,8 @@ class Figures:
     def panel(self, kind: str, of: Sequence[str]) -> Panel | None:
         """One of PANELS for the variants `of`; None where they have nothing to show there."""
         found: Panel = getattr(self, kind)([self.variants[name] for name in of])
-        return found if any(chart.series for chart in found.charts) else None
+        drawn = [chart for chart in found.charts if chart.series]
+        return replace(found, charts=drawn) if drawn else None
 
     def loss(self, variants: Sequence[Record]) -> Panel:
         """Losses over steps: validation as a line, over several seeds their mean and span; training dotted."""
@@ -153,7 +155,6 @@ class Figures:
             alone,
             Chart(kind="bars", title="Decoding", x="tokens per second", y="", series=decode),
         ]
-        charts = [chart for chart in charts if chart.series]
         return Panel(name="speed", title="Time", charts=charts, notes=notes)
 
     def _attention(
