@@ -1,6 +1,7 @@
 """One command line, from argv to the exit status; any failure is one line on stderr."""
 
 import io
+import logging
 import os
 import re
 import signal
@@ -8,11 +9,14 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from cyclopts import CycloptsError
 
+from rehead import native
 from rehead.cli import conversion, importing, measuring, models, training  # noqa: F401 (each enters its commands)
 from rehead.cli.app import app, warn
 from rehead.cli.interrupt import WORDS
@@ -36,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         app.help_print()
         return UsageError.exit_code
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _said("--json" in argv):
         warnings.showwarning = _warn
         return _run(argv, debug)
 
@@ -44,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str], debug: bool) -> int:
     """Any failure as one line on stderr and an exit status."""
     try:
+        _choose_native()
         _require_text(argv)
         _require_command(argv[0])
         _require_whole(argv)
@@ -74,6 +79,41 @@ def _run(argv: list[str], debug: bool) -> int:
         print(f"rehead: a bug of ours: {error!r:.150}. The traceback is in {log.name}.", file=sys.stderr)
         return 8
     return 0
+
+
+class _Lines(logging.Handler):
+    """What the library says, a line each on the stderr of that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            warn(record.getMessage())
+        else:
+            print(f"rehead: {record.getMessage()}", file=sys.stderr)
+
+
+@contextmanager
+def _said(json: bool) -> Iterator[None]:
+    """Show what the logger "rehead" is told; beside --json only warnings."""
+    logger, lines = logging.getLogger("rehead"), _Lines()
+    level = logger.level
+    logger.setLevel(logging.WARNING if json else logging.INFO)
+    logger.addHandler(lines)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(level)
+
+
+def _choose_native() -> None:
+    """Obey REHEAD_NATIVE, the one variable that is read: 0 switches compiled code off."""
+    value = os.environ.get("REHEAD_NATIVE") or "1"
+    if value not in ("0", "1"):
+        raise UsageError(
+            f"REHEAD_NATIVE={value}: 0 switches compiled C++ off, 1 leaves it on. Use one of them."
+        )
+    if value == "0":
+        native.disable()
 
 
 def _open_streams() -> None:

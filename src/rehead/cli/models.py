@@ -48,6 +48,7 @@ def generate(
     import torch
 
     from rehead.checkpoint import load, read_at
+    from rehead.decoding import prepare
     from rehead.generation import stream
     from rehead.tokenizer import Tokenizer
     from rehead.training.start import choose_device
@@ -62,6 +63,7 @@ def generate(
     tokens = stream(
         model, ids, max_new_tokens, temperature, top_k=top_k, top_p=top_p, seed=seeds, use_cache=cache
     )
+    prepare(model)
     if len(prompt) == 1 and not json:
         print(prompt[0], end="", flush=True)
         for piece in tokenizer.stream((int(token[0]) for token in tokens), after=ids[0]):

@@ -16,7 +16,7 @@ from rehead.model import GPT, LanguageModel
 from rehead.model.base import Decode
 from rehead.model.layers import GELU, Block, SwiGLU
 from rehead.model.step import is_watched
-from rehead.native import NoKernel
+from rehead.native import NoKernel, library
 
 MOST_ROWS = 16
 """Rows of a batch up to which reading the weights is what a step costs."""
@@ -49,6 +49,14 @@ def why_not(model: LanguageModel) -> str | None:
         return "weights that are not contiguous"
     loaded = kernel()
     return str(loaded) if isinstance(loaded, NoKernel) else None
+
+
+def prepare(model: LanguageModel) -> None:
+    """Build now all C++ that this model's generation may come to need, so that nothing is said of it in between."""
+    in_cpp = model.device.type == "cpu" and model.head.weight.dtype != torch.float64
+    if in_cpp and isinstance(model, GPT):
+        for name in ("sequence", "decode"):
+            library(name)
 
 
 def native_decoder(model: LanguageModel) -> Decode | None:

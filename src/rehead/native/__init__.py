@@ -1,5 +1,5 @@
-"""C++ for a CPU, built on first use; where it cannot be built, PyTorch does the same."""
+"""C++ for a CPU, built on first use; where it cannot be built or is disabled, PyTorch does the same."""
 
-from rehead.native.build import NoKernel, library
+from rehead.native.build import NoKernel, disable, is_disabled, library
 
-__all__ = ["NoKernel", "library"]
+__all__ = ["NoKernel", "disable", "is_disabled", "library"]

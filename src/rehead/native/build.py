@@ -1,12 +1,16 @@
-"""The C++ files of this folder, each built once per machine by a compiler with PyTorch's OpenMP (GCC), and loaded."""
+"""The C++ files of this folder, each built once per machine by a compiler with PyTorch's OpenMP (GCC), and loaded.
+
+What is built, and why nothing is, the logger "rehead" says at level INFO: the command line shows that, a program that
+uses the library may.
+"""
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -21,22 +25,53 @@ LINK = ("-shared",)
 TIMEOUT_SECONDS = 300
 
 
+_off = False
+
+
 class NoKernel(Exception):
-    """Why there is no kernel in C++ here; nothing a user has to act on."""
+    """Why there is no kernel in C++ here, and what would help; nothing a user has to act on."""
+
+    def __init__(self, why: str, way_out: str = "Install g++.") -> None:
+        super().__init__(why)
+        self.way_out = way_out
 
 
 @cache
 def library(name: str) -> ctypes.CDLL | NoKernel:
     """The loaded kernels of `name`.cpp, or why there are none. The first call on a machine takes some seconds."""
+    if _off:
+        return NoKernel("compiled code is switched off")
     try:
         return ctypes.CDLL(str(_built(name)))
-    except (NoKernel, OSError) as problem:
-        return NoKernel(str(problem))
+    except NoKernel as problem:
+        missing = problem
+    except OSError as problem:
+        missing = NoKernel(f"C++ cannot be built or loaded ({problem})", "Make ~/.cache/rehead writable.")
+    _say(f"{missing}: PyTorch computes instead, slower. {missing.way_out}")
+    return missing
+
+
+def disable() -> None:
+    """Compute with PyTorch alone from now on, in this process. Call it before anything is computed."""
+    global _off
+    _off = True
+    library.cache_clear()
+
+
+def is_disabled() -> bool:
+    """Whether `disable` was called."""
+    return _off
+
+
+@cache
+def _say(message: str) -> None:
+    """Each once a process."""
+    logging.getLogger("rehead").info(message)
 
 
 def _built(name: str) -> Path:
     """Where the library is: in the user's cache folder, under the digest of all that it depends on."""
-    problem = NoKernel(f"no C++ compiler ({', '.join(COMPILERS)}) on this machine")
+    problem = NoKernel(f"no C++ compiler ({', '.join(COMPILERS)})")
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         try:
             return _built_by(compiler, name)
@@ -55,7 +90,7 @@ def _built_by(compiler: str, name: str) -> Path:
     if place.exists():
         return place
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    print(f"rehead: building {name}.cpp for this machine, once ...", file=sys.stderr, flush=True)
+    _say(f"building {name}.cpp for this machine, once ...")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         parts, made = str(Path(scratch) / "made.o"), Path(scratch) / "made.so"
         for command in (

@@ -33,12 +33,15 @@ class Sizes(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int64) for name in SIZES), ("scale", ctypes.c_double))
 
 
-@cache
 def kernel() -> ctypes.CDLL | NoKernel:
     """sequence.cpp, or why it is not there."""
     loaded = library("sequence")
-    if isinstance(loaded, NoKernel):
-        return loaded
+    return loaded if isinstance(loaded, NoKernel) else _declared(loaded)
+
+
+@cache
+def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """The same, with the types of its functions told."""
     loaded.sizes_size.restype = ctypes.c_int64
     assert loaded.sizes_size() == ctypes.sizeof(Sizes)
     pointer, number = ctypes.c_void_p, ctypes.c_int64

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rehead import native
 from rehead.errors import Interrupted, ReheadError, ResourceError
 from rehead.study.job import Job
 from rehead.study.preset import Preset
@@ -34,6 +35,7 @@ def at_once(
     error of one stops the others in the same way and is raised here.
     """
     threads = max(1, torch.get_num_threads() // n_process)
+    compiled = not native.is_disabled()
     context = multiprocessing.get_context("spawn")
     waiting, running = list(jobs), dict[Connection, tuple[Job, BaseProcess]]()
     failure: Exception | None = None
@@ -42,7 +44,9 @@ def at_once(
             while failure is None and len(running) < n_process and (job := _ready(waiting, running)):
                 waiting.remove(job)
                 here, there = context.Pipe()
-                process: BaseProcess = context.Process(target=_process, args=(job, preset, threads, there))
+                process: BaseProcess = context.Process(
+                    target=_process, args=(job, preset, threads, compiled, there)
+                )
                 with _interrupt_held():
                     process.start()
                 there.close()
@@ -98,10 +102,12 @@ def _lost(job: Job, status: int | None) -> ResourceError:
     )
 
 
-def _process(job: Job, preset: Preset, threads: int, out: Connection) -> None:
+def _process(job: Job, preset: Preset, threads: int, compiled: bool, out: Connection) -> None:
     """The whole life of one process: send records and warnings as they come, and an error at the end."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    if not compiled:
+        native.disable()
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: out.send(str(message))
         try:
