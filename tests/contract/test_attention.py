@@ -20,6 +20,7 @@ from rehead.attention import (
     LayerCache,
     Mask,
     RopeConfig,
+    base,
     kernels,
     scalings,
     scores,
@@ -27,6 +28,7 @@ from rehead.attention import (
 )
 from rehead.attention import cache as cache_module
 from rehead.attention.score import Additive
+from rehead.attention.summed import SummedConfig
 from rehead.errors import ConfigError, ReheadError, UsageError
 
 EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
@@ -589,7 +591,12 @@ def full_cache():
     grouped().build(D)(torch.randn(1, 5, D), cache=cache)
 
 
-X, CROSS = torch.zeros(1, 3, D, dtype=torch.float64), {"causal": False, "d_context": C}
+def summed(**fields):
+    return SummedConfig(**{"n_query_head": 6, "n_kv_head": 2, "head_dim": 10} | fields)
+
+
+X, Y, PLACES = torch.zeros(1, 3, D, dtype=torch.float64), torch.zeros(1, 4, C), torch.arange(3)[None]
+CROSS = {"causal": False, "d_context": C}
 REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: grouped(causal=True, d_context=17), "d_context=17", "Use causal=False"),
     (lambda: grouped(window=0), "window=0", "Use window=1 or more with causal=True"),
@@ -649,9 +656,9 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: grouped(causal=False).build(D)(X, cache=grouped().cache(1)), "a KV cache", "needs causal=True"),
     (lambda: grouped().build(0), "d_model=0", "a whole number of at least 1"),
     (lambda: latent().build(-3), "d_model=-3", "a whole number of at least 1"),
-    (lambda: grouped().build(D)._check(X[0], None, None), "x has shape (3, 13)", "Use x[None]"),
+    (lambda: grouped().build(D)._check(X, context_positions=PLACES), "and no context", "Use positions for"),
     (
-        lambda: grouped().build(D)._check(X, None, [1]),
+        lambda: grouped().build(D)._check(X, cache=[1]),
         "cache is a list",
         "Build it with attention.config.cache",
     ),
@@ -665,6 +672,91 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: given_cache(grouped(), dtype=torch.float32), "keeps torch.float32", "with dtype=torch.float64"),
     (lambda: given_cache(grouped(), device="meta"), "is on meta and x on cpu", "with device='cpu'"),
 ]
+
+
+CALLS = {  # of every variant: what is given, the value the message names, the way out it shows
+    "2-D x": (lambda own, cross: own(X[0]), "x has shape (3, 13)", "Use x[None]"),
+    "narrow x": (
+        lambda own, cross: own(X[..., :5]),
+        "x has width 5: this attention was built for d_model=13",
+        "or build it with d_model=5",
+    ),
+    "no token": (lambda own, cross: own(X[:, :0]), "x has shape (1, 0, 13)", "Give at least one a row"),
+    "positions of one axis": (
+        lambda own, cross: own(X, positions=PLACES[0]),
+        "positions have shape (3,)",
+        "Use (1, 3), or (1, 3) where all rows are alike",
+    ),
+    "too many positions": (
+        lambda own, cross: own(X.expand(2, -1, -1), positions=torch.arange(4)[None]),
+        "positions have shape (1, 4)",
+        "Use (2, 3), or (1, 3) where all rows are alike",
+    ),
+    "positions of other rows": (
+        lambda own, cross: own(X.expand(2, -1, -1), positions=PLACES.expand(3, -1)),
+        "positions have shape (3, 3)",
+        "Use (2, 3), or (1, 3) where all rows are alike",
+    ),
+    "positions that are no whole numbers": (
+        lambda own, cross: own(X, positions=PLACES.float()),
+        "positions are torch.float32",
+        "Use positions.long()",
+    ),
+    "2-D context": (lambda own, cross: cross(X, Y[0]), "context has shape (4, 17)", "Use context[None]"),
+    "wide context": (
+        lambda own, cross: cross(X, torch.zeros(1, 4, 18)),
+        "context has width 18: this attention reads d_context=17",
+        "or build it with d_context=18",
+    ),
+    "rows of context": (
+        lambda own, cross: cross(X.expand(3, -1, -1), Y),
+        "context is a batch of 1 and x a batch of 3",
+        "Use context[:1].expand(3, -1, -1)",
+    ),
+    "positions of the context": (
+        lambda own, cross: cross(X, Y, context_positions=PLACES),
+        "context_positions have shape (1, 3)",
+        "Use (1, 4)",
+    ),
+}
+VARIANTS = {"grouped": grouped, "latent": latent, "summed": summed}
+
+
+def call_row(call, build):
+    """The check of a module, that `forward` and `weights` begin with; the annotations of these refuse shapes before."""
+    return call(build().build(D)._check, build(**CROSS).build(D)._check)
+
+
+REFUSED += [
+    (lambda call=call, build=build: call_row(call, build), f"{value}", remedy)
+    for build in VARIANTS.values()
+    for call, value, remedy in CALLS.values()
+]
+
+
+@pytest.mark.parametrize("build", VARIANTS.values(), ids=VARIANTS)
+def test_a4_calls_are_checked_before_anything_is_computed(build, monkeypatch):
+    """As a user calls, without annotations that are checked: `forward` and `weights` hand all they are given over."""
+
+    class Checked(Exception):
+        pass
+
+    def check(*call):
+        raise Checked(call)
+
+    monkeypatch.setattr(base, "require_call", check)
+    module, cache = build().build(D), build().cache(1, dtype=torch.float64)
+    own = {"positions": PLACES}
+    for call, wanted in (
+        (lambda: module(X, cache=cache, **own), (X, None, PLACES, cache, None)),
+        (lambda: module(X, X, PLACES, None, PLACES), (X, X, PLACES, None, PLACES)),
+        (lambda: module.weights(X, X, PLACES, PLACES), (X, X, PLACES, None, PLACES)),
+    ):
+        with pytest.raises(Checked) as caught:
+            call()
+        config, d_model, *given = caught.value.args[0]
+        assert (config, d_model) == (module.config, D)
+        assert all(ours is other for ours, other in zip(given, wanted, strict=True))
 
 
 def given_cache(config, **changes):

@@ -2,6 +2,8 @@
 # ruff: noqa: N803 (the seed's letters)
 
 import math
+import pickle
+import re
 from dataclasses import replace
 from itertools import combinations
 
@@ -45,6 +47,34 @@ def test_a12_numpy_in_and_out():
     for mutant in ((np.repeat(up[:4], 6, axis=0), down), (up[:, ::-1], down), (up, down * (1 + 1e-9))):
         with pytest.raises(AssertionError):
             check_a12(weight, *mutant)
+
+
+def test_a12_as_the_problem_types_it():
+    """Its input, its names, and what it prints: both shapes and the mean squared error."""
+    np.random.seed(0)
+    W_M_GQA = np.random.randn(4, 24)
+    found = gqa_to_mla(W_M_GQA)
+    error = np.mean((np.tile(W_M_GQA, (6, 1)) - found.W_UM @ found.W_DKV) ** 2)
+    assert 0 < found.mse < 1e-28
+    assert found.mse == pytest.approx(error, rel=0.5)  # sums of rounding errors, in another order
+    assert re.fullmatch(r"W_UM \(24, 4\), W_DKV \(4, 24\), mse \d\.?\d?e-(29|30|31)", repr(found))
+    W_UM, W_DKV = found
+    assert W_UM is found.W_UM
+    assert W_DKV is found.W_DKV
+    again = pickle.loads(pickle.dumps(found))
+    assert repr(again) == repr(found)
+    np.testing.assert_array_equal(again.W_UM, W_UM)
+
+
+def test_a12_the_error_is_that_of_the_factors_given():
+    """Of float32 factors, rounded, it is that of float32: the digits are those of what is returned."""
+    weight = NORMAL(1).standard_normal((4, 24)).astype(np.float32)
+    found = gqa_to_mla(weight)
+    exact = found.W_UM.astype(np.float64) @ found.W_DKV.astype(np.float64)
+    error = np.mean((exact - np.tile(weight, (6, 1))) ** 2)
+    assert found.mse == pytest.approx(error, rel=1e-6)
+    assert 1e-17 < found.mse < 1e-13
+    assert gqa_to_mla(torch.from_numpy(weight).requires_grad_()).mse == pytest.approx(error, rel=1e-6)
 
 
 def test_a12_torch_in_and_out():

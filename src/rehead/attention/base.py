@@ -19,10 +19,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention.cache import LayerCache
+from rehead.attention.call import require_call
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig
 from rehead.attention.step import Moment, Step
-from rehead.errors import ConfigError, UsageError
+from rehead.errors import ConfigError
 from rehead.fields import require_types
 from rehead.registry import Registry
 
@@ -180,6 +181,8 @@ class Attention(nn.Module, ABC):
     """A variant's module: `module(x)`, or `module(x, context)` for cross-attention."""
 
     config: AttentionConfig
+    d_model: int
+    """The width of x; set where the layers are built."""
 
     if TYPE_CHECKING:
 
@@ -256,34 +259,16 @@ class Attention(nn.Module, ABC):
         past, window = n_past or 0, self.config.window
         return n_query + (past if window is None else min(past, window - 1))
 
-    def _check(self, x: Tensor, context: Tensor | None, cache: object) -> None:
-        """Refuse calls that would quietly mean something else."""
-        config = self.config
-        if x.dim() != 3:
-            raise UsageError(
-                f"x has shape {tuple(x.shape)}: an attention reads (B, L, D). Use x[None] for one text."
-            )
-        if context is not None and config.causal:
-            raise UsageError(
-                "context given to a causal attention: queries and keys of two sequences have no common "
-                "order. Build it with causal=False."
-            )
-        if context is None and config.d_context is not None:
-            raise UsageError(
-                f"this attention reads a context of width d_context={config.d_context}: call it as "
-                "module(x, context)."
-            )
-        if cache is not None and not config.causal:
-            raise UsageError(
-                "a KV cache needs causal=True: without it, earlier tokens would have to see later ones."
-            )
-        if cache is not None:
-            if not isinstance(cache, LayerCache):
-                raise UsageError(
-                    f"cache is a {type(cache).__name__}: a layer's cache is a LayerCache. Build it with "
-                    "attention.config.cache(batch_size)."
-                )
-            cache.require_fits(config.cache_rows(), config.window, x)
+    def _check(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: object = None,
+        context_positions: Tensor | None = None,
+    ) -> None:
+        """Refuse what `forward` cannot be called with."""
+        require_call(self.config, self.d_model, x, context, positions, cache, context_positions)
 
     def _mask(
         self,

@@ -164,6 +164,7 @@ class GroupedAttention(Attention):
     def __init__(self, config: GroupedConfig, d_model: int) -> None:
         super().__init__()
         self.config: GroupedConfig = config
+        self.d_model = d_model
         q, k, v, o = config._widths()
         d_context = config.d_context or d_model
         self.q_proj = Linear(d_model, q, bias=config.qkv_bias)
@@ -263,7 +264,7 @@ class GroupedAttention(Attention):
         context_positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Mask]:
         """Queries, all keys and values there are to see, and who sees what."""
-        self._check(x, context, cache)
+        self._check(x, context, positions, cache, context_positions)
         config, source = self.config, x if context is None else context
         start = 0
         if cache is not None:

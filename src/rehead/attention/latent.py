@@ -30,6 +30,7 @@ class LatentAttention(Attention):
     def __init__(self, config: LatentConfig, d_model: int) -> None:
         super().__init__()
         self.config: LatentConfig = config
+        self.d_model = d_model
         down, up, o, query = config._widths()
         self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         if config.qk_rope_head_dim and config.rope is not None and config.rope.scaling is not None:
@@ -230,7 +231,7 @@ class LatentAttention(Attention):
         context_positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Mask]:
         """Rotated queries, all latents there are to see, where these stand, and who sees what."""
-        self._check(x, context, cache)
+        self._check(x, context, positions, cache, context_positions)
         start = 0
         if cache is not None:
             positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length

@@ -112,6 +112,7 @@ class SummedAttention(Attention):
     def __init__(self, config: SummedConfig, d_model: int) -> None:
         super().__init__()
         self.config: SummedConfig = config
+        self.d_model = d_model
         queries, heads = config.n_query_head * config.head_dim, config.n_kv_head * config.head_dim
         d_context = config.d_context or d_model
         self.q_proj = Linear(d_model, queries, bias=config.qkv_bias)
@@ -158,7 +159,7 @@ class SummedAttention(Attention):
         context_positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Mask]:
         """Summed queries, all keys and values there are to see, and who sees what."""
-        self._check(x, context, cache)
+        self._check(x, context, positions, cache, context_positions)
         config, source, start = self.config, x if context is None else context, 0
         if cache is not None:
             positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length

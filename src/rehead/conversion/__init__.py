@@ -3,7 +3,7 @@
 from rehead.conversion.base import Conversion, Evidence, Promise, Step, conversions, methods
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.convert import convert
-from rehead.conversion.factor import Factors, factor, gqa_to_mla
+from rehead.conversion.factor import Factors, SharedLatent, factor, gqa_to_mla
 from rehead.conversion.heads import PoolHeads, RepeatHeads
 from rehead.conversion.latent import Factor, PadRank
 from rehead.conversion.layout import HeadMap, RopeLayout
@@ -31,6 +31,7 @@ __all__ = [
     "Reduced",
     "RepeatHeads",
     "RopeLayout",
+    "SharedLatent",
     "Step",
     "SumQueries",
     "Wish",

@@ -91,14 +91,45 @@ def factor(
     return Factors(up.to(dtype), (kept.mT @ scaled).to(dtype), values.square())
 
 
-@either
-def gqa_to_mla(weight: Num[Tensor, "..."], n_copy: int | None = None) -> tuple[Tensor, Tensor]:
+class _Pair(NamedTuple):
+    W_UM: Any
+    W_DKV: Any
+
+
+class SharedLatent(_Pair):
+    """`W_UM` (D, N) times `W_DKV` (N, D) is the tiled matrix; prints as their shapes and the error, as the seed does.
+
+    Unpacks as `W_UM, W_DKV`, up before down.
+    """
+
+    mse: float
+    """Mean squared error of the product, in float64."""
+
+    def __new__(cls, W_UM: Any, W_DKV: Any, mse: float = math.nan) -> "SharedLatent":  # noqa: N803  the seed's
+        """`mse` is NaN where it was not computed, as in a copy by `_replace`."""
+        made = super().__new__(cls, W_UM, W_DKV)
+        made.mse = mse
+        return made
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in self._asdict().items())
+        return f"{shapes}, mse {self.mse:.2g}"
+
+
+def gqa_to_mla(weight: Any, n_copy: int | None = None) -> SharedLatent:
     """The seed's `GQA_2_MLA` (A10, A12): up (D, N) and down (N, D) whose product is `weight` tiled D/N times.
 
     `weight` stacks the key or the value projections of G heads, N = G d rows. Tiling whole copies is
     the modular head map: query head h reads KV head h mod G. One matrix alone: keys and values factored
     so have two different latents, and a cache of 2 G d; for one latent stack them (A11) and `factor`.
     """
+    up, down, mse = _tiled(weight, n_copy)
+    return SharedLatent(up, down, mse.item())
+
+
+@either
+def _tiled(weight: Num[Tensor, "..."], n_copy: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The two factors and the mean squared error of their product."""
     if weight.dim() != 2:
         raise ConfigError(
             f"weight has shape {tuple(weight.shape)}: one projection of all KV heads is a matrix, (G d, D). "
@@ -112,7 +143,8 @@ def gqa_to_mla(weight: Num[Tensor, "..."], n_copy: int | None = None) -> tuple[T
                 f"{rows} rows do not divide the width {width}: give n_copy, the heads per KV head."
             )
     up, down, _ = factor(weight, min(rows, width))
-    return up.repeat(n_copy, 1), down
+    up = up.repeat(n_copy, 1)
+    return up, down, (up.double() @ down.double() - weight.double().repeat(n_copy, 1)).square().mean()
 
 
 def _root(moment: Float[Tensor, "N N"] | None) -> Tensor | None:

@@ -1,0 +1,111 @@
+"""What an attention can be called with.
+
+Only sizes, types and names are read, no numbers: every call passes here, also on the decoding path.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rehead.attention.cache import LayerCache
+from rehead.errors import UsageError
+
+if TYPE_CHECKING:
+    from rehead.attention.base import AttentionConfig
+
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""Types of positions."""
+
+
+def require_call(
+    config: "AttentionConfig",
+    d_model: int,
+    x: Tensor,
+    context: Tensor | None,
+    positions: Tensor | None,
+    cache: object,
+    context_positions: Tensor | None,
+) -> None:
+    """Refuse calls that would fail in the middle, or quietly mean something else."""
+    _require_x(x, d_model)
+    if context is not None:
+        _require_context(config, context, d_model, len(x))
+    elif config.d_context is not None:
+        raise UsageError(
+            f"this attention reads a context of width d_context={config.d_context}: call it as "
+            "module(x, context)."
+        )
+    if positions is not None:
+        _require_positions("positions", positions, x, "(B, L)")
+    if context_positions is not None:
+        if context is None:
+            raise UsageError(
+                f"context_positions of shape {tuple(context_positions.shape)} and no context: they are where "
+                "its tokens stand. Use positions for those of x."
+            )
+        _require_positions("context_positions", context_positions, context, "(B, S)")
+    if cache is not None:
+        _require_cache(config, cache, x)
+
+
+def _require_x(x: Tensor, d_model: int) -> None:
+    if x.dim() != 3:
+        raise UsageError(
+            f"x has shape {tuple(x.shape)}: an attention reads (B, L, D). Use x[None] for one text."
+        )
+    if x.shape[2] != d_model:
+        raise UsageError(
+            f"x has width {x.shape[2]}: this attention was built for d_model={d_model}. Use x of that width, "
+            f"or build it with d_model={x.shape[2]}."
+        )
+    if not x.shape[1]:
+        raise UsageError(f"x has shape {tuple(x.shape)}: there is no token. Give at least one a row.")
+
+
+def _require_context(config: "AttentionConfig", context: Tensor, d_model: int, n_row: int) -> None:
+    if config.causal:
+        raise UsageError(
+            "context given to a causal attention: queries and keys of two sequences have no common "
+            "order. Build it with causal=False."
+        )
+    if context.dim() != 3:
+        raise UsageError(
+            f"context has shape {tuple(context.shape)}: an attention reads (B, S, C). Use context[None] for "
+            "one text."
+        )
+    width = config.d_context or d_model
+    if context.shape[2] != width:
+        raise UsageError(
+            f"context has width {context.shape[2]}: this attention reads d_context={width}. Use a context of "
+            f"that width, or build it with d_context={context.shape[2]}."
+        )
+    if len(context) != n_row:
+        raise UsageError(
+            f"context is a batch of {len(context)} and x a batch of {n_row}: each row of x has its own. Use "
+            f"context[:1].expand({n_row}, -1, -1) to share the first."
+        )
+
+
+def _require_positions(name: str, given: Tensor, of: Tensor, letters: str) -> None:
+    if given.dtype not in WHOLE:
+        raise UsageError(f"{name} are {given.dtype}: tokens stand at whole numbers. Use {name}.long().")
+    n_row, n_token = of.shape[:2]
+    if given.dim() != 2 or given.shape[0] not in (1, n_row) or given.shape[1] != n_token:
+        raise UsageError(
+            f"{name} have shape {tuple(given.shape)}: one for each token, {letters}. Use "
+            f"{(n_row, n_token)}, or {(1, n_token)} where all rows are alike."
+        )
+
+
+def _require_cache(config: "AttentionConfig", cache: object, x: Tensor) -> None:
+    if not config.causal:
+        raise UsageError(
+            "a KV cache needs causal=True: without it, earlier tokens would have to see later ones."
+        )
+    if not isinstance(cache, LayerCache):
+        raise UsageError(
+            f"cache is a {type(cache).__name__}: a layer's cache is a LayerCache. Build it with "
+            "attention.config.cache(batch_size)."
+        )
+    cache.require_fits(config.cache_rows(), config.window, x)
