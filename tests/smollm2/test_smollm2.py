@@ -94,9 +94,9 @@ def test_token_ids(source, theirs):
 
 @torch.no_grad()
 def test_loss(source, theirs):
-    """`eval`, in blocks, is the mean over what transformers computes of each."""
+    """`eval`, in blocks, is the mean over what transformers computes of each, from the same ids (see above)."""
     found = json.loads(typed("eval", source, "--data", f"{source}-test.txt", "--length", 512, "--json"))
-    ids = torch.tensor(theirs[1](Path(f"{source}-test.txt").read_text()).input_ids)
+    ids = torch.from_numpy(Tokenizer.load(source).encode(Path(f"{source}-test.txt").read_text()))
     total = 0.0
     for start in range(0, len(ids) - 1, 512):
         block = ids[start : start + 513]
