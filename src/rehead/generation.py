@@ -90,6 +90,11 @@ def stream(
         raise UsageError(f"max_new_tokens={max_new_tokens}. Use 0 to {MOST_TOKENS:,}.")
     if not len(prompts):
         raise UsageError("no prompts: give at least one.")
+    if len(prompts) * max_new_tokens > MOST_TOKENS:
+        raise UsageError(
+            f"max_new_tokens={max_new_tokens} after each of {len(prompts)} prompts make "
+            f"{len(prompts) * max_new_tokens:,} tokens. Use {MOST_TOKENS:,} or fewer together."
+        )
     texts = [_tensor(require_ids(prompt, f"prompt {row}", dims=(1,))) for row, prompt in enumerate(prompts)]
     contexts = Contexts(model, texts, max_new_tokens)
     noise = _noise(len(prompts), max_new_tokens, seed).to(model.device).T

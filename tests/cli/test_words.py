@@ -121,3 +121,55 @@ def test_heal_gives_the_renewed_certificate(run, capfd):
     assert [entry["steps"] for entry in healing] == [2]
     found = json.loads(Path("mla-healed/checkpoints/step-000002/conversion.json").read_text())
     assert found["loss"] == document["certificate"]["loss"]
+
+
+UNDER_A_FILE = "cannot be made: input.txt is a file. Choose a place in a folder."
+WRONG_PLACES = (
+    ("train data.path=input.txt system.work_dir=input.txt/x", "input.txt/x", UNDER_A_FILE),
+    ("train data.path=input.txt system.work_dir=input.txt", UNDER_A_FILE),
+    (
+        "study --preset grid model.n_kv_head=[1,2] data.path=input.txt system.work_dir=input.txt/x",
+        UNDER_A_FILE,
+    ),
+    ("plan input.txt", "is a file: expected a model or run folder, a config.json, or a YAML of options."),
+    ("study --preset broken.yaml", "is not YAML", "in line 1. docs/study.md has the form of a preset."),
+    ("inspect out/gqa --text God --html out", "cannot write out (Is a directory): give --html the name of a"),
+    (
+        "heal out/gqa --teacher out/../out/gqa",
+        "--teacher out/../out/gqa is the model to heal itself",
+        "give the model it was converted from.",
+    ),
+)
+
+
+def test_wrong_places_and_files_are_named_by_what_they_are(run, capfd):
+    Path("broken.yaml").write_text("a: [1")
+    for line, *said in WRONG_PLACES:
+        error = refused(capfd, *line.split())
+        assert all(part in error for part in said), error
+        assert not [part for part in ("Errno", ".part", "unicode string") if part in error]
+    assert not list(Path().glob("*.part"))
+
+
+def test_numbers_are_refused_before_any_work(run, capfd, monkeypatch):
+    error = refused(
+        capfd, "generate", run, "--prompt", "God", "--max-new-tokens", "9000000", "--samples", "2"
+    )
+    assert error.endswith(
+        "max_new_tokens=9000000 after each of 2 prompts make 18,000,000 tokens. Use 10,000,000 or fewer together.\n"
+    )
+    monkeypatch.setattr("rehead.conversion.folder.read_at", lambda *given: pytest.fail("the model was read"))
+    for value in ("-1.0", "nan"):
+        error = refused(capfd, "convert", run, "new", "--to", "mla", "--max-loss", value)
+        assert f"max_loss={value}: nats per token above the source's loss. Use 0 or more." in error
+
+
+def test_memory_that_is_not_there_is_said_in_our_words(run, capfd, monkeypatch):
+    def greedy(*given, **named):
+        return torch.empty(2**60)
+
+    monkeypatch.setattr("rehead.generation.stream", greedy)
+    assert refused(capfd, "generate", run, "--prompt", "God") == (
+        "rehead: out of memory (4611686018427387904 bytes more were needed): use a smaller model or batch, or fewer "
+        "tokens.\n"
+    )

@@ -25,6 +25,7 @@ from rehead.registry import nearest
 
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|Storage size calculation")
 """How torch says it, which has no error class for it on every device."""
+WANTED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 LONGEST = 100
 """Characters of a word in an error; a longer one, such as a path, loses its middle. No rule or list does."""
 
@@ -70,7 +71,8 @@ def _run(argv: list[str], debug: bool) -> int:
         return _fail(ResourceError(f"{error}: check that place, its permissions and free space."), debug)
     except Exception as error:
         if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
-            what = f"out of memory ({error!s:.120})"
+            asked = WANTED.search(str(error))
+            what = f"out of memory{f' ({asked[1]} more were needed)' if asked else ''}"
             return _fail(ResourceError(f"{what}: use a smaller model or batch, or fewer tokens."), debug)
         if debug:
             raise

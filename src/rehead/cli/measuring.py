@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from rehead.cli.app import DEVICE, Json, app, say
+from rehead.errors import ResourceError
 
 
 @app.command
@@ -44,7 +45,12 @@ def inspect(
     document = inspection.document(seen, change, layer, head)
     if html is not None:
         require_folders(html)
-        write_whole(html, [make_page(f"Attention of {model.name}", seen, change, layer, head).encode()])
+        try:
+            write_whole(html, [make_page(f"Attention of {model.name}", seen, change, layer, head).encode()])
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write {html} ({error.strerror}): give --html the name of a file in a folder of yours."
+            ) from error
         document["html"] = str(html)
     if json:
         say(document, "", json)

@@ -12,10 +12,10 @@ from rehead.config import ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.convert import Converter, block_length, require_heads, require_seed
 from rehead.conversion.page import PAGE, page
-from rehead.conversion.ranks import Allocation
+from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
 from rehead.conversion.target import Wish
-from rehead.errors import UsageError
+from rehead.errors import InvalidInput, UsageError
 from rehead.model.allocator import return_freed_memory
 from rehead.tokenizer import Tokenizer
 
@@ -43,6 +43,8 @@ def convert_folder(
     """
     require_apart(source, destination)
     require_seed(seed)
+    if max_loss is not None:
+        require_loss(max_loss)
     return_freed_memory()
     with publish(destination) as aside:
         model, tokenizer, special = read_at(
@@ -75,6 +77,10 @@ def read_plannable(path: Path) -> ModelConfig:
     if path.suffix in (".yaml", ".yml"):
         options = flags.read([], (path,))
         return options.model.resolve(options.data.vocab_size or 256, options.data.block_size)
+    if path.is_file() and path.suffix != ".json":
+        raise InvalidInput(
+            f"{path} is a file: expected a model or run folder, a config.json, or a YAML of options."
+        )
     return native.read_config(path) if path.is_file() else read_at(path, native.read_config)
 
 

@@ -15,6 +15,12 @@ STEPS = 12
 PROBE_TOKENS = 8_192
 
 
+def require_loss(max_loss: float) -> None:
+    """Refuse a loss to allow that is below 0 or no number."""
+    if not max_loss >= 0:
+        raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
+
+
 class Allocation:
     """How much every layer of a model suffers at every rank, measured once.
 
@@ -51,8 +57,7 @@ class Allocation:
 
         Found by halving the budget; all layers are converted together to measure it.
         """
-        if not max_loss >= 0:
-            raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
+        require_loss(max_loss)
         most = [grid[-1] for grid in self.grids]
         whole = sum(latent.kv_numbers() for latent in most)
         steps = [whole * step / (8 * STEPS) for step in range(1, 8 * STEPS)]

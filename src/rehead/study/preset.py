@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from rehead.config import RunOptions
-from rehead.config.strict_yaml import parse
+from rehead.config.strict_yaml import first_line, parse
 from rehead.conversion import Wish
 from rehead.errors import InvalidInput
 from rehead.registry import nearest
@@ -97,7 +97,9 @@ class Preset:
         try:
             table = parse(file.read_text(encoding="utf-8"))
         except (ValueError, yaml.YAMLError) as error:
-            raise InvalidInput(f"{name} is no preset: {' '.join(str(error).split()):.200}") from error
+            raise InvalidInput(
+                f"{name} is not YAML: {first_line(error)}. docs/study.md has the form of a preset."
+            ) from error
         return cls.of(name, table)
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from rehead.checkpoint import newest_step, publish
 from rehead.checkpoint.find import steps
-from rehead.checkpoint.publish import ASIDE, sweep
+from rehead.checkpoint.publish import ASIDE, require_folders, sweep
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
 from rehead.errors import Busy, InvalidInput
@@ -48,6 +48,7 @@ class RunFolder:
         """
         if resume and not self.begun:
             raise InvalidInput(self._nothing_to_resume())
+        require_folders(self.checkpoints)
         made = [place for place in (self.checkpoints, *self.checkpoints.parents) if not place.exists()]
         with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
 from rehead.data import Ids
-from rehead.errors import ConfigError, InvalidInput
+from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel
 
@@ -35,6 +35,11 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
     It reads the teacher's own text where the teacher is a run folder, in blocks of the model's length,
     and goes to FOLDER-healed.
     """
+    if folder.resolve() == teacher.resolve():
+        raise UsageError(
+            f"--teacher {teacher} is the model to heal itself, from which nothing is to be learned: give the model "
+            "it was converted from."
+        )
     config, source = read_at(folder, read_config), read_at(teacher, read_config)
     _require_source(folder, source)
     table: dict[str, Any] = {
