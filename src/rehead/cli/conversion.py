@@ -110,7 +110,8 @@ def convert(
     """Turn a model's attention into another kind, with a certificate of what was kept and lost.
 
     The result is a model folder with conversion.json and CONVERSION.md in it. A run folder brings its
-    own text. For example:
+    own text. A model of 135 million parameters is fitted to a text of 24,576 tokens in about 6 minutes of
+    one CPU core, and self takes 4 more to sample. For example:
 
         rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
     """
