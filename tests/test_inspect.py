@@ -153,7 +153,7 @@ def test_a_change_is_told_from_rounding():
 
 
 def test_many_heads_are_summed_up(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", "54")
     assert main(["inspect", run, "--text", "Hope is", "--json"]) == 0
     entropy = json.loads(capsys.readouterr().out)["layers"][1]["entropy"]
     assert main(["inspect", run, "--text", "Hope is"]) == 0

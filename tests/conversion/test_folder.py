@@ -206,12 +206,13 @@ def test_several_calibrations_as_typed(run, capfd):
     Path("other.txt").write_text(TEXT[::-1].replace("\n", "") * 12)
     words = [run, "out/new", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]
     texts = ["--calibration", "other.txt", "--calibration", "self"]
-    done = subprocess.run(
-        [sys.executable, "-m", "rehead", "convert", *words, *texts, "--length", "12"],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+
+    def typed():
+        command = [sys.executable, "-m", "rehead", "convert", *words, *texts, "--length", "12"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    typed()
     one = Certificate.read(Path("out/new"))
     assert [text.name for text in one.calibration] == ["other.txt", "self"]
     assert one.calibration[1].read == one.calibration[1].tokens == 24_576
@@ -221,7 +222,7 @@ def test_several_calibrations_as_typed(run, capfd):
     assert "so of its kind: on other kinds of text more may be lost" in written
     assert "tokens of self (sampled from the source, at temperature 1" in written
     words[1] = "again"
-    assert main(["convert", *words, *texts, "--length", "12"]) == 0
+    typed()
     assert Path("again/model.safetensors").read_bytes() == Path("out/new/model.safetensors").read_bytes()
     assert main(["convert", run, "tested", *words[2:], *texts, "--test", "text.txt", "--json"]) == 0
     two = json.loads(capfd.readouterr().out.splitlines()[-1])

@@ -256,7 +256,8 @@ def test_decode_flops_are_those_torch_counts(attention, n_token, gpt, monkeypatc
                 check(mutant)
 
 
-def test_c5_to_c8_by_one_command(tmp_path, capsys):
+def test_c5_to_c8_by_one_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # one table, not folded
     (tmp_path / "quiz.yaml").write_text("model: {n_layer: 1, n_query_head: 8, n_embd: 1024}")
     words = ["plan", str(tmp_path / "quiz.yaml"), "--context", "2048", "--dtype", "fp16"]
     assert main([*words, "--parts"]) == 0

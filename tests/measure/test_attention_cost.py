@@ -5,6 +5,7 @@ import torch
 
 from rehead.attention import kernels
 from rehead.config import ModelOptions
+from rehead.errors import UsageError
 from rehead.measure.attention_cost import attention_cost
 from rehead.model import build
 
@@ -42,7 +43,7 @@ def test_the_model_is_as_it_was():
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     compute = kernels.attend
     assert attention_cost(model, torch.randint(29, (B, L))).seconds > 0
-    with pytest.raises(IndexError):
+    with pytest.raises(UsageError, match="ids holds 29"):
         attention_cost(model, torch.full((B, L), 29))  # which the embedding has no row for
     assert kernels.attend is compute
     assert not any(module.training for module in model.modules())
