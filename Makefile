@@ -39,10 +39,10 @@ test-serving: serving-env
 checkpoint: $(STAMP)
 	$(BIN)/python tests/smollm2/checkpoint.py
 
-# What half and a quarter of its KV cache cost it, command by command; both conversions stay in runs/checkpoint.
+# What half and a quarter of its KV cache cost it, step by step and on one page, in runs/checkpoint.
 demo-checkpoint: checkpoint
-	folder="$$($(BIN)/python tests/smollm2/checkpoint.py)" && PATH="$(CURDIR)/$(BIN):$$PATH" \
-		tests/smollm2/demo.sh "$$folder" "$$folder-fit.txt" "$$folder-test.txt" runs/checkpoint
+	folder="$$($(BIN)/python tests/smollm2/checkpoint.py)" && \
+		$(BIN)/rehead study --preset checkpoint model.folder="$$folder" data.path="$$folder-fit.txt" $(ARGS)
 
 test-checkpoint: checkpoint
 	$(BIN)/python -m pytest -m checkpoint -n 0 tests/smollm2 $(ARGS)

@@ -1,6 +1,7 @@
 """A study of one model: trained or given, converted, healed, exported; as typed, killed, resumed, read back."""
 
 import html
+import importlib
 import json
 import os
 import re
@@ -196,6 +197,60 @@ def test_a_model_that_is_there_is_studied_untouched(demo, here, capsys):
     assert all(
         word in said for word in ("source=", "gqa-exported", "gqa-healed", "another system.work_dir")
     ), said
+
+
+TWICE = """
+about: A model that is there, converted twice.
+run: {data: {path: input.txt, block_size: 16}, trainer: {batch_size: 2, eval_batches: 1}}
+variants:
+  Source: {source: nowhere}
+  Half: {from: Source, convert: {to: mla, kv_fraction: 0.5, calibration: ["{source}-fit.txt", self]}}
+  Quarter: {from: Source, convert: {to: mla, kv_fraction: 0.25, calibration: ["{source}-fit.txt", self]}}
+prompt: "O God"
+new_tokens: 3
+"""
+
+
+def test_conversions_of_one_model_read_it_once_and_give_what_each_gives_alone(
+    demo, here, capsys, monkeypatch
+):
+    folder = Path("demo/gqa-exported/seed-3407/model")
+    Path("twice.yaml").write_text(TWICE)
+    words = ["study", "--preset", "twice.yaml", "system.work_dir=twice", f"model.folder={folder}", "--json"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert f"no text at '{folder}-fit.txt'" in told
+    assert not Path("twice").exists()
+    Path(f"{folder}-fit.txt").write_text("O God, O God! How weary\n" * 60)
+    calls = []
+    module = importlib.import_module("rehead.conversion.convert")
+    gather = module.gather
+    monkeypatch.setattr(module, "gather", lambda *a, **more: calls.append(1) or gather(*a, **more))
+    assert main(words) == 0
+    assert len(calls) == 1
+    assert not list(Path("twice").glob(".tmp-*"))
+    document = json.loads(capsys.readouterr().out)
+    assert [question["show"] for question in document["questions"]] == [["speed"]]
+    assert [one["costs"]["rebuilds_keys"] for one in document["variants"]] == [False, True, True]
+    quarter = document["variants"][2]["runs"][0]
+    words = quarter["command"].replace(quarter["folder"], "alone").split()[1:]
+    assert main(words) == 0
+    assert Certificate.read(Path("alone")).loss == quarter["certificate"]["loss"]
+
+
+def test_a_corpus_is_known_by_name_where_no_file_has_it(demo, here, capsys):
+    model = "demo/gqa-exported/seed-3407/model"
+    words = ["convert", model, "named", "--to", "mqa", "--allow-loss", "--calibration", "python-docs"]
+    Path("python-docs").write_text("O God, O God! How weary\n" * 60)
+    try:
+        assert main(words) == 0
+        assert Certificate.read(Path("named")).calibration[0].tokens < 1500
+    finally:
+        Path("python-docs").unlink()
+    assert main(["convert", model, "again", *words[3:]]) == 3  # read, and has letters the model has not
+    said = capsys.readouterr().err
+    assert "the calibration text" in said
+    assert "no text at" not in said
 
 
 def test_one_source_is_what_all_others_were_made_of():

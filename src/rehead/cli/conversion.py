@@ -93,8 +93,8 @@ def convert(
         tuple[str, ...],
         Parameter(
             negative="",
-            help="text to fit to, or self: sampled from the model; several are mixed. Without --test a "
-            "text's last tenth is held out",
+            help="text to fit to, a corpus (python-docs, shakespeare), or self: sampled from the model; "
+            "several are mixed. Without --test a text's last tenth is held out",
         ),
     ] = (),
     test: Annotated[Path | None, Parameter(help="text to measure on")] = None,

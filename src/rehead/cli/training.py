@@ -83,7 +83,9 @@ def study(
     *flags: Annotated[str, Parameter(help=SAME_OPTIONS)],
     preset: Annotated[
         str,
-        Parameter(help="demo, variants, homework, frontier, grid, or a YAML file like them (docs/study.md)"),
+        Parameter(
+            help="demo, checkpoint, variants, homework, frontier, grid, or a YAML file like them (docs/study.md)"
+        ),
     ] = "demo",
     jobs: Annotated[int, Parameter(help="runs at once, each with its share of the threads")] = 1,
     fraction: Annotated[

@@ -20,6 +20,63 @@ from rehead.model.allocator import return_freed_memory
 from rehead.tokenizer import Tokenizer
 
 
+class Opened:
+    """A model folder read once, to be converted several times: its texts, and what they show of it.
+
+    `scratch` is a folder that stays as long as this is used. Each `calibration` is a file, a folder, one
+    of the corpora `rehead.data` knows by name, or `self`, a text sampled from the model. Without texts, a
+    run folder's own is used: its training part to fit to, its validation part to measure on.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        scratch: Path,
+        *,
+        method: str | None = None,
+        calibration: Sequence[str | Path] = (),
+        test: str | Path | None = None,
+        length: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        require_seed(seed)
+        self.source = source
+        model, self.tokenizer, self.special = read_at(
+            source,
+            lambda place: (load(place, in_memory=False), tokenizer_of(place), stock.special_ids(place)),
+        )
+        window = block_length(require_heads(model), length)
+        reader = Reader(
+            source=source, model=model, tokenizer=self.tokenizer, length=window, seed=seed, scratch=scratch
+        )
+        self.texts = reader.texts(calibration, test)
+        self.converter = Converter(
+            model, method, self.texts.calibration, length=window, seed=seed, scratch=scratch
+        )
+
+    def convert(
+        self,
+        aside: Path,
+        wish: Wish,
+        *,
+        measured_ranks: bool = False,
+        max_loss: float | None = None,
+        allow_loss: bool = False,
+    ) -> Certificate:
+        """Write the converted model into the folder `aside`; for the rest see `convert_folder`."""
+        to = _layers(self.converter, wish, measured_ranks, max_loss)
+        result, certificate = self.converter.convert(to, self.texts.test, held_out=self.texts.held_out)
+        if not (certificate.exact or allow_loss or max_loss is not None):
+            raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
+        if max_loss is not None and certificate.loss is not None:
+            _tell_loss(max_loss, *certificate.loss)
+        files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
+        if self.tokenizer is not None:
+            files["tokenizer.json"] = self.tokenizer.to_json()
+        native.write(result, aside, files, self.special)
+        return certificate
+
+
 def convert_folder(
     source: Path,
     destination: Path,
@@ -27,7 +84,7 @@ def convert_folder(
     *,
     method: str | None = None,
     calibration: Sequence[str | Path] = (),
-    test: Path | None = None,
+    test: str | Path | None = None,
     length: int | None = None,
     measured_ranks: bool = False,
     max_loss: float | None = None,
@@ -36,40 +93,28 @@ def convert_folder(
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
-    Each `calibration` is a file, a folder, or `self`, a text sampled from the model. Without texts, a run
-    folder's own is used: its training part to fit to, its validation part to measure on. `max_loss`
-    accepts the loss it names. Raises UsageError for another lossy result without `allow_loss`, with the
-    loss it would have; then, as after any failure, nothing is left at `destination`.
+    For the texts see `Opened`. `max_loss` accepts the loss it names. Raises UsageError for another lossy
+    result without `allow_loss`, with the loss it would have; then, as after any failure, nothing is left at
+    `destination`.
     """
     require_apart(source, destination)
     require_seed(seed)
     if max_loss is not None:
         require_loss(max_loss)
     return_freed_memory()
-    with publish(destination) as aside:
-        model, tokenizer, special = read_at(
+    with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
+        opened = Opened(
             source,
-            lambda place: (load(place, in_memory=False), tokenizer_of(place), stock.special_ids(place)),
+            Path(scratch),
+            method=method,
+            calibration=calibration,
+            test=test,
+            length=length,
+            seed=seed,
         )
-        with tempfile.TemporaryDirectory(dir=aside) as folder:
-            scratch = Path(folder)
-            window = block_length(require_heads(model), length)
-            reader = Reader(
-                source=source, model=model, tokenizer=tokenizer, length=window, seed=seed, scratch=scratch
-            )
-            texts = reader.texts(calibration, test)
-            converter = Converter(model, method, texts.calibration, length=window, seed=seed, scratch=scratch)
-            to = _layers(converter, wish, measured_ranks, max_loss)
-            result, certificate = converter.convert(to, texts.test, held_out=texts.held_out)
-        if not (certificate.exact or allow_loss or max_loss is not None):
-            raise UsageError(_refusal(certificate, can_read=tokenizer is not None))
-        if max_loss is not None and certificate.loss is not None:
-            _tell_loss(max_loss, *certificate.loss)
-        files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
-        if tokenizer is not None:
-            files["tokenizer.json"] = tokenizer.to_json()
-        native.write(result, aside, files, special)
-    return certificate
+        return opened.convert(
+            aside, wish, measured_ranks=measured_ranks, max_loss=max_loss, allow_loss=allow_loss
+        )
 
 
 def read_plannable(path: Path) -> ModelConfig:

@@ -11,7 +11,7 @@ from rehead.checkpoint.find import is_run
 from rehead.config import flags
 from rehead.conversion.convert import CALIBRATION_TOKENS
 from rehead.conversion.texts import SELF, Passage, sampled
-from rehead.data import TOKENS, Source, read_ids, source_of, split, tokenize
+from rehead.data import TOKENS, Source, named, read_ids, source_of, split, tokenize
 from rehead.errors import InvalidInput, ReheadError
 from rehead.model import LanguageModel
 from rehead.tokenizer import Tokenizer
@@ -40,22 +40,21 @@ class Reader:
     seed: int
     scratch: Path
 
-    def texts(self, calibration: Sequence[str | Path], test: Path | None) -> Texts:
-        """Those that are named: files, folders, and `self`; a run's own text for what is left open."""
+    def texts(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
+        """Those that are named: files, folders, corpora, and `self`; a run's own text for what is left open."""
         names = list(dict.fromkeys(map(str, calibration)))
         files = [name for name in names if name != SELF]
         if self.tokenizer is None and (files or test is not None):
             raise InvalidInput(
                 f"{self.source} has no tokenizer.json: its texts cannot be read. Leave the texts out."
             )
-        held = None if test is None else self._read(Source(path=test, option="--test"), "test", test.name)
+        held = None if test is None else self._read(named(test, "--test"), "test", Path(test).name)
         if not names:
             own = self._own()
             return own if held is None else Texts(calibration=own.calibration, test=held)
         share = CALIBRATION_TOKENS // len(names)
         found = {
-            name: self._read(Source(path=Path(name), option="--calibration"), "calibration", Path(name).name)
-            for name in files
+            name: self._read(named(name, "--calibration"), "calibration", Path(name).name) for name in files
         }
         if len(files) < len(names):
             found[SELF] = sampled(self.model, share, self.length, self.seed)

@@ -2,7 +2,7 @@
 
 from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks
 from rehead.data.corpora import CORPORA
-from rehead.data.text import CHUNK, Source, chunks, describe, source_of
+from rehead.data.text import CHUNK, Source, chunks, describe, named, source_of
 from rehead.data.tokens import TOKENS, Ids, Split, Tokens, read_ids, require_vocabulary, split, tokenize
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "chunks",
     "describe",
     "evaluation_blocks",
+    "named",
     "read_ids",
     "require_vocabulary",
     "source_of",

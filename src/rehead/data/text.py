@@ -77,6 +77,13 @@ def source_of(options: DataOptions) -> Source:
     return Source(path=None if options.path is None else Path(options.path), name=options.name)
 
 
+def named(text: str | Path, option: str) -> Source:
+    """The file or folder `text` or, where nothing lies there, the corpus of that name."""
+    if str(text) in CORPORA and not Path(text).exists():
+        return Source(name=str(text))
+    return Source(path=Path(text), option=option)
+
+
 def chunks(parts: Iterable[str], size: int = CHUNK, limit: int = 4 * CHUNK) -> Iterator[str]:
     """A text in parts, regrouped into chunks of `size` characters or more that tokenize as in the whole.
 

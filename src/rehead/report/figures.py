@@ -28,6 +28,7 @@ class Figures:
 
     def __init__(self, document: Record) -> None:
         self.variants: dict[str, Record] = {one["variant"]: one for one in document["variants"]}
+        self.of_one_model = document["conversion"] is not None
         self.looks = {name: Look.of(index) for index, name in enumerate(self.variants)}
 
     def panel(self, kind: str, of: Sequence[str]) -> Panel | None:
@@ -74,7 +75,7 @@ class Figures:
         notes = [
             "Lower and further left is better. Circles were trained, diamonds converted, stars healed; a dotted line "
             "leads from what a variant was made of.",
-            said_of_frontier(variants),
+            *([] if self.of_one_model else [said_of_frontier(variants)]),
         ]
         chart = Chart(
             kind="points",
@@ -143,6 +144,8 @@ class Figures:
                 "Pale bars: without a cache. Tokens that went through the first model for each new one: with a cache "
                 f"{_list(lengths['cached'])}, without {_list(lengths['uncached'])}."
             )
+        if slow := rebuilding(variants):
+            notes.append(slow)
         alone = self._attention(
             [one for one in timed if "seconds_of_attention" in one["costs"]],
             "milliseconds of a training step",
@@ -204,6 +207,17 @@ def frontier(variants: Sequence[Record]) -> list[str]:
         return []
     rest = [one for one in variants if not any(beats(other, one, per_token) for other in variants)]
     return [one["variant"] for one in sorted(rest, key=lambda one: (per_token(one), one["val_loss"][0]))]
+
+
+def rebuilding(variants: Sequence[Record]) -> str | None:
+    """Why some decode slowly, if any does for that reason."""
+    names = [harmless(one["variant"]) for one in variants if one["costs"].get("rebuilds_keys")]
+    if not names:
+        return None
+    return (
+        f"Rotary keys are rebuilt from the latents of the whole context for every new token in {'; '.join(names)}: "
+        "a smaller cache, but more work for each token, the more the longer the context."
+    )
 
 
 def said_of_frontier(variants: Sequence[Record]) -> str:

@@ -23,6 +23,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from rehead.report.text import wrapped
+
 WIDE = 100
 """Characters of a terminal that has room for a bar; steps and time left stand in any."""
 T = TypeVar("T")
@@ -75,7 +77,8 @@ class Board:
             self._console.print(_event(record), style="dim", soft_wrap=True)
 
     def say(self, text: str, *, faint: bool = False) -> None:
-        """Print a line between those of the runs."""
+        """Print a line between those of the runs; a faint one is to be copied, and stays whole."""
+        text = text if faint else wrapped(text, self._console)
         self._console.print(text, style="dim" if faint else None, soft_wrap=True, markup=False)
 
     def forget(self, title: str) -> None:

@@ -4,13 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
 from rehead.report.chart import Chart, Look, Panel, Series
-from rehead.report.figures import MARKERS
+from rehead.report.figures import MARKERS, rebuilding
 from rehead.report.table import show
-from rehead.report.text import harmless
+from rehead.report.text import harmless, wrapped
 
 Record = dict[str, Any]
-HEADER = ("variant", "made", "KV B", "share", "loss", "tok/s", "exact")
+HEADER = ("variant", "made", "KV B", "share", "loss", "tok/s")
 SAMPLE, MOST_SAMPLE = 74, 1000
 """Characters of each text and its name on the terminal, and of the text on the page."""
 
@@ -35,13 +37,6 @@ class Row:
     tokens_per_second: float
     certificate: Record | None
     variant: Record
-
-    @property
-    def exact(self) -> str:
-        """In a word."""
-        if self.certificate is None:
-            return "source"
-        return "yes" if self.certificate["exact"] else "no"
 
 
 def rows(document: Record) -> list[Row]:
@@ -78,10 +73,13 @@ def how(variant: Record) -> str:
     """How a variant was made, in a few words."""
     if variant["kind"] == "converted":
         told = variant["convert"]
-        sizes = [
-            f"{told[key]:g}" for key in ("kv_fraction", "kv_rank", "n_kv_head") if told.get(key) is not None
-        ]
-        return " ".join(["converted to", told.get("to") or "the same", *sizes])
+        sizes = {
+            "kv_fraction": lambda size: percent(size),
+            "kv_rank": lambda size: f"rank {size}",
+            "n_kv_head": lambda size: f"{size} KV heads",
+        }
+        found = [say(told[key]) for key, say in sizes.items() if told.get(key) is not None]
+        return ", ".join([f"converted to {told.get('to') or 'the same'}", *found])
     if variant["kind"] == "given":
         return "as it was given"
     return f"{variant['kind']}, {variant['runs'][0]['steps']:,} steps"
@@ -89,7 +87,8 @@ def how(variant: Record) -> str:
 
 def findings(made: Sequence[Row]) -> list[str]:
     """What may be said: all losses are of one source on one text, so that they compare like for like."""
-    return [*_free(made), *_rivals(made), *_healed(made)]
+    slow = rebuilding([row.variant for row in made])
+    return [*_free(made), *_rivals(made), *_healed(made), *([slow] if slow else [])]
 
 
 def chart(made: Sequence[Row]) -> Panel:
@@ -170,17 +169,17 @@ def present(document: Record) -> None:
             percent(row.share),
             _loss(row),
             f"{row.tokens_per_second:,.0f}",
-            row.exact,
         )
         for row in made
     ]
     notes = (
         "KV bytes per token, over all layers. Losses in nats per token, of the source and above it, on one text that "
-        "nothing was fitted to. tok/s: greedy, one sequence, medians."
+        "nothing was fitted to; exact is the same function but for rounding. tok/s: greedy, one sequence, medians."
     )
     show(document["about"], HEADER, cells, notes, texts=(0, 1))
+    console = Console()
     for finding in findings(made):
-        print(finding)
+        print(wrapped(finding, console))
     print()
     wide = max(len(harmless(row.name, 24)) for row in made)
     for row in made:
@@ -201,6 +200,8 @@ def proof(export: Record) -> str:
 def _loss(row: Row) -> str:
     if row.certificate is None:
         return "" if row.loss is None else f"{row.loss:.4f}"
+    if row.certificate["exact"]:
+        return "exact"
     return "?" if row.over is None else span(row.over)
 
 

@@ -154,7 +154,7 @@ def answers(document: Record) -> list[Answer]:
     for question in document["questions"]:
         panels = [panel for kind in question["show"] if (panel := figures.panel(kind, question["of"]))]
         findings = []
-        if {"loss", "frontier"} & set(question["show"]):
+        if document["conversion"] is None and {"loss", "frontier"} & set(question["show"]):
             findings = _growth([figures.variants[name] for name in question["of"]])
             findings += _findings(question["claims"])
         found.append(Answer(ask=question["ask"], findings=findings, panels=panels))

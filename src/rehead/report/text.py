@@ -1,6 +1,9 @@
 """Strings of unknown origin (names, prompts, generated text), made fit to be shown."""
 
+import textwrap
 import unicodedata
+
+from rich.console import Console
 
 LONGEST = 200
 SHOWN = {"\n", "\t"}
@@ -17,3 +20,16 @@ def harmless(text: object, most: int = LONGEST) -> str:
         for letter in kept[:most]
     )
     return f"{shown} … and {rest:,} more characters" if rest > 0 else shown
+
+
+def wrapped(text: str, console: Console) -> str:
+    """`text` broken between words to a terminal's width, each line indented as its first; elsewhere as it is."""
+    if not console.is_terminal:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines.append(
+            textwrap.fill(line, console.width, subsequent_indent=indent, break_on_hyphens=False) or line
+        )
+    return "\n".join(lines)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rehead.attention import LatentConfig
+from rehead.config import GPTConfig
 from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.attention_cost import AttentionCost, attention_cost
 from rehead.measure.memory import held_cache_bytes
@@ -69,6 +71,8 @@ class _Subject:
             "cache_bytes": cache_bytes(config, n_token),
             "cache_bytes_held": held_cache_bytes(model, n_token),
             "flops_per_token": forward_flops(config, n_token),
+            "rebuilds_keys": isinstance(config, GPTConfig)
+            and any(isinstance(one, LatentConfig) and one.rebuilds_keys for one in config.attention),
             "input_lengths": {
                 way: input_lengths(model, min(SHOWN_LENGTHS, n_token - 1), use_cache=way == "cached")
                 for way in self._ways()

@@ -13,6 +13,8 @@ from rehead.config import GPTConfig, ModelConfig, RunOptions, flags
 from rehead.conversion import methods
 from rehead.conversion.folder import read_plannable
 from rehead.conversion.serve import Engine
+from rehead.conversion.texts import SELF
+from rehead.data import CORPORA
 from rehead.errors import ConfigError
 from rehead.study.job import Job, written
 from rehead.study.preset import Flags, Preset, Variant
@@ -151,6 +153,9 @@ def _check(job: Job) -> None:
         method = job.convert.get("method")
         if method not in (None, *methods()):
             raise ConfigError(f"method={method!r} is unknown. Use one of {', '.join(methods())}.")
+        for text in [*job.reading.get("calibration", ()), *filter(None, [job.reading.get("test")])]:
+            if text != SELF and text not in CORPORA and not Path(text).exists():
+                raise ConfigError(f"convert: no text at {text!r}. Give a file or folder that is there.")
         config = _config(job.parent)
         if isinstance(config, GPTConfig):
             for layer in config.attention:

@@ -15,6 +15,7 @@ from rehead.data.text import EMBEDDED
 from rehead.study.preset import Flags, Kind
 from rehead.training.heal import DEFAULTS
 
+SOURCE = "{source}"
 WISHES = {field.name for field in fields(Wish)}
 
 
@@ -97,15 +98,19 @@ class Job:
     def reading(self) -> dict[str, Any]:
         """How and on which texts it is converted: options of `rehead convert` beyond the wish.
 
-        A source that is not a run names no text of its own; it is fitted to the study's text, of which
-        the last tenth is held out.
+        In the name of a text, `{source}` is the folder of the model all began with. A source that is not a
+        run names no text of its own; it is fitted to the study's text, of which the last tenth is held out.
         """
         told = {key: value for key, value in (self.convert or {}).items() if key not in WISHES}
-        if isinstance(told.get("calibration"), str):
-            told["calibration"] = [told["calibration"]]
         root = self
         while root.parent is not None:
             root = root.parent
+        if isinstance(told.get("calibration"), str):
+            told["calibration"] = [told["calibration"]]
+        if "calibration" in told:
+            told["calibration"] = [text.replace(SOURCE, str(root.model)) for text in told["calibration"]]
+        if "test" in told:
+            told["test"] = told["test"].replace(SOURCE, str(root.model))
         own = root.is_trained or is_run(root.model)
         if not own and not {"calibration", "test"} & set(told):
             data = self.options.data

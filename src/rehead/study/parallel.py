@@ -18,6 +18,7 @@ from rehead import native
 from rehead.errors import Interrupted, ReheadError, ResourceError
 from rehead.study.job import Job
 from rehead.study.preset import Preset
+from rehead.study.sharing import Sharing
 from rehead.study.work import work
 from rehead.training.interrupt import stop_signals
 
@@ -111,8 +112,9 @@ def _process(job: Job, preset: Preset, threads: int, compiled: bool, out: Connec
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: out.send(str(message))
         try:
-            for record in work(job, preset):
-                out.send(record)
+            with Sharing(job.folder) as sharing:
+                for record in work(job, preset, sharing):
+                    out.send(record)
         except ReheadError as error:
             out.send(error)
         except Exception as error:

@@ -15,7 +15,7 @@ from rehead.measure import parameters
 from rehead.measure.environment import environment
 from rehead.study.claims import claim
 from rehead.study.job import Job, one_source
-from rehead.study.preset import Preset
+from rehead.study.preset import PANELS, Preset, Question
 from rehead.study.work import measured
 
 Record = dict[str, Any]
@@ -38,7 +38,7 @@ def gather(
     variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
     by_name = {one["variant"]: one for one in variants}
     questions = []
-    for question in preset.questions:
+    for question in _usual(preset, jobs) if preset.questions is None else preset.questions:
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
         if not of:
             continue
@@ -56,6 +56,14 @@ def gather(
         "questions": questions,
         "conversion": _conversion(jobs),
     }
+
+
+def _usual(preset: Preset, jobs: Sequence[Job]) -> tuple[Question, ...]:
+    """What is asked where the preset asks nothing: all; of one model, what its page does not say anyway."""
+    of = tuple(preset.variants)
+    if one_source(jobs) is not None:
+        return (Question(ask="How fast does each decode?", of=of, show=("speed",)),)
+    return (Question(ask="What does each cost, and what does it reach?", of=of, show=PANELS),)
 
 
 def _conversion(jobs: Sequence[Job]) -> Record | None:

@@ -11,6 +11,7 @@ from rehead.study.job import Job, one_source
 from rehead.study.parallel import at_once
 from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
+from rehead.study.sharing import Sharing
 from rehead.study.work import is_done, measured, work
 
 Record = dict[str, Any]
@@ -40,9 +41,10 @@ def study(
     if n_process > 1 and len(open_jobs) > 1:
         at_once(open_jobs, preset, n_process, watch)
     else:
-        for job in open_jobs:
-            for record in work(job, preset):
-                watch(job, record)
+        with Sharing(jobs[0].place) as sharing:
+            for job in open_jobs:
+                for record in work(job, preset, sharing):
+                    watch(job, record)
     document = gather(preset, jobs, _costs(jobs, watch), command, fraction)
     place = jobs[0].place
     text = json.dumps(document, indent=1, ensure_ascii=False)

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from rehead import checkpoint
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export import export_folder
-from rehead.conversion.folder import convert_folder
 from rehead.data import Split, evaluation_blocks, split
 from rehead.data.files import write_whole
 from rehead.errors import InvalidInput
@@ -24,6 +22,7 @@ from rehead.study.job import Job
 from rehead.study.metrics import read_metrics
 from rehead.study.preset import Preset
 from rehead.study.readback import read_back
+from rehead.study.sharing import Sharing
 from rehead.tokenizer import Tokenizer
 from rehead.training import train
 from rehead.training.folder import RunFolder
@@ -49,7 +48,7 @@ def measured(job: Job) -> Record:
     return found
 
 
-def work(job: Job, preset: Preset) -> Iterator[Record]:
+def work(job: Job, preset: Preset, sharing: Sharing) -> Iterator[Record]:
     """Train, convert, heal or export, then measure; yields the records of a training between two of its own.
 
     A training that was stopped goes on from its last checkpoint, what is whole is not made again.
@@ -66,32 +65,21 @@ def work(job: Job, preset: Preset) -> Iterator[Record]:
     else:
         note(job)
         if job.kind != "given" and not job.model.exists():
-            _make(job)
+            _make(job, sharing)
     found = {"of": _asked(job, preset), **_measure(job, preset)}
     write_whole(job.folder / MEASURED, [json.dumps(found).encode()])
     yield {"event": "measured", "found": found}
 
 
-def _make(job: Job) -> None:
+def _make(job: Job, sharing: Sharing) -> None:
     """Convert or export what it starts from."""
     assert job.parent is not None
     if job.export is not None:
         export_folder(
             job.parent.model, job.model, job.export.get("format", "auto"), engine=job.export.get("for")
         )
-        return
-    told = job.reading
-    test = told.get("test")
-    convert_folder(
-        job.parent.model,
-        job.model,
-        job.wish,
-        method=told.get("method"),
-        calibration=told.get("calibration", ()),
-        test=None if test is None else Path(test),
-        allow_loss=True,
-        seed=job.seed,
-    )
+    else:
+        sharing.convert(job)
 
 
 def load(job: Job) -> LanguageModel:

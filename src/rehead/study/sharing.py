@@ -1,0 +1,52 @@
+"""Conversions of one model share what it was read for: its texts, and what they show of every layer."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rehead.checkpoint.publish import publish
+from rehead.conversion.folder import Opened, require_apart
+from rehead.study.job import Job
+
+
+class Sharing:
+    """Converts jobs one after another; those of the same source and texts read it once. A context.
+
+    What is shared lies in a hidden folder of the study's, which goes away at the end.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._key: Any = None
+        self._opened: Opened | None = None
+
+    def __enter__(self) -> "Sharing":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def convert(self, job: Job) -> None:
+        """As `rehead convert` would with the job's options."""
+        assert job.parent is not None
+        require_apart(job.parent.model, job.model)
+        opened = self._open(job, job.parent.model)
+        with publish(job.model) as aside:
+            opened.convert(aside, job.wish, allow_loss=True)
+
+    def _open(self, job: Job, source: Path) -> Opened:
+        key = (source, job.reading, job.seed)
+        if self._opened is None or key != self._key:
+            self._close()
+            self._place.mkdir(parents=True, exist_ok=True)
+            self._folder = tempfile.TemporaryDirectory(prefix=".tmp-", dir=self._place)
+            self._opened = Opened(source, Path(self._folder.name), seed=job.seed, **job.reading)
+            self._key = key
+        return self._opened
+
+    def _close(self) -> None:
+        self._opened = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -1,0 +1,97 @@
+"""The page of one model and what became of it, in a real browser, with every string of unknown origin hostile."""
+
+import pytest
+
+from rehead.report import study
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+CHARTS = (
+    "[...document.querySelectorAll('.chart')].every((one) => one.querySelector('.series path, .track b'))"
+)
+MAP = "document.querySelector('{} .map image')?.getAttribute('href')"
+
+
+@pytest.fixture
+def shrunk(made_up):
+    """`shrunk(text)`: a document of one model in which every string of unknown origin ends with `text`."""
+
+    def make(text):
+        names = [f"{letter}{text}" for letter in "ABCD"]
+        document = made_up(text, names)
+        measured = {"name": text, "tokens": 90, "read": 64, "sha256": "0123456789abcdef"}
+        layer = {
+            "source": text, "result": text, "kv_numbers": [8, 4], "steps": ["latent"], "methods": ["svd"],
+            "lost_energy": 1e-3, "output_error": 2e-3,
+        }  # fmt: skip
+        document["variants"][1] |= {
+            "kind": "converted",
+            "convert": {"to": "mla", "kv_fraction": 0.5},
+            "from": names[0],
+        }
+        document["variants"][2] |= {"convert": {"to": "mqa"}}
+        document["variants"][2]["costs"]["rebuilds_keys"] = True
+        for one in document["variants"][1:]:
+            for run in one["runs"]:
+                run["certificate"] = {
+                    "exact": False, "kl": 0.1, "loss": [1.0, 1.25], "kv_bytes_per_token": [256, 128], "file": text,
+                    "parameters": [1000, 900], "test": measured, "calibration": [measured], "layers": [layer],
+                    "logits": {
+                        "argmax_flips": 0.1, "kl": 0.1, "max_error": 0.5, "relative_error": 0.2, "tokens": 64
+                    },
+                    "healing": [{"steps": 4, "batch_tokens": 48}] if one["kind"] == "healed" else [],
+                }  # fmt: skip
+        row = {
+            "variant": text, "kv_bytes_per_token": 128, "parameters": 900, "verdict": "exact", "command": "--to mla",
+        }  # fmt: skip
+        export = {
+            "variant": names[3], "command": text, "architecture": text, "reader": text, "tokens": 9,
+            "max_error": 1e-7, "same_choice": 1.0,
+        }  # fmt: skip
+        document["conversion"] = {
+            "source": names[0], "architecture": text, "plan": {"rows": [row], "advice": text}, "exports": [export],
+        }  # fmt: skip
+        return document
+
+    return make
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_quiet_on_a_phone_whatever_the_strings_are(shrunk, attention, tmp_path, opened, until, scheme):
+    """`opened` fails for an error, a dialog, a request."""
+    file, document = tmp_path / "report.html", shrunk(EVIL)
+    file.write_text(study.html(document, attention([one["variant"] for one in document["variants"][:2]])))
+    page = opened(file, width=390, scheme=scheme)
+    until(page, CHARTS)
+    assert page.locator("img, a").count() == 0
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.locator("#summary th[scope=row]").first.text_content() == f"A{EVIL}"
+    assert EVIL in page.locator(".samples pre").first.text_content()
+    assert page.locator("th:not([scope])").count() == 0
+
+
+def test_layer_and_head_are_chosen_on_both_sides(shrunk, attention, tmp_path, opened, until):
+    file, document = tmp_path / "report.html", shrunk("")
+    file.write_text(study.html(document, attention([one["variant"] for one in document["variants"][:3]])))
+    page = opened(file)
+    page.locator("#maps").scroll_into_view_if_needed()
+    sides = [MAP.format(".before"), MAP.format(".shown")]
+    seen = []
+    for name in ("layer", "head"):
+        for side in sides:
+            until(page, f"{side} !== undefined")
+        seen.append([page.evaluate(side) for side in sides])
+        page.select_option(f".shown [name={name}]", "1")
+        for side, old in zip(sides, seen[-1], strict=True):
+            until(page, f"{side} !== '{old}'")
+    page.select_option("#maps > p select[name=variant]", "1")
+    assert page.locator(".maps .shown figcaption").text_content() == "C"
+
+
+def test_one_model_is_not_ranked_and_what_is_slow_is_named(shrunk):
+    document = shrunk("")
+    document["questions"][0]["show"] = ["loss", "frontier"]
+    text = study.html(document, {})
+    assert "is claimed" not in text
+    assert "not claimed" not in text
+    assert text.count("rebuilt from the latents of the whole context for every new token in C:") == 2
