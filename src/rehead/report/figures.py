@@ -128,11 +128,12 @@ class Figures:
         """Time per training step, tokens per second with and without a cache."""
         timed = [one for one in variants if "seconds_per_step" in one["costs"]]
         steps = [self._bar(one, "", [1000 * v for v in one["costs"]["seconds_per_step"]]) for one in timed]
+        both = "tokens_per_second_uncached" in variants[0]["costs"]
+        ways = {"cached": "cached", "uncached": "uncached"} if both else {"cached": ""}
         decode = [
-            self._bar(one, how, one["costs"][f"tokens_per_second_{how}"], pale=how == "uncached")
+            self._bar(one, name, one["costs"][f"tokens_per_second_{how}"], pale=how == "uncached")
             for one in variants
-            for how in ("cached", "uncached")
-            if f"tokens_per_second_{how}" in one["costs"]
+            for how, name in ways.items()
         ]
         lengths = variants[0]["costs"]["input_lengths"]
         notes = [

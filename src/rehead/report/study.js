@@ -7,9 +7,9 @@ addEventListener("DOMContentLoaded", () => {
   const beside = document.querySelector("#maps.beside");
   beside?.addEventListener("change", (event) => {
     const { name, value } = event.target;
-    if (!event.isTrusted || (name !== "layer" && name !== "head")) return;
+    if (name !== "layer" && name !== "head") return;
     for (const other of beside.querySelectorAll(`[name=${name}]`)) {
-      if (other === event.target || ![...other.options].some((option) => option.value === value)) continue;
+      if (other.value === value || ![...other.options].some((option) => option.value === value)) continue;
       other.value = value;
       other.dispatchEvent(new Event("change", { bubbles: true }));
     }
