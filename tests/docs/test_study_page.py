@@ -28,6 +28,8 @@ def test_the_preset_of_one_model_is_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = build(ModelOptions(shape="llama", n_layer=1, n_query_head=4, n_embd=16).resolve(65, 128))
     save(model, Path("out/llama"))
+    for name in ("fit.txt", "held-out.txt", "input.txt"):
+        Path(name).touch()
     _, text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     found = jobs(Preset.of("mine.yaml", yaml.safe_load(text)), [])
     assert one_source(found) is found[0]

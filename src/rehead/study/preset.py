@@ -74,14 +74,14 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A study as its file says it; `docs/study.md` has the form. `questions` is None where it asks none."""
+    """A study as its file says it; `docs/study.md` has the form. `questions` is empty where it asks none."""
 
     name: str
     file: str
     about: str
     run: Flags
     variants: dict[str, Variant]
-    questions: tuple[Question, ...] | None = None
+    questions: tuple[Question, ...] = ()
     prompt: str | None = None
     new_tokens: int = 120
     temperature: float | int = 0.8
@@ -126,14 +126,14 @@ class Preset:
                 raise InvalidInput(
                     f"{name}: {key}: from: {variant.start!r:.80} is no variant above it.{hint}"
                 )
-        asked = read.get("questions")
+        asked = read.get("questions", [])
         return cls(
             name=Path(name).stem,
             file=name,
             about=" ".join(read["about"].split()),
             run=_flat(run),
             variants=variants,
-            questions=asked and tuple(_question(f"{name}: questions", one, variants) for one in asked),
+            questions=tuple(_question(f"{name}: questions", one, variants) for one in asked),
             **{key: read[key] for key in ("prompt", "new_tokens", "temperature") if key in read},
         )
 

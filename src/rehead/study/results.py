@@ -38,7 +38,7 @@ def gather(
     variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
     by_name = {one["variant"]: one for one in variants}
     questions = []
-    for question in _usual(preset, jobs) if preset.questions is None else preset.questions:
+    for question in preset.questions or _usual(preset, jobs):
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
         if not of:
             continue
