@@ -58,7 +58,10 @@ def test_a_tokenizer_is_loaded_from_whatever_a_model_is(folder, tmp_path):
         tokenizer = rehead.load_tokenizer(place)
         assert tokenizer.encode(TEXT).tolist() == expected
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    with pytest.raises(InvalidInput, match="nowhere does not exist: expected a model folder or a run folder"):
+    with pytest.raises(
+        InvalidInput,
+        match="nowhere does not exist: expected a model folder or a run folder, or org/name@<commit> of the Hub",
+    ):
         rehead.load_tokenizer(tmp_path / "nowhere")
     rehead.save(tiny(5), tmp_path / "bare")
     with pytest.raises(InvalidInput, match=r"no file '.*bare/tokenizer\.json': give a tokenizer\.json"):

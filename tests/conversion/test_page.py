@@ -27,8 +27,9 @@ def test_all_the_figures_are_there(certificate):
         f"| loss, nats per token | {certificate.loss[0]:.4f} | {certificate.loss[1]:.4f} |",
         f"| KV cache, bytes per token | {8 * (18 + 27)} | {8 * 14} |",
         f"| parameters | {certificate.parameters[0]:,} | {certificate.parameters[1]:,} |",
-        "Compared on 89 tokens that were not fitted to, of ids "
-        f"(sha256 of its ids {certificate.test.sha256[:12]}...), in windows of 16.\n",
+        "Compared on 89 tokens of ids "
+        f"(sha256 of its ids {certificate.test.sha256[:12]}...), in windows of 16. "
+        "Whether it overlaps with what the model was trained on is not checked.\n",
         f"| largest error of a logit | {logits['max_error']:.3g} |",
         f"| KL divergence from the source, nats per token | {logits['kl']:.3g} |",
         f"| likeliest token is another | {100 * logits['argmax_flips']:.3g} % |",

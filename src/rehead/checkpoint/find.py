@@ -53,7 +53,9 @@ def _resolve(path: Path) -> Path:
     if not path.exists():
         fetched = hub.snapshot(path)
         if fetched is None:
-            raise InvalidInput(f"{path} does not exist: expected a model folder or a run folder.")
+            raise InvalidInput(
+                f"{path} does not exist: expected a model folder or a run folder, or org/name@<commit> of the Hub."
+            )
         return fetched
     if path.is_file():
         raise InvalidInput(f"{path} is a file: expected a model folder or a run folder.")

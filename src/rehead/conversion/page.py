@@ -60,10 +60,12 @@ def _measured(certificate: Certificate) -> str:
     if certificate.test is None:
         return "Compared on random tokens, since no text was given."
     text = (
-        f"Compared on {certificate.logits['tokens']:,} tokens that were not fitted to, of {_named(certificate.test)}, "
+        f"Compared on {certificate.logits['tokens']:,} tokens of {_named(certificate.test)}, "
         f"in windows of {certificate.length:,}."
     )
-    if certificate.held_out:
+    if not certificate.held_out:
+        text += " Whether it overlaps with what the model was trained on is not checked."
+    else:
         text += (
             " It is held out of what was fitted to, so of its kind: on other kinds of text more may be lost."
         )

@@ -166,6 +166,15 @@ def _judge(source: GPTConfig, result: GPTConfig, command: str) -> tuple[Verdict,
         return "pointless", f"{kept}{_share(after, before)} of the present cache"
     if command == EXPORT and not exact:
         return "impossible", "its KV heads rotate in ways of their own"
+    if any(
+        step.result.kv_numbers() < new.kv_numbers()
+        for steps, new in zip(paths, result.attention, strict=True)
+        for step in steps
+    ):
+        return (
+            "pointless",
+            "its heads would be copies: fewer KV heads are the same model with a smaller cache",
+        )
     why = "; ".join(dict.fromkeys(step.promise.why for step in steps if step.promise.exact == exact))
     return ("exact" if exact else "approximate"), why
 
@@ -186,5 +195,5 @@ def _advice(rows: list[Row]) -> str:
         best = max(
             (row for row in lossy if "mla" in row.command), key=lambda row: row.cache_bytes, default=lossy[0]
         )
-        return f"Nothing smaller is exact. {best.command} loses least; measure it with --calibration TEXT."
+        return f"Nothing smaller is exact. {best.command} usually loses least; measure it with --calibration TEXT."
     return "Nothing smaller can be made of this model: keep it as it is."

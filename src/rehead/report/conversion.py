@@ -44,10 +44,13 @@ def present_certificate(certificate: Certificate, folder: Path) -> None:
     if certificate.loss is not None:
         old, new = certificate.loss
         print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
-    where = "a held-out text" if certificate.test else "random tokens"
+    where = "random tokens"
+    if certificate.test is not None:
+        where = "a held-out text" if certificate.held_out else certificate.test.name
     print(
         f"predictions   KL {logits['kl']:.2e} nats, {100 * logits['argmax_flips']:.2f} % of the likeliest tokens "
-        f"change, logits within {logits['relative_error']:.1e} (on {where})"
+        f"change, logits within {logits['max_error']:.1e} ({100 * logits['relative_error']:.2g} % of the largest; "
+        f"on {where})"
     )
     print(f"certificate   {folder / PAGE}")
 
