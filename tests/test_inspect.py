@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -191,3 +192,20 @@ def test_the_model_is_computed_in_float32(run, capsys):
     assert found["compared"]["unchanged"]
     rows = torch.tensor(found["map"]["weights"]).sum(-1)
     assert (rows - 1).abs().max() < 1e-6
+
+
+def test_a_page_replaces_no_file_but_a_page(run, capsys, tmp_path):
+    mine, pipe, page = tmp_path / "input.txt", tmp_path / "pipe.html", tmp_path / "page.html"
+    mine.write_text("mine")
+    os.mkfifo(pipe)
+    for place, rule in ((mine, "is not a page (*.html)"), (pipe, "is not a regular file")):
+        assert main(["inspect", run, "--text", "Hope", "--html", str(place)]) == 3
+        said = capsys.readouterr().err
+        assert f"{place} exists" in said
+        assert rule in said
+        assert "choose another name" in said
+    assert mine.read_text() == "mine"
+    assert pipe.is_fifo()
+    for _ in range(2):
+        assert main(["inspect", run, "--text", "Hope", "--html", str(page)]) == 0
+    assert "<html" in page.read_text()

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from rehead.cli.app import DEVICE, Json, app, say
-from rehead.errors import ResourceError
+from rehead.errors import InvalidInput, ResourceError
 
 
 @app.command
@@ -38,6 +38,8 @@ def inspect(
     from rehead.report.inspection import present
     from rehead.tokenizer import Tokenizer
 
+    if html is not None and html.is_file() and html.suffix.lower() not in {".html", ".htm"}:
+        raise InvalidInput(f"--html {html} exists and is not a page (*.html): choose another name.")
     read, tokenizer = read_at(model, lambda place: (load(place).float(), Tokenizer.load(place)))
     texts = [text] if compare is None else [text, compare]
     seen = [inspection.inspect(read, tokenizer, one, max_tokens) for one in texts]

@@ -69,7 +69,9 @@ def resource(what: str, remedy: str) -> Iterator[None]:
 
 
 def write_whole(file: Path, blocks: Iterable[bytes]) -> None:
-    """All of it or nothing under the final name."""
+    """All of it or nothing under the final name; a device or a pipe of that name stays what it is."""
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise InvalidInput(f"{file} exists and is not a regular file: choose another name.")
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
