@@ -96,7 +96,9 @@ def dangers(tree):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 def test_nothing_runs_code_from_data(path):
-    assert not list(dangers(ast.parse(path.read_text())))
+    """The command line reads one variable of the environment, REHEAD_NATIVE; nothing below it reads any."""
+    allowed = ["os.environ"] if path == SRC / "cli" / "entry.py" else []
+    assert list(dangers(ast.parse(path.read_text()))) == allowed
 
 
 def test_dangers_are_seen():
