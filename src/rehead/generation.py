@@ -7,6 +7,7 @@ same machine repeats in every dtype.
 
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def generate(
     *,
     top_k: int | None = None,
     top_p: int | float | None = None,
-    seed: int | Sequence[int] | None = None,
+    seed: int | np.integer[Any] | Sequence[int] | None = None,
     use_cache: bool = True,
 ) -> Int[Tensor, "..."]:
     """`ids`, (L,) or (B, L), followed by `max_new_tokens` new ones: (L + new,) or (B, L + new).
@@ -70,7 +71,7 @@ def stream(
     *,
     top_k: int | None = None,
     top_p: int | float | None = None,
-    seed: int | Sequence[int] | None = None,
+    seed: int | np.integer[Any] | Sequence[int] | None = None,
     use_cache: bool = True,
 ) -> Iterator[Int[Tensor, " B"]]:
     """The next token of every prompt, (L,) each, `max_new_tokens` times; prompts may differ in length.
@@ -201,7 +202,7 @@ def _tensor(ids: Tensor | np.ndarray) -> Tensor:
     return ids.long() if isinstance(ids, Tensor) else torch.from_numpy(ids.astype(np.int64))
 
 
-def _noise(n_row: int, n_step: int, seed: int | Sequence[int] | None) -> Tensor:
+def _noise(n_row: int, n_step: int, seed: int | np.integer[Any] | Sequence[int] | None) -> Tensor:
     """Uniform numbers for every draw, each row from its own seed."""
     if seed is None:
         seed = [int(torch.randint(2**62, ())) for _ in range(n_row)]
@@ -209,11 +210,13 @@ def _noise(n_row: int, n_step: int, seed: int | Sequence[int] | None) -> Tensor:
     for one in seeds:
         if not isinstance(one, Integral):
             raise UsageError(f"seed={one!r} is not a whole number. Give one, such as 0, or one a prompt.")
+        if not 0 <= one < 2**63:
+            raise UsageError(f"seed={one}. Use 0 up to {2**63 - 1}.")
     if len(seeds) != n_row:
         raise UsageError(f"{len(seeds)} seeds for {n_row} prompts. Give one, or one a prompt.")
-    rows = [_uniform(n_step, s) for s in seeds]
+    rows = [_uniform(n_step, int(s)) for s in seeds]
     return torch.stack(rows) if rows else torch.empty(0, n_step)
 
 
 def _uniform(n_step: int, seed: int) -> Tensor:
-    return torch.rand(n_step, generator=torch.Generator().manual_seed(seed % 2**64), dtype=torch.float64)
+    return torch.rand(n_step, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

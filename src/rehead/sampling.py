@@ -1,6 +1,7 @@
 """From logits to the next token."""
 
 import math
+import sys
 from numbers import Integral, Real
 
 import torch
@@ -18,7 +19,7 @@ def require_valid(temperature: int | float, top_k: int | None, top_p: int | floa
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
             raise UsageError(f"{name}={value!r} is not a {'whole ' * whole}number. Use {EXAMPLES[name]}.")
-    if not 0 <= temperature < float("inf"):
+    if not 0 <= temperature <= sys.float_info.max:
         raise UsageError(f"temperature={temperature}. Use 0 (always the likeliest token) or more, like 0.8.")
     if top_k is not None and top_k < 1:
         raise UsageError(f"top_k={top_k}: how many tokens stay. Use 1 or more, or leave it out.")
@@ -53,7 +54,7 @@ def probabilities(
         logits = logits.masked_fill(dropped, float("-inf"))
     exact = logits.double()
     below = exact - exact.amax(dim=-1, keepdim=True)  # 0 stays 0 however cold
-    likely = (below / temperature).softmax(dim=-1).float()
+    likely = (below / float(temperature)).softmax(dim=-1).float()
     if top_p is not None and top_p < 1:
         ordered, order = likely.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 variants: Registry[type["AttentionConfig"]] = Registry("attention variant")
 
+LARGEST = 1 << 17
+"""A size beyond it is damaged, or meant to do damage."""
+
 FILLED: Any = None
 """Default of a field that `__post_init__` fills in from the others."""
 
@@ -80,11 +83,13 @@ class AttentionConfig(ABC):
             object.__setattr__(self, name, value)
 
     def require_positive(self, *names: str) -> None:
-        """Refuse a size below 1."""
+        """Refuse a size below 1, or larger than that of any model."""
         for name in names:
             size = getattr(self, name)
             if size < 1:
                 raise ConfigError(f"{name}={size!r}: a size is a whole number of at least 1.")
+            if size > LARGEST:
+                raise ConfigError(f"{name}={size}: no model has that many. Use at most {LARGEST:,}.")
 
     @staticmethod
     def require_width(d_model: int) -> None:

@@ -69,6 +69,14 @@ class Llama3Scaling(RopeScaling):
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope scaling low_freq_factor={self.low_freq_factor} with high_freq_factor="
+                f"{self.high_freq_factor}: the low one is below the high one. Use 1 and 4, or swap them."
+            )
+
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
         """Angles per position, float64, after scaling."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -91,6 +99,14 @@ class YarnScaling(RopeScaling):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta_fast < self.beta_slow:
+            raise ConfigError(
+                f"rope scaling beta_fast={self.beta_fast} with beta_slow={self.beta_slow}: the fast one is not "
+                "below the slow one. Use 32 and 1, or swap them."
+            )
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
         """Angles per position, float64, after scaling."""
@@ -169,8 +185,8 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         require_types(self, "rope ")
-        if not (math.isfinite(self.theta) and self.theta > 0):
-            raise ConfigError(f"rope theta={self.theta}: the base of the angles is positive. Use 10000.")
+        if not 1 < self.theta < math.inf:
+            raise ConfigError(f"rope theta={self.theta}: the base of the angles is above 1. Use 10000.")
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
             if name == "factor" and not value >= 1:
                 raise ConfigError(f"rope scaling factor={value}: it stretches. Use 1 or more.")

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from cyclopts import CycloptsError
+from cyclopts.exceptions import ConsumeMultipleError, MissingArgumentError, UnusedCliTokensError
 
 from rehead import native
 from rehead.cli import conversion, importing, measuring, models, training  # noqa: F401 (each enters its commands)
@@ -56,7 +57,7 @@ def _run(argv: list[str], debug: bool) -> int:
         app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
-        return _fail(UsageError(f"{error} See rehead {argv[0]} --help."), debug)
+        return _fail(UsageError(f"{_worded(error, argv[0])} See rehead {argv[0]} --help."), debug)
     except ReheadError as error:
         return _fail(error, debug)
     except KeyboardInterrupt as error:
@@ -171,6 +172,18 @@ def _require_whole(argv: list[str]) -> None:
         name, _, value = word.partition("=")
         if name in whole and "." in (value or after):
             raise UsageError(f"{name} {value or after}: expected a whole number.")
+
+
+def _worded(error: CycloptsError, command: str) -> str:
+    """What is missing or too much, named as it is typed; anything else as cyclopts says it."""
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"unexpected argument {error.unused_tokens[0]!r}."
+    if isinstance(error, ConsumeMultipleError):
+        return f"{error.keyword} needs a number."
+    if isinstance(error, MissingArgumentError) and error.argument and error.argument.field_info.is_positional:
+        name, means = error.argument.name.removeprefix("--"), error.argument.parameter.help
+        return f"{command} needs {name.upper()}: {means}."
+    return str(error)
 
 
 def _short(word: str) -> str:

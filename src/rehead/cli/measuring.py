@@ -70,12 +70,12 @@ def bench(
         tuple[int, ...],
         Parameter(
             negative="",
-            consume_multiple=True,
+            consume_multiple=1,
             help="tokens in the prompt [default: an eighth and half of the model's block_size]",
         ),
     ] = (),
     batch: Annotated[
-        tuple[int, ...], Parameter(negative="", consume_multiple=True, help="sequences at once")
+        tuple[int, ...], Parameter(negative="", consume_multiple=1, help="sequences at once")
     ] = (1,),
     new_tokens: Annotated[
         int | None, Parameter(help="tokens to generate [default: 32, or half the model's block_size if less]")

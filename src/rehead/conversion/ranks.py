@@ -1,5 +1,6 @@
 """A rank per layer: small where little is lost, by measuring every layer at every rank."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +17,8 @@ PROBE_TOKENS = 8_192
 
 
 def require_loss(max_loss: float) -> None:
-    """Refuse a loss to allow that is below 0 or no number."""
-    if not max_loss >= 0:
+    """Refuse a loss to allow that is below 0 or not a finite number."""
+    if not 0 <= max_loss < math.inf:
         raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
 
 

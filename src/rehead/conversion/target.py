@@ -10,6 +10,7 @@ from rehead.attention.rope import Layout
 from rehead.conversion.base import common, heads_of
 from rehead.conversion.latent import full_rank
 from rehead.errors import ConfigError
+from rehead.fields import require_types
 from rehead.registry import Registry
 
 
@@ -27,6 +28,11 @@ class Wish:
     kv_fraction: float | None = None
     head_map: HeadMap | None = None
     rope_layout: Layout | None = None
+
+    __no_type_check__ = True  # __post_init__ checks what is given
+
+    def __post_init__(self) -> None:
+        require_types(self)
 
     def target(self, source: AttentionConfig, d_model: int) -> AttentionConfig:
         """The attention wished for in place of `source`. Raises ConfigError for what cannot be meant."""

@@ -62,6 +62,8 @@ class LanguageModel(nn.Module, ABC):
         require_ids(ids, dims=(2,))
         if not ids.shape[1]:
             raise UsageError(f"ids has shape {tuple(ids.shape)}: there is no token. Give at least one a row.")
+        if ids.dtype not in (torch.int32, torch.int64):
+            ids = ids.long()
         try:
             return self.logits(self.hidden(ids, positions, cache))
         except IndexError:

@@ -14,7 +14,11 @@ def choose_device(name: str) -> torch.device:
     if not available.get(kind, False):
         here = ", ".join(kind for kind, there in available.items() if there)
         raise UsageError(f"device={name}: this machine has {here}. Use one of them, or auto.")
-    if kind == "cuda" and index.isdigit() and int(index) >= torch.cuda.device_count():
+    if name == kind:
+        return torch.device(name)
+    if kind != "cuda" or not index.isdigit():
+        raise UsageError(f"device={name}: only cuda devices have numbers, as in cuda:0. Use {kind}, or auto.")
+    if int(index) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise UsageError(f"device={name}: this machine has cuda:0 to cuda:{last}. Use one of them, or auto.")
     return torch.device(name)

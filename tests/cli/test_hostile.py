@@ -1,0 +1,109 @@
+"""What is typed wrongly, or meant to break something, is refused at once and by name."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import rehead
+from rehead.attention import GroupedConfig, LatentConfig
+from rehead.attention.rope import Llama3Scaling, RopeConfig, YarnScaling
+from rehead.cli import main
+from rehead.config import ModelOptions
+from rehead.errors import ConfigError, UsageError
+from rehead.model import build
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build(ModelOptions(n_layer=1, n_query_head=2, n_embd=8).resolve(8, 16)).eval()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bench x --rounds 1 --batch", "--batch needs a number."),
+        ("bench x --prompt-lengths --rounds 1", "--prompt-lengths needs a number."),
+        ("generate --prompt a", "generate needs FOLDER: a model or run folder."),
+        ("convert a", "convert needs DESTINATION: a new folder for the result."),
+        ("generate a b --prompt c", "unexpected argument 'b'."),
+        (
+            "convert a b --to mla --max-loss nan",
+            "max_loss=nan: nats per token above the source's loss. Use 0",
+        ),
+        (
+            "convert a b --to mla --max-loss inf",
+            "max_loss=inf: nats per token above the source's loss. Use 0",
+        ),
+        ("generate a --prompt b --device cpu:1", "device=cpu:1: only cuda devices have numbers"),
+    ],
+)
+def test_a_command_line_names_what_is_wrong(words, said, capfd):
+    assert main(words.split()) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"rehead: {said}")
+    assert len(error.splitlines()) == 1
+
+
+def test_seeds_are_those_of_train_and_convert(model):
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    for seed in (2**63, 2**64 + 1, -1):
+        with pytest.raises(UsageError, match=f"seed={seed}. Use 0 up to {2**63 - 1}"):
+            rehead.generate(model, ids, 3, seed=seed)
+    same = rehead.generate(model, ids, 8, seed=3)
+    assert torch.equal(rehead.generate(model, ids, 8, seed=np.int64(3)), same)
+
+
+def test_a_temperature_that_no_int64_holds(model):
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    hot = rehead.generate(model, ids, 8, temperature=1e30, seed=0)
+    assert torch.equal(rehead.generate(model, ids, 8, temperature=10**30, seed=0), hot)
+    with pytest.raises(UsageError, match=r"temperature=10+. Use 0"):
+        rehead.generate(model, ids, 1, temperature=10**400)
+
+
+def test_ids_of_any_whole_dtype(model):
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        for dtype in (torch.int16, torch.int32):
+            assert torch.equal(model(ids.to(dtype)), model(ids))
+
+
+GROUPED = {"n_query_head": 2, "head_dim": 4}
+LATENT = {"n_query_head": 2, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "name"),
+    [(GroupedConfig, GROUPED, name) for name in (*GROUPED, "v_head_dim", "n_kv_head")]
+    + [(LatentConfig, LATENT, name) for name in (*LATENT, "qk_rope_head_dim", "q_lora_rank")],
+)
+def test_no_model_is_as_large(kind, fields, name):
+    with pytest.raises(ConfigError, match=f"{name}={2**70}: no model has that many. Use at most 131,072"):
+        kind(**{**fields, name: 2**70})
+
+
+def test_a_config_of_a_size_that_no_int64_holds(model, tmp_path, capfd):
+    rehead.save(model, tmp_path / "model")
+    place = tmp_path / "config.json"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["attention"][0]["head_dim"] = 2**70
+    place.write_text(json.dumps(config))
+    assert main(["plan", str(place)]) == 3
+    assert f"head_dim={2**70}: no model has that many." in capfd.readouterr().err
+
+
+def test_rope_bounds_in_order():
+    with pytest.raises(ConfigError, match=r"theta=1e-320: the base of the angles is above 1. Use 10000"):
+        RopeConfig(theta=1e-320)
+    with pytest.raises(ConfigError, match=r"low_freq_factor=4.0 with high_freq_factor=1.0.*swap"):
+        Llama3Scaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0)
+    with pytest.raises(ConfigError, match=r"beta_fast=1.0 with beta_slow=32.0.*swap"):
+        YarnScaling(factor=8.0, beta_fast=1.0, beta_slow=32.0)
+
+
+def test_a_wish_of_the_wrong_type(model):
+    with pytest.raises(ConfigError, match="kv_fraction='a' is a str: expected a number"):
+        rehead.convert(model, "mla", kv_fraction="a")
