@@ -344,3 +344,12 @@ def test_every_truncation_is_detected(tmp_path):
 def test_an_example_is_loaded_from_a_relative_path(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     assert rehead.load("examples/both-seen").config.activation == "slide"
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "", "..", "config.json", "MANIFEST.json", "model.safetensors"]
+)
+def test_a_further_file_is_in_the_folder_and_not_the_model_s_own(name, tmp_path):
+    with pytest.raises(InvalidInput, match=f"files has the name {name!r}"):
+        rehead.save(make(), tmp_path / "in" / "model", files={name: "text"})
+    assert not list(tmp_path.iterdir())

@@ -398,3 +398,12 @@ def test_killed_at_any_moment_the_newest_step_is_whole(tmp_path):
         assert all((weight == last).all() for weight in rehead.load(run).parameters())
     assert last > 10
     assert inside > 3, "hardly a kill came inside a save"
+
+
+def test_the_slower_of_two_writers_hears_that_the_folder_exists(tmp_path):
+    with pytest.raises(InvalidInput, match="model exists: choose another name"):  # noqa: PT012, SIM117 (the end raises)
+        with publish(tmp_path / "model") as aside:
+            (aside / "a.txt").write_text("slow")
+            put(tmp_path / "model")
+    assert contents(tmp_path / "model")
+    assert [place.name for place in tmp_path.iterdir()] == ["model"]

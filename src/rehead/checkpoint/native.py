@@ -39,9 +39,12 @@ def save(
 ) -> None:
     """Write a model folder; `files` are further texts to lay in it, such as tokenizer.json.
 
-    The folder appears whole or not at all. Raises InvalidInput if `path` exists.
+    The folder appears whole or not at all. Raises InvalidInput if `path` exists, and for a name in
+    `files` that leads out of the folder or is that of the model's own config, weights or manifest.
     """
     require_model(model)
+    for name in files or {}:
+        _require_free(name)
     with publish(Path(path), overwrite=overwrite) as folder:
         write(model, folder, files or {})
 
@@ -65,6 +68,14 @@ def write(
     texts = {"config.json": _json(config), "generation_config.json": _json(generation), **files}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _require_free(name: str) -> None:
+    """Refuse the name of a further file that is not one in the folder, or is one of the model's own."""
+    if Path(name).name != name or name in ("", "..") or "\\" in name or "\0" in name:
+        raise InvalidInput(f"files has the name {name!r:.80}: give the plain name of a file in the folder.")
+    if name in ("config.json", MANIFEST) or name.startswith("model.") or name.endswith(".safetensors"):
+        raise InvalidInput(f"files has the name {name!r:.80}, which is the model's own: choose another.")
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True) -> LanguageModel:

@@ -57,6 +57,7 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if overwrite and folder.exists():
             _swap(aside, folder)
         else:
+            _refuse_existing(folder, overwrite=overwrite)  # another writer may have been faster
             aside.rename(folder)
         _sync(folder.parent)
     except (OSError, SafetensorError) as error:
