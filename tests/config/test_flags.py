@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -300,3 +301,11 @@ def test_entries_of_a_table_come_one_by_one(tmp_path):
         "rope_type": "linear",
         "factor": 4,
     }
+
+
+def test_a_config_is_a_regular_file_of_some_mib(tmp_path):
+    with pytest.raises(InvalidInput, match="/dev/zero is not a regular file"):
+        read([], (Path("/dev/zero"),))
+    (tmp_path / "large.yaml").write_bytes(b"#" * (2**22 + 1))
+    with pytest.raises(InvalidInput, match="more than 4,194,304 bytes"):
+        read([], (tmp_path / "large.yaml",))

@@ -1,6 +1,7 @@
 """Tokenizers of other people: what the `tokenizers` library writes, read as `transformers` reads it."""
 
 import json
+import shutil
 from functools import cache
 
 import pytest
@@ -293,7 +294,7 @@ def test_every_command_takes_such_a_folder(kind, padded, ours, tmp_path, capsys)
         "heal",
         model,
         "--teacher",
-        model,
+        str(shutil.copytree(model, tmp_path / "teacher")),
         *small,
         "trainer.max_iters=1",
         f"system.work_dir={tmp_path}/heal",

@@ -706,3 +706,32 @@ def test_a_device_that_is_not_there(name):
         pytest.skip("it is there")
     with pytest.raises(UsageError, match=f"device={name}: this machine has .*cpu. Use one of them, or auto"):
         choose_device(name)
+
+
+def test_a_short_context_cuts_the_default_prompt_of_samples(tmp_path):
+    (tmp_path / "text.txt").write_text("O God, O God! How weary, stale, flat\n" * 20)
+    flags = [f"data.path={tmp_path}/text.txt", "data.block_size=4", f"system.work_dir={tmp_path}/run"]
+    small = ["model.n_layer=1", "model.n_embd=6", "trainer.max_iters=1", "trainer.batch_size=1"]
+    options = read([*flags, *small, "trainer.sample_every=1", "trainer.sample_tokens=5"])
+    assert list(train(options))[-1]["event"] == "end"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path):
+    (tmp_path / "text.txt").write_text("O God, O God! How weary, stale, flat\n" * 20)
+    flags = [f"data.path={tmp_path}/text.txt", "data.block_size=4", f"system.work_dir={tmp_path}/run"]
+    small = ["model.n_layer=1", "model.n_embd=6", "trainer.batch_size=1", "trainer.sample_every=0"]
+    list(train(read([*flags, *small, "trainer.max_iters=1"])))
+    (tmp_path / "run/checkpoints/step-000001/config.json").unlink()
+    metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
+    again = read([*flags, *small, "trainer.max_iters=2", "trainer.resume=True"])
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(IntegrityError, match="none of them is whole"),
+    ):
+        list(train(again))
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics
+
+
+def test_more_sample_tokens_than_a_text_has_are_refused_before_training():
+    with pytest.raises(ConfigError, match=r"trainer\.sample_tokens=100000000000\. Use 0 to 1,000,000"):
+        read(["trainer.sample_tokens=100000000000"])

@@ -20,6 +20,8 @@ GROUPS: dict[str, Any] = {group.name: group.type for group in fields(RunOptions)
 OPTIONS: dict[str, dict[str, Field]] = {
     group: {option.name: option for option in fields(kind)} for group, kind in GROUPS.items()
 }
+LARGEST = 4 * 2**20
+"""Bytes of a --config file."""
 Tables = dict[str, dict[str, Any]]
 """Values by group and name."""
 
@@ -145,7 +147,15 @@ def _require_literal(value: Any, where: str) -> None:
 
 def _yaml(path: Path) -> Any:
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InvalidInput(f"{path} is not a regular file: --config takes a YAML file.")
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise InvalidInput(
+                f"{path} has more than {LARGEST:,} bytes: --config takes a YAML file of options."
+            )
+        return parse(text.decode("utf-8"))
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}. --config takes a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

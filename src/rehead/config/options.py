@@ -10,6 +10,9 @@ from rehead.config.model_options import ModelOptions
 from rehead.errors import ConfigError
 from rehead.fields import require_types
 
+MOST_SAMPLE_TOKENS = 1_000_000
+"""Of one sample text."""
+
 
 @dataclass(kw_only=True)
 class SystemOptions:
@@ -121,6 +124,8 @@ class TrainerOptions:
         for name in ("batch_size", "grad_accumulation", "eval_every", "eval_batches", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 1 or more.")
+        if self.sample_tokens > MOST_SAMPLE_TOKENS:
+            raise ConfigError(f"trainer.sample_tokens={self.sample_tokens}. Use 0 to {MOST_SAMPLE_TOKENS:,}.")
         for name in ("max_iters", "warmup_iters", "sample_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 0 or more.")

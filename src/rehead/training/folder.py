@@ -15,7 +15,7 @@ from rehead.checkpoint.find import steps
 from rehead.checkpoint.publish import ASIDE, require_folders, sweep
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
-from rehead.errors import Busy, InvalidInput
+from rehead.errors import Busy, IntegrityError, InvalidInput
 from rehead.registry import nearest
 
 LOCK = ".lock"
@@ -62,6 +62,11 @@ class RunFolder:
                     raise InvalidInput(
                         f"{self.path} already holds a run (up to {newest.name}): continue it with "
                         "trainer.resume=True, or choose another system.work_dir."
+                    )
+                if newest is None and steps(self.path):
+                    raise IntegrityError(
+                        f"{self.path} has checkpoints, and none of them is whole: there is nothing to resume from. "
+                        "Choose another system.work_dir, or remove them to train anew."
                     )
                 yield newest
             finally:

@@ -158,7 +158,7 @@ class Run:
                 )
             return prompt
         ids = self.split.val if len(self.split.val) else self.split.train
-        return [int(token) for token in ids[:PROMPT_TOKENS]]
+        return [int(token) for token in ids[: min(PROMPT_TOKENS, limit or PROMPT_TOKENS)]]
 
     def _sample(self) -> dict[str, Any]:
         """Text after the prompt, by default with the starter's settings."""
