@@ -185,8 +185,8 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         require_types(self, "rope ")
-        if not 1 < self.theta < math.inf:
-            raise ConfigError(f"rope theta={self.theta}: the base of the angles is above 1. Use 10000.")
+        if not 1 <= self.theta < math.inf:
+            raise ConfigError(f"rope theta={self.theta}: the base of the angles is 1 or more. Use 10000.")
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
             if name == "factor" and not value >= 1:
                 raise ConfigError(f"rope scaling factor={value}: it stretches. Use 1 or more.")
