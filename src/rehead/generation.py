@@ -210,11 +210,9 @@ def _noise(n_row: int, n_step: int, seed: int | np.integer[Any] | Sequence[int] 
     for one in seeds:
         if not isinstance(one, Integral):
             raise UsageError(f"seed={one!r} is not a whole number. Give one, such as 0, or one a prompt.")
-        if not 0 <= one < 2**63:
-            raise UsageError(f"seed={one}. Use 0 up to {2**63 - 1}.")
     if len(seeds) != n_row:
         raise UsageError(f"{len(seeds)} seeds for {n_row} prompts. Give one, or one a prompt.")
-    rows = [_uniform(n_step, int(s)) for s in seeds]
+    rows = [_uniform(n_step, int(s) % 2**64) for s in seeds]
     return torch.stack(rows) if rows else torch.empty(0, n_step)
 
 

@@ -631,6 +631,17 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: latent(rope=False), "qk_rope_head_dim=4 with rope=False", "Use rope=True, or qk_"),
     (lambda: latent(qk_rope_head_dim=0, qk_nope_head_dim=9, rope=True), "qk_nope_head_dim=9", "Use 8 or 10"),
     (lambda: latent(n_kv_head=4), "n_kv_head=4", "Use one of [1, 2, 3, 6]"),
+    (lambda: grouped(head_dim=2**40), "head_dim=1099511627776", "Use at most 131,072"),
+    (
+        lambda: scalings["llama3"](factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0),
+        "low_freq_factor=4.0 with high_freq_factor=1.0",
+        "Use 1 and 4, or swap them",
+    ),
+    (
+        lambda: scalings["yarn"](factor=8.0, beta_fast=1.0, beta_slow=32.0),
+        "beta_fast=1.0 with beta_slow=32.0",
+        "Use 32 and 1, or swap them",
+    ),
     (lambda: RopeConfig(theta=0.0), "theta=0.0", "Use 10000"),
     (lambda: RopeConfig(theta=float("inf")), "theta=inf", "Use 10000"),
     (lambda: RopeConfig(layout="halves"), "layout='halves'", "one of 'half-split', 'interleaved'"),

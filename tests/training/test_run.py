@@ -699,7 +699,7 @@ def test_bfloat16_computes_low_and_keeps_float32_weights():
     assert {weight.dtype for weight in rehead.load("low").parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["cuda", "mps", "tpu", "cuda:99", "", "cpu:0"])
+@pytest.mark.parametrize("name", ["cuda", "mps", "tpu", "cuda:99", ""])
 def test_a_device_that_is_not_there(name):
     kind = name.partition(":")[0]
     if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):

@@ -71,10 +71,10 @@ class Llama3Scaling(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.low_freq_factor < self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor > 0:
             raise ConfigError(
                 f"rope scaling low_freq_factor={self.low_freq_factor} with high_freq_factor="
-                f"{self.high_freq_factor}: the low one is below the high one. Use 1 and 4, or swap them."
+                f"{self.high_freq_factor}: the low one is not above the high one. Use 1 and 4, or swap them."
             )
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
@@ -102,7 +102,7 @@ class YarnScaling(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta_fast < self.beta_slow:
+        if 0 < self.beta_fast < self.beta_slow:
             raise ConfigError(
                 f"rope scaling beta_fast={self.beta_fast} with beta_slow={self.beta_slow}: the fast one is not "
                 "below the slow one. Use 32 and 1, or swap them."

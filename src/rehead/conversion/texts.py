@@ -60,7 +60,7 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
     is drawn at temperature 1. The same seed gives the same text."""
     count = max(1, tokens // length)
     starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
-    seeds = (np.random.SeedSequence(seed).generate_state(count, np.uint64) >> np.uint64(1)).tolist()
+    seeds = np.random.SeedSequence(seed).generate_state(count, np.uint64).tolist()
     model = _in_memory(model)
     rows: list[torch.Tensor] = []
     together = max(1, TOGETHER // length)
