@@ -97,10 +97,10 @@ def test_an_empty_folder_is_taken(tmp_path):
 
 
 def test_what_appears_meanwhile_is_kept(tmp_path):
-    with (
+    with (  # noqa: PT012
         pytest.raises(InvalidInput, match="model exists: choose another name"),
         publish(tmp_path / "model") as aside,
-    ):  # noqa: PT012
+    ):
         (aside / "new.json").write_text("3")
         put(tmp_path / "model")
     assert contents(tmp_path / "model") == TEXTS

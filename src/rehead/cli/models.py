@@ -53,12 +53,12 @@ def generate(
     from rehead.tokenizer import Tokenizer
     from rehead.training.start import choose_device
 
-    chosen = choose_device(device)
-    model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples}: texts per prompt. Use 1 to {MOST_SAMPLES:,}.")
     if not 0 <= seed < 2**63 - samples:
         raise UsageError(f"--seed {seed}. Use 0 to {2**63 - 1 - samples}.")
+    chosen = choose_device(device)
+    model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
     prompt = tuple(text for text in prompt for _ in range(samples))
     ids = [torch.from_numpy(tokenizer.encode(text, special_tokens=True)) for text in prompt]
     seeds = [seed + n for n in range(samples)] * (len(prompt) // samples)
