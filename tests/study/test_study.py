@@ -19,6 +19,7 @@ import torch
 
 from rehead import checkpoint
 from rehead.cli import main
+from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs
 from rehead.study.claims import compare
 from rehead.study.metrics import MOST_POINTS, read_metrics, thin
@@ -312,6 +313,9 @@ def test_a_torn_line_is_left_out_and_counted(tmp_path):
     assert (found.losses, found.torn) == ([(0, 3.5, 3.0), (2, 2.5, 2.0)], 1)
     assert found.seconds_per_step == pytest.approx(0.6)
     assert read_metrics(tmp_path / "nowhere").losses == []
+    file.write_text('{"step": 1, "seconds": "long"}\n')
+    with pytest.raises(InvalidInput, match=r"metrics\.jsonl: line 1 "):
+        read_metrics(file)
 
 
 def test_a_million_steps_are_thinned(tmp_path):

@@ -1,11 +1,12 @@
 """metrics.jsonl as a report needs it: whatever its length, and wherever its writer was stopped."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from rehead.training.metrics import records
 
 T = TypeVar("T")
 MOST_POINTS = 1000
@@ -16,7 +17,7 @@ MOST_POINTS = 1000
 class Metrics:
     """A run's losses by step, (step, train loss, validation loss), and its time per step in seconds.
 
-    `torn` counts the lines that are no record: at most the last, which a killed run was writing.
+    `torn` counts the lines that were cut while they were written: at most the last.
     """
 
     losses: list[tuple[int, float | None, float | None]] = field(default_factory=list)
@@ -25,9 +26,9 @@ class Metrics:
 
 
 def read_metrics(file: Path) -> Metrics:
-    """What `file` holds; nothing where there is none."""
+    """What `file` holds; nothing where there is none. Raises InvalidInput for a line that is no record."""
     found, seconds, by_step = Metrics(), [], {}
-    for record in _records(file):
+    for record in records(file):
         if record is None:
             found.torn += 1
         elif "seconds" in record:
@@ -44,15 +45,3 @@ def thin(points: Sequence[T], most: int = MOST_POINTS) -> list[T]:
     if len(points) <= most:
         return list(points)
     return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
-
-
-def _records(file: Path) -> Iterator[dict[str, Any] | None]:
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            yield record if isinstance(record, dict) else None

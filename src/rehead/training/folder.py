@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +18,7 @@ from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
 from rehead.errors import Busy, IntegrityError, InvalidInput
 from rehead.registry import nearest
+from rehead.training.metrics import records
 
 LOCK = ".lock"
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
@@ -74,12 +76,20 @@ class RunFolder:
                 if not self.begun:
                     self._remove(made)
 
-    def begin(self, config: str, step: int) -> None:
-        """Write the resolved config, and forget metrics after `step`, which will be made again."""
+    def recorded(self, step: int) -> list[dict[str, Any]]:
+        """What metrics.jsonl says up to `step`; a last line that was cut is left out, with a warning."""
+        found = list(records(self.metrics)) if step else []
+        if None in found:
+            warnings.warn(
+                f"the last line of {self.metrics} was cut while it was written, and is left out", stacklevel=2
+            )
+        return [record for record in found if record is not None and record["step"] <= step]
+
+    def begin(self, config: str, before: Iterable[dict[str, Any]]) -> None:
+        """Write the resolved config, and of the metrics only `before`: what came after will be made again."""
         with resource(f"cannot write in {self.path}", REMEDY):
             os.replace(self.read_tokens, self.tokens)
-            kept = [json.dumps(line) + "\n" for line in self._lines() if step and line["step"] <= step]
-            write_whole(self.metrics, [line.encode() for line in kept])
+            write_whole(self.metrics, [f"{json.dumps(record)}\n".encode() for record in before])
             write_whole(self.config, [config.encode()])
 
     def log(self, record: dict[str, Any]) -> None:
@@ -138,11 +148,3 @@ class RunFolder:
             lock.truncate(0)
             lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
             lock.flush()
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """The records of metrics.jsonl; a torn last line is left out."""
-        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue

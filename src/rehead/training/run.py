@@ -53,6 +53,8 @@ class Run:
         checkpoint: Path | None,
     ) -> None:
         self.options, self.folder = options, folder
+        numbers = None if checkpoint is None else state.read_numbers(checkpoint)
+        before = [] if numbers is None else folder.recorded(numbers["step"])
         data, seed = options.data, options.system.seed
         self.tokenizer: Tokenizer
         self.tokens: Tokens
@@ -68,13 +70,12 @@ class Run:
         self.best: float | None = None
         teacher = read_teacher(options, model, device)
         self.trainer = Trainer(model.to(device), options.trainer, teacher)
-        if checkpoint is not None:
-            numbers = state.read_numbers(checkpoint)
+        if checkpoint is not None and numbers is not None:
             self.trainer.step = numbers["step"]
             self.best = numbers["best_val_loss"]
             _warn_of_rounding(numbers)
             self.sampler.restore(state.restore(checkpoint, self.trainer.model, self.trainer.optimizer))
-        folder.begin(flags.write(located(options)), self.trainer.step)
+        folder.begin(flags.write(located(options)), before)
 
     def records(self, stop: Stop) -> Iterator[dict[str, Any]]:
         """Train to the end, or save and raise Interrupted once `stop` is asked for."""
