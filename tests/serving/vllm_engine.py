@@ -19,6 +19,7 @@ def answer(folder, prompts, max_tokens, dtype, implementation, custom_ops):
         folder,
         dtype=dtype,
         model_impl=implementation,
+        attention_backend="CPU_MLA",  # on processors with AMX it would take a kernel for bfloat16 alone
         compilation_config={"custom_ops": custom_ops},
         enforce_eager=True,
         skip_tokenizer_init=True,
