@@ -208,3 +208,59 @@ def test_mistakes_on_the_command_line(here, capsys):
         said = capsys.readouterr().err
         assert len(said.splitlines()) == 1
         assert all(word in said for word in named), said
+
+
+TWO = "about: x\nvariants: {a: {}, b: {model: {n_kv_head: 1}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "said"),
+    [
+        (
+            "",
+            "system.work_dir=[ahead,z]",
+            'system.work_dir=["ahead", "z"]: a study goes to one folder, which has',
+        ),
+        (
+            "",
+            "system.work_dir=null",
+            "system.work_dir=null: a study goes to one folder, which has one of its own",
+        ),
+        (
+            "run: {system: {work_dir: [ahead, z]}}",
+            "",
+            'system.work_dir=["ahead", "z"]: a study goes to one folder',
+        ),
+        (
+            "",
+            "data.path=[input.txt,nowhere.txt]",
+            "no text at 'nowhere.txt' (No such file or directory): give data.p",
+        ),
+        ('prompt: ""', "", "ahead.yaml: prompt is empty: give a text, or leave it out."),
+        ("prompt: O God, O God!", "", "ahead.yaml: prompt has 13 tokens, a reads 8: give a shorter one."),
+        (
+            "prompt: ÄÄÄÄÄ",
+            "data.tokenizer=byte",
+            "ahead.yaml: prompt has 10 tokens, a reads 8: give a shorter one.",
+        ),
+    ],
+)
+def test_texts_and_places_are_looked_at_before_anything_is_trained(here, capfd, more, words, said):
+    Path("ahead.yaml").write_text(f"{TWO}{more}\n")
+    size = "data.block_size=8 model.n_layer=1 model.n_query_head=2 model.n_embd=8 trainer.max_iters=1"
+    place = "" if "work_dir" in more + words else "system.work_dir=ahead"
+    path = "" if "data.path" in words else "data.path=input.txt"
+    before = set(Path().iterdir())
+    assert main(["study", "--preset", "ahead.yaml", *f"{size} {place} {path} {words}".split()]) in (2, 3)
+    printed = capfd.readouterr()
+    assert printed.err.startswith(f"rehead: {said}")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert set(Path().iterdir()) == before
+
+
+def test_a_variant_has_no_place_of_its_own():
+    with pytest.raises(
+        ConfigError, match=r"a: system\.work_dir=z: a variant goes to a folder in the study's"
+    ):
+        jobs(preset(variants={"a": {"system": {"work_dir": "z"}}}), [])

@@ -34,14 +34,30 @@ def jobs(preset: Preset, changes: list[str], fraction: float = 1.0) -> list[Job]
         raise ConfigError(f"fraction={fraction}: the share of all iterations. Use a number above 0 up to 1.")
     told = flags.values(changes)
     run = {PLACE: f"runs/{preset.name}", SEED: RunOptions().system.seed, **preset.run, **told}
+    _require_one_place(run[PLACE], preset)
     seeds = run[SEED] if isinstance(run[SEED], list) else [run[SEED]]
-    grid = _Grid(preset, told, Path(str(run[PLACE])), fraction)
+    grid = _Grid(preset, told, Path(run[PLACE]), fraction)
     found = [job for seed in seeds for job in grid.jobs({**run, SEED: seed})]
     folders = [job.folder for job in found]
     for job in found:
         if folders.count(job.folder) > 1:
             raise ConfigError(f"{job.variant!r} and another would both go to {job.folder}: name them apart.")
     return found
+
+
+def _require_one_place(place: Any, preset: Preset) -> None:
+    """Refuse several folders, and a variant that names one: the study makes a folder for each below its own."""
+    if not isinstance(place, str):
+        raise ConfigError(
+            f"{PLACE}={written(place)}: a study goes to one folder, which has one of its own for every variant. Use "
+            f"{PLACE}=runs/{preset.name}, for example."
+        )
+    for name, variant in preset.variants.items():
+        if PLACE in variant.flags:
+            raise ConfigError(
+                f"{name}: {PLACE}={written(variant.flags[PLACE])}: a variant goes to a folder in the study's. Give "
+                f"{PLACE} to the whole study instead."
+            )
 
 
 @dataclass(frozen=True)
@@ -156,7 +172,7 @@ def _check(job: Job) -> None:
         for text in [*job.reading.get("calibration", ()), *filter(None, [job.reading.get("test")])]:
             if text != SELF and text not in CORPORA and not Path(text).exists():
                 raise ConfigError(f"convert: no text at {text!r}. Give a file or folder that is there.")
-        config = _config(job.parent)
+        config = config_of(job.parent)
         if isinstance(config, GPTConfig):
             for layer in config.attention:
                 job.wish.target(layer, config.n_embd)
@@ -165,10 +181,10 @@ def _check(job: Job) -> None:
             if job.export.get(key, known[0]) not in known:
                 raise ConfigError(f"export: {key}={job.export[key]!r}. Use one of {', '.join(known)}.")
     else:
-        _config(job)
+        config_of(job)
 
 
-def _config(job: Job | None) -> ModelConfig | None:
+def config_of(job: Job | None) -> ModelConfig | None:
     """The model that flags describe or that is there; the vocabulary is the text's, which is not read here."""
     if job is not None and job.kind == "given":
         return read_plannable(job.model)

@@ -126,6 +126,8 @@ class Preset:
                 raise InvalidInput(
                     f"{name}: {key}: from: {variant.start!r:.80} is no variant above it.{hint}"
                 )
+        if read.get("prompt") == "":
+            raise InvalidInput(f"{name}: prompt is empty: give a text, or leave it out.")
         asked = read.get("questions", [])
         return cls(
             name=Path(name).stem,

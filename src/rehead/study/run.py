@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rehead.data.files import write_whole
+from rehead.study.ahead import require_texts
 from rehead.study.begun import require_same
 from rehead.study.costs import costs
 from rehead.study.job import Job, one_source
@@ -35,6 +36,7 @@ def study(
     """
     require_same(jobs)
     open_jobs = [job for job in jobs if not is_done(job, preset)]
+    require_texts(open_jobs, preset)
     for job in jobs:
         if job not in open_jobs:
             watch(job, {"event": "measured", "found": measured(job)})
