@@ -23,6 +23,7 @@ from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs
 from rehead.study.claims import compare
 from rehead.study.metrics import MOST_POINTS, read_metrics, thin
+from rehead.training.hold import hold
 
 TINY = ["study", "--preset", "tiny.yaml"]
 
@@ -53,7 +54,7 @@ def whole(place):
 def test_a_study_leaves_everything_in_its_folder(whole):
     held = {entry.name for entry in whole.iterdir() if entry.is_file()}
     assert held == {
-        "results.json", "runs.csv", "curves.csv", "costs.json", "report.html",
+        ".lock", "results.json", "runs.csv", "curves.csv", "costs.json", "report.html",
         "1-loss.png", "1-memory.png", "1-speed.png", "2-frontier.png",
     }  # fmt: skip
     found = results(whole)
@@ -285,6 +286,15 @@ def test_several_at_once_and_killed(whole, here):
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert losses(Path("both")) == losses(whole)
     shutil.rmtree("both")
+
+
+def test_a_folder_is_one_study_s_at_a_time(here, capsys):
+    """The second one does nothing, not even look at its text."""
+    with hold(Path("taken"), lambda: False):
+        assert main([*TINY, "system.work_dir=taken", "data.path=nowhere.txt"]) == 6
+        assert [file.name for file in Path("taken").iterdir()] == [".lock"]
+    assert f"taken is being written by pid {os.getpid()} on" in capsys.readouterr().err
+    assert not Path("taken").exists()
 
 
 @pytest.mark.parametrize("steps", [0, 1])

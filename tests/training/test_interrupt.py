@@ -113,7 +113,7 @@ def test_a_second_process_leaves_at_once_and_names_the_first(capsys, start):
     for more in ([], ["trainer.resume=True"]):
         assert main(["train", *TINY, ENDLESS, "system.work_dir=a", *more]) == 6
         error = capsys.readouterr().err
-        assert error.startswith(f"rehead: a is being trained by pid {process.pid} on ")
+        assert error.startswith(f"rehead: a is being written by pid {process.pid} on ")
         assert "choose another system.work_dir" in error
     assert time.process_time() - begun < 5
     process.kill()

@@ -14,6 +14,7 @@ from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
 from rehead.study.sharing import Sharing
 from rehead.study.work import is_done, measured, work
+from rehead.training.hold import LOCK, hold
 
 Record = dict[str, Any]
 Watch = Callable[[Job, Record], None]
@@ -32,9 +33,23 @@ def study(
 
     `watch` is given every record of every job: those of its training; `event` begin and, with what was `found`,
     measured around them; and costs, before all are timed. Returns what results.json holds. Stopped anywhere and
-    begun again, it finishes the rest.
+    begun again, it finishes the rest. Raises Busy where another process writes there.
     """
     require_same(jobs)
+    place = jobs[0].place
+    with hold(place, lambda: any(file.name != LOCK for file in place.iterdir())):
+        return _made(preset, jobs, watch, command, n_process, fraction)
+
+
+def _made(
+    preset: Preset,
+    jobs: Sequence[Job],
+    watch: Watch,
+    command: Sequence[str],
+    n_process: int,
+    fraction: float,
+) -> Record:
+    """What `study` gives, in a folder that is this process's."""
     open_jobs = [job for job in jobs if not is_done(job, preset)]
     require_texts(open_jobs, preset)
     for job in jobs:

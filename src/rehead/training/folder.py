@@ -1,26 +1,24 @@
 """A run on disk: config.yaml, metrics.jsonl, samples/, checkpoints/step-NNNNNN/, and a lock."""
 
-import fcntl
 import json
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rehead.checkpoint import newest_step, publish
 from rehead.checkpoint.find import steps
-from rehead.checkpoint.publish import ASIDE, require_folders, sweep
+from rehead.checkpoint.publish import ASIDE, sweep
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
-from rehead.errors import Busy, IntegrityError, InvalidInput
+from rehead.errors import IntegrityError, InvalidInput
 from rehead.registry import nearest
+from rehead.training.hold import hold
 from rehead.training.metrics import records
 
-LOCK = ".lock"
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
 
 
@@ -50,13 +48,10 @@ class RunFolder:
         """
         if resume and not self.begun:
             raise InvalidInput(self._nothing_to_resume())
-        require_folders(self.checkpoints)
-        made = [place for place in (self.checkpoints, *self.checkpoints.parents) if not place.exists()]
-        with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / LOCK).open("a+")
-        with lock:
-            self._claim(lock)
+        with hold(self.path, lambda: self.begun):
+            made = not self.checkpoints.exists()
+            with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
+                self.checkpoints.mkdir(exist_ok=True)
             try:
                 sweep(self.checkpoints)
                 newest = newest_step(self.path)
@@ -73,8 +68,9 @@ class RunFolder:
                 yield newest
             finally:
                 self.read_tokens.unlink(missing_ok=True)
-                if not self.begun:
-                    self._remove(made)
+                if made and not self.begun:
+                    with suppress(OSError):
+                        self.checkpoints.rmdir()
 
     def recorded(self, step: int) -> list[dict[str, Any]]:
         """What metrics.jsonl says up to `step`; a last line that was cut is left out, with a warning."""
@@ -124,27 +120,3 @@ class RunFolder:
             f"{self.path} holds no run to resume.{there} Check system.work_dir, or leave trainer.resume out to "
             "begin a run there."
         )
-
-    def _remove(self, made: list[Path]) -> None:
-        """Undo what `open` made, as far as nobody else uses it."""
-        (self.path / LOCK).unlink(missing_ok=True)
-        with suppress(OSError):
-            for place in made:
-                place.rmdir()
-
-    def _claim(self, lock: TextIO) -> None:
-        """Lock the folder for this process, and say in it whose it is."""
-        with resource(f"cannot lock {self.path}", "choose a system.work_dir on another disk"):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / LOCK)):
-                    raise BlockingIOError  # another one was refused at this moment, and has removed it
-            except (BlockingIOError, FileNotFoundError) as error:
-                lock.seek(0)
-                owner = lock.read().strip() or "another process"
-                raise Busy(
-                    f"{self.path} is being trained by {owner}: wait for it, or choose another system.work_dir."
-                ) from error
-            lock.truncate(0)
-            lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
