@@ -13,10 +13,13 @@ from harness import Arm, Case, Cases, Setting
 from torch import Tensor
 
 from rehead import generation
-from rehead.attention import LatentConfig, kernels
-from rehead.attention.fused import continued, sdpa
+from rehead.attention import LatentConfig
+from rehead.attention.kernels import Call
+from rehead.attention.kernels.continued import Continued
+from rehead.attention.kernels.folded import FEW_QUERIES, Folded
+from rehead.attention.kernels.sdpa import SDPA
 from rehead.attention.mask import Mask
-from rehead.attention.step import attend_one
+from rehead.attention.step import attend_token
 from rehead.checkpoint import load
 from rehead.generation import generate
 from rehead.model import LanguageModel
@@ -168,7 +171,7 @@ def llama_shape(setting: Setting) -> Cases:
     folded = query.view(batch * 8, 4, 64), key.flatten(0, 1), value.flatten(0, 1)
     yield Case(
         name="attention of 32/8 heads of 64, batch 4, context 4096",
-        ours=Arm(lambda: attend_one(*folded, 64**-0.5).view(batch, 32, 1, 64)),
+        ours=Arm(lambda: attend_token(*folded, 64**-0.5).view(batch, 32, 1, 64)),
         peers={
             "SDPA enable_gqa": Arm(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
         },
@@ -311,13 +314,13 @@ def few(setting: Setting, n_query: int, dtype: torch.dtype) -> Case:
     n_key, device = 4096 + n_query, setting.device
     query = torch.randn(1, n_query, 32, 64, device=device, dtype=dtype)
     key, value = (torch.randn(1, 8, n_key, 64, device=device, dtype=dtype).transpose(1, 2) for _ in range(2))
-    mask = Mask(n_query=n_query, n_key=n_key)
+    call = Call(query, key, value, Mask(n_query=n_query, n_key=n_key), 64**-0.5)
     ways = {
-        "folded": lambda: kernels.folded(query, key, value, mask),
-        "in two parts": lambda: continued(query, key, value),
-        "SDPA with a mask": lambda: sdpa(query, key, value, mask),
+        "folded": lambda: Folded().run(call),
+        "in two parts": lambda: Continued().run(call),
+        "SDPA with a mask": lambda: SDPA().run(call),
     }
-    taken = "folded" if n_query <= kernels.FEW_QUERIES[dtype] else "in two parts"
+    taken = "folded" if n_query <= FEW_QUERIES[dtype] else "in two parts"
     ours = ways.pop(taken)
     return Case(
         name=f"{n_query} new tokens after 4096, 32/8 heads: {taken}",

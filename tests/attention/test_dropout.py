@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from calls import by
 from rehead.attention import kernels
-from rehead.attention.blocked import blocked
 from rehead.attention.dropout import STEPS, Dropout, draw, dropout, threshold
-from rehead.attention.mask import EMPTY, Mask, visible
+from rehead.attention.kernels.blocked import Blocked
+from rehead.attention.kernels.sdpa import SDPA
+from rehead.attention.kernels.windowed import Windowed
+from rehead.attention.mask import EMPTY, Mask
 from rehead.measure.memory import peak_allocated
 
 
@@ -52,11 +55,13 @@ def test_exactly_the_draws_below_the_threshold_drop(monkeypatch):
         return torch.arange(STEPS, dtype=torch.int16).view(shape)
 
     monkeypatch.setattr("rehead.attention.dropout.draw", every_draw)
-    monkeypatch.setattr("rehead.attention.blocked.draw", every_draw)
+    monkeypatch.setattr("rehead.attention.kernels.blocked.draw", every_draw)
     assert (dropout(torch.ones(STEPS), 0.1) == 0).sum() == threshold(0.1)
     n = 256
     query, key = torch.randn(1, STEPS // n, 1, 3), torch.randn(1, n, 1, 3)
-    shown = blocked(query, key, torch.eye(n)[None, :, None], None, pdrop=0.1)
+    shown = blocked(
+        query, key, torch.eye(n)[None, :, None], Mask(n_query=STEPS // n, n_key=n, causal=False), pdrop=0.1
+    )
     assert (shown == 0).sum() == threshold(0.1)
 
 
@@ -67,14 +72,15 @@ def test_the_module_drops_in_training_only():
     assert Dropout(0.0)(x) is x
 
 
+blocked, in_chunks = by(Blocked()), by(Windowed())
 B, L, H, K, E, V = 5, 18, 6, 2, 3, 7  # G = 3
 POSITIONS = torch.arange(L).expand(B, -1).clone()
 POSITIONS[1, :4] = EMPTY
 MASKS = {
-    "causal": Mask(n_query=L, n_key=L).dense(),
-    "window": Mask(n_query=L, n_key=L, window=5).dense(),
-    "all": None,
-    "padded": visible(POSITIONS, POSITIONS),
+    "causal": Mask(n_query=L, n_key=L),
+    "window": Mask(n_query=L, n_key=L, window=5),
+    "all": Mask(n_query=L, n_key=L, causal=False),
+    "padded": Mask(n_query=L, n_key=L, query_positions=POSITIONS, key_positions=POSITIONS),
 }
 
 
@@ -90,7 +96,7 @@ def by_definition(query, key, value, mask, pdrop, way=blocked):
     shown = way(query, key, eye, mask, scale=0.4, pdrop=pdrop).detach()  # B L H S
     torch.set_rng_state(state)
     kept = (shown != 0).unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)  # B K G L S
-    weights = kernels.weights(query, key, mask, scale=0.4) * kept / (1 - pdrop)
+    weights = kernels.weights(query, key, mask.dense(), scale=0.4) * kept / (1 - pdrop)
     return torch.einsum("bkgls,bskv->blkgv", weights, value).flatten(2, 3)
 
 
@@ -109,7 +115,7 @@ def both_ways(run, leaves):
 @pytest.mark.parametrize("pdrop", [0.0, 0.25])
 @pytest.mark.parametrize("block", [1, 3000, 1 << 18])
 def test_blocks_are_the_reference_with_the_same_weights_dropped(mask, pdrop, block, monkeypatch):
-    monkeypatch.setattr("rehead.attention.blocked.BLOCK", block)
+    monkeypatch.setattr("rehead.attention.kernels.blocked.BLOCK", block)
     leaves = sample()
     results = []
     for run in (
@@ -128,22 +134,19 @@ def test_blocks_are_the_reference_with_the_same_weights_dropped(mask, pdrop, blo
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_a_window_in_chunks_drops_weights(chunk, monkeypatch):
     """Outputs and gradients of the reference with the same weights dropped, a quarter of those there are."""
-    monkeypatch.setattr("rehead.attention.fused.CHUNK", chunk)
+    monkeypatch.setattr("rehead.attention.kernels.windowed.CHUNK", chunk)
     mask = Mask(n_query=L, n_key=L, window=5)
-
-    def way(query, key, value, _mask, **options):
-        return kernels.windowed(query, key, value, mask, **options)
 
     leaves, results = sample(), []
     for run in (
-        lambda *a: way(*a, None, scale=0.4, pdrop=0.25),
-        lambda *a: by_definition(*a, mask.dense(), 0.25, way),
+        lambda *a: in_chunks(*a, mask, scale=0.4, pdrop=0.25),
+        lambda *a: by_definition(*a, mask, 0.25, in_chunks),
     ):
         torch.manual_seed(2)
         results.append(both_ways(run, leaves))
     check(*results, rtol=1e-12, atol=1e-12)
     torch.manual_seed(2)
-    other = both_ways(lambda *a: way(*a, None, scale=0.4, pdrop=0.0), leaves)
+    other = both_ways(lambda *a: in_chunks(*a, mask, scale=0.4, pdrop=0.0), leaves)
     with pytest.raises(AssertionError):
         check(other, results[1])
 
@@ -174,7 +177,7 @@ def test_blocks_in_low_precision(dtype):
 
 def test_an_expanded_gradient_is_left_as_it_is():
     leaves = sample()
-    torch.autograd.grad(blocked(*leaves, None, pdrop=0.5).sum(), leaves)
+    torch.autograd.grad(blocked(*leaves, MASKS["all"], pdrop=0.5).sum(), leaves)
 
 
 def test_weights_are_kept_once():
@@ -186,7 +189,7 @@ def test_weights_are_kept_once():
         return peak_allocated(lambda: torch.autograd.grad(kernel().sum(), leaves))
 
     ours = run(lambda: kernels.attend(*leaves, mask, pdrop=0.1))
-    theirs = run(lambda: kernels.sdpa(*leaves, mask, pdrop=0.1))
+    theirs = run(lambda: by(SDPA())(*leaves, mask, pdrop=0.1))
     weights = 8 * 4 * 256 * 256 * 4
     assert ours < 2 * weights < 3 * weights < theirs
 

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from rehead.attention import GroupedConfig, flash, fused, kernels, trust
+from calls import by
+from rehead.attention import GroupedConfig, kernels
+from rehead.attention.kernels import flash, selfcheck
+from rehead.attention.kernels.compiled import Compiled
+from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import Mask
 
 B, H, K, E, V = 3, 10, 2, 6, 7
@@ -47,9 +51,7 @@ def guarded(monkeypatch):
     """As if this CPU were a GPU; what the guard has found out is forgotten. `use(way)` puts a kernel there."""
     calls = []
     monkeypatch.setattr(flash, "DEVICE", "cpu")
-    monkeypatch.setattr(
-        kernels, "sequence_refuses", lambda *_: "switched off"
-    )  # the C++ kernel is for real CPUs
+    monkeypatch.setattr(Compiled, "limit", lambda *_: "not on a CPU")
 
     def use(way):
         def counted(*args, **given):
@@ -59,16 +61,20 @@ def guarded(monkeypatch):
         monkeypatch.setattr(varlen, "varlen_attn", counted)
         return calls
 
-    for found in (flash.trusted, trust.say):
+    for found in (flash.trusted, selfcheck.warn_once):
         found.cache_clear()
     yield use
-    for found in (flash.trusted, trust.say):
+    for found in (flash.trusted, selfcheck.warn_once):
         found.cache_clear()
 
 
 def sample(n_query, n_key, batch=B, dtype=torch.bfloat16, v_width=V):
     shapes = ((batch, n_query, H, E), (batch, n_key, K, E), (batch, n_key, K, v_width))
     return [torch.randn(*shape).to(dtype) for shape in shapes]
+
+
+def refusal(tensors, mask):
+    return flash.Flash().refuses(kernels.Call(*tensors, mask, 1.0))
 
 
 def with_gradients(way, leaves, upstream):
@@ -103,7 +109,7 @@ def test_it_is_asked_for_the_reference(n_query, n_key, window, dtype, guarded):
     """Whole texts, and chunks after a past; several rows; grouped heads; values of another width than keys."""
     calls = guarded(emulated)
     for given in ({}, {"batch": 1, "scale": 0.3, "v_width": 3}):
-        assert far(n_query, n_key, window, dtype, **given) <= trust.BUDGET[dtype]
+        assert far(n_query, n_key, window, dtype, **given) <= selfcheck.BUDGET[dtype]
         assert calls[-1]["window_size"] == (window - 1, 0)
     assert len(calls) == 2 * (1 + len(flash.TRIED))  # tried once for each width of values
 
@@ -111,7 +117,7 @@ def test_it_is_asked_for_the_reference(n_query, n_key, window, dtype, guarded):
 def test_the_real_one_takes_what_it_is_given():
     """Of the PyTorch that is installed, as far as its rule for shapes goes, both ways."""
     leaves = [t.to("meta").requires_grad_() for t in sample(50, 60)]
-    out = flash.windowed(*leaves, Mask(n_query=50, n_key=60, window=9))
+    out = by(flash.Flash())(*leaves, Mask(n_query=50, n_key=60, window=9))
     assert out.shape == (B, 50, H, V)
     for leaf, gradient in zip(leaves, torch.autograd.grad(out, leaves, torch.empty_like(out)), strict=True):
         assert gradient.shape == leaf.shape
@@ -143,7 +149,7 @@ def test_what_it_is_not_for(guarded, monkeypatch):
     kernels.attend(*sample(520, 520), Mask(n_query=520, n_key=520))
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert flash.refuses(*sample(520, 520)) == "a compiled graph"
+        assert refusal(sample(520, 520), window) == "a compiled graph"
     monkeypatch.setattr(flash, "DEVICE", "cuda")
     kernels.attend(*sample(520, 520), window)
     assert not calls
@@ -154,8 +160,8 @@ def test_it_is_tried_once_and_draws_no_random_number(guarded, caplog):
     before = torch.get_rng_state()
     with torch.inference_mode():
         for _ in range(3):
-            call = [torch.zeros(shape).bfloat16() for shape in ((1, 9, 4, 8), (1, 9, 2, 8), (1, 9, 2, 5))]
-            assert flash.refuses(*call) is None
+            call = [torch.zeros(1, 520, *heads).bfloat16() for heads in ((4, 8), (2, 8), (2, 5))]
+            assert refusal(call, Mask(n_query=520, n_key=520, window=9)) is None
     assert len(calls) == len(flash.TRIED)
     assert torch.equal(torch.get_rng_state(), before)
     assert not caplog.records
@@ -192,7 +198,7 @@ def test_where_it_does_not_agree_chunks_are_computed(name, guarded, caplog):
     guarded(WRONG[name])
     leaves, mask = sample(520, 520), Mask(n_query=520, n_key=520, window=9)
     for _ in range(2):
-        assert torch.equal(kernels.attend(*leaves, mask), fused.windowed(*leaves, mask))
+        assert torch.equal(kernels.attend(*leaves, mask), by(Windowed())(*leaves, mask))
     (message,) = caplog.messages
     assert message.startswith("flash attention is not used for windows on cpu, chunks are computed (")
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rehead.attention import LatentAttention, LatentConfig, kernels
 from rehead.attention.grouped import GroupedConfig
+from rehead.attention.kernels import folded
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig
 
@@ -210,7 +211,7 @@ def test_a15_e10_latent_broadcasts_over_heads(monkeypatch):
 @pytest.mark.parametrize("n_kv_head", [H, 2])
 def test_absorbed_below_is_where_flops_cross(rank, n_kv_head, monkeypatch):
     """Over a long past, fewer new queries than `absorbs_below` cost less absorbed, more cost less expanded."""
-    monkeypatch.setitem(kernels.FEW_QUERIES, torch.float64, 10**6)  # SDPA hides its products from the counter
+    monkeypatch.setitem(folded.FEW_QUERIES, torch.float64, 10**6)  # SDPA hides its products from the counter
     config = replace(DEEPSEEK, kv_lora_rank=rank, n_kv_head=n_kv_head)
     module, past = config.build(D).to("meta"), 50_000
 

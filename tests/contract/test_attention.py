@@ -13,6 +13,7 @@ from jaxtyping import TypeCheckError
 from torch.utils.flop_counter import FlopCounterMode
 
 import rehead.attention
+from calls import by
 from rehead.attention import (
     EMPTY,
     GroupedConfig,
@@ -570,7 +571,7 @@ def test_shapes_are_checked(config):
 def test_kernel_shapes_are_checked():
     query, key, value = torch.randn(B, 4, 6, 10), torch.randn(B, 5, 2, 10), torch.randn(B, 5, 2, 7)
     mask = Mask(n_query=4, n_key=5)
-    for kernel in (kernels.folded, kernels.sdpa, kernels.attend):
+    for kernel in (kernels.attend, *map(by, kernels.ROSTER)):
         for q, k, v in ((query[0], key, value), (query, key[..., :9], value), (query, key, value[:, :4]),
                         (query, key, value[:, :, :1]), (query[1:], key, value)):  # fmt: skip
             with pytest.raises(TypeCheckError):

@@ -152,7 +152,7 @@ def compiled(given):
     with Seen() as chunks:
         in_chunks(module, x, prepared=False)
     ran = (training.calls["attend"], training.calls["attend_backward"], reading.calls["attend"])
-    return ran, chunks.calls["attend"] > 0, module.choice(T).way == "C++"
+    return ran, chunks.calls["attend"] > 0, module.choice(T).kernel.name == "C++"
 
 
 @pytest.mark.skipif(isinstance(native.kernel(), NoKernel), reason=str(native.kernel()))

@@ -107,10 +107,11 @@ def early(monkeypatch):
 
 
 def unscaled(monkeypatch):
-    weigh = step.weigh_one
-    for module in ("step", "latent", "absorbed"):
+    weigh = step.token_weights
+    for module in ("step", "latent", "kernels.latent_token"):
         monkeypatch.setattr(
-            f"rehead.attention.{module}.weigh_one", lambda q, k, scale, hidden=None: weigh(q, k, 1.0, hidden)
+            f"rehead.attention.{module}.token_weights",
+            lambda q, k, scale, hidden=None: weigh(q, k, 1.0, hidden),
         )
 
 

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rehead import decoding
-from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, trust, variants
+from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.attention.fixed import Fixed
+from rehead.attention.kernels import selfcheck
 from rehead.attention.step import Moment, NextToken
 from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graphed
@@ -98,9 +99,9 @@ def captures(monkeypatch):
     monkeypatch.setattr(graphed, "DEVICE", "cpu")
     monkeypatch.setattr(graphed, "LEAST_REACH", 16)
     monkeypatch.setattr(graphed, "capture", made)
-    trust.say.cache_clear()
+    selfcheck.warn_once.cache_clear()
     yield made
-    trust.say.cache_clear()
+    selfcheck.warn_once.cache_clear()
 
 
 def gpt(*attention, **other):

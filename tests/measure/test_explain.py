@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rehead import decoding
-from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, flash, kernels, sequence
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
+from rehead.attention.kernels import compiled, continued, flash, windowed
 from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graphed
-from rehead.measure.explain import WORDS, explain, ranges
+from rehead.measure.explain import explain, ranges
 from rehead.model import build
 from rehead.native.sequence import kernel
 
@@ -39,21 +40,24 @@ KINDS = {
     "mla, dropout": replace(MLA, attn_pdrop=0.2),
     "mla, rebuilt": replace(MLA, qk_rope_head_dim=0, rope=RopeConfig()),
 }
-FUNCTIONS = {"C++": "sequence", "SDPA": "sdpa"} | {
-    name: name for name in ("reference", "folded", "windowed", "blocked", "continued")
-}
+WORDS = {kernel.name: kernel.words for kernel in kernels.ROSTER}
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The ways that attention goes, in order; thresholds low enough for small tests."""
-    monkeypatch.setattr(sequence, "LONGEST", 90)
-    monkeypatch.setattr(kernels, "LONG", 60)
-    ways = []
-    for way, name in FUNCTIONS.items():
-        real = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *a, _w=way, _r=real, **kw: ways.append(_w) or _r(*a, **kw))
-    return ways
+    """The kernels that run, in order; thresholds low enough for small tests."""
+    monkeypatch.setattr(compiled, "LONGEST", 90)
+    for module in (continued, windowed):
+        monkeypatch.setattr(module, "LONG", 60)
+    names = []
+
+    def watch(kind):
+        run = kind.run
+        monkeypatch.setattr(kind, "run", lambda self, call: names.append(self.name) or run(self, call))
+
+    for one in kernels.ROSTER:
+        watch(type(one))
+    return names
 
 
 def words_for(lines, what, n_token):
@@ -101,15 +105,11 @@ def test_what_is_said_is_what_runs(ran, kind, dtype, threads):
 def test_a_lie_is_caught(ran, monkeypatch):
     """As the page once said of one sequence of MQA: the C++ kernel, where there was less work than threads."""
     torch.set_num_threads(3)
-    monkeypatch.setattr(kernels, "choose", lambda *_, **__: kernels.Choice("C++", {}))
+    monkeypatch.setattr(kernels, "choose", lambda _: kernels.Choice(compiled.Compiled(), {}))
     model = made(KINDS["mqa"]).float()
     words = words_for(explain(model), "prompts", 9)
     monkeypatch.undo()
-    assert WORDS[model.layers[0].self_attn.choice(9, 0).way] not in words
-
-
-def test_every_way_has_words():
-    assert set(WORDS) == {*kernels.WAYS, "reference"}
+    assert model.layers[0].self_attn.choice(9, 0).kernel.words not in words
 
 
 SAID = [
@@ -167,7 +167,7 @@ def test_nothing_is_computed_or_changed():
 @pytest.mark.parametrize("edges", [[], [1], [2, 3, 17], [5, 50, 99], [99]])
 def test_ranges_are_where_the_way_changes(edges):
     def way(n):
-        return kernels.Choice(str(sum(n > edge for edge in edges)), {})
+        return kernels.Choice(kernels.ROSTER[sum(n > edge for edge in edges)], {})
 
     stretches = [(first, last) for first, last, _ in ranges(way, 100)]
     starts = [1, *(edge + 1 for edge in edges)]
@@ -179,10 +179,10 @@ def test_a_gpu_has_ways_of_its_own(monkeypatch):
     for room in (graphed, flash):
         monkeypatch.setattr(room, "DEVICE", "cpu")
     monkeypatch.setattr(flash, "trusted", lambda *_: True)
-    monkeypatch.setattr(kernels, "LONG", 60)
+    monkeypatch.setattr(windowed, "LONG", 60)
     model = made(replace(GQA, window=40), replace(GQA, window=40)).bfloat16()
     monkeypatch.setattr("rehead.measure.explain.why_not", lambda model: "the model is on cuda")
-    monkeypatch.setattr(kernels, "sequence_refuses", lambda *_: "not on a CPU")
+    monkeypatch.setattr(compiled.Compiled, "limit", lambda *_: "not on a CPU")
     lines = explain(model)
     assert lines[0] == "decoding: CUDA graphs, one per length bucket"
     assert "80 to 150 tokens: windowed flash attention (no C++ kernel: not on a CPU)" in lines[2]

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rehead.attention import kernels, sequence
-from rehead.attention.blocked import blocked
+from calls import by
+from rehead.attention import kernels
 from rehead.attention.dropout import STEPS
+from rehead.attention.kernels import compiled
+from rehead.attention.kernels.blocked import Blocked
 from rehead.attention.mask import Mask
 from rehead.model.layers import gelu
 from rehead.native import NoKernel
@@ -29,6 +31,7 @@ SIZES = {  # B, L, S, H, K, E, V
     "several segments": (1, 600, 641, 4, 2, 8, 8),
     "wide heads": (1, 520, 520, 1, 1, 100, 70),
 }
+in_cpp = by(compiled.Compiled())
 WINDOWS = (None, 1, 7, 70, 150, 1000)
 each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 each_thread = pytest.mark.parametrize("n_thread", [1, 2, 3])
@@ -72,7 +75,7 @@ def test_it_is_the_reference(sizes, window, n_thread):
             lambda *a: kernels.reference(*a, mask.dense(), scale=scale), [t.double() for t in tensors]
         )
 
-    found = both_ways(lambda *a: sequence.sequence(*a, mask, scale=0.3), tensors)
+    found = both_ways(lambda *a: in_cpp(*a, mask, scale=0.3), tensors)
     assert_near(found, exact())
     mutants = []
     if sizes[2] > 1 and window != 1:
@@ -88,7 +91,7 @@ def test_it_is_the_reference(sizes, window, n_thread):
 def test_without_causality_all_is_seen(sizes):
     tensors, mask = sample(sizes), rule(sizes, causal=False)
     wanted = both_ways(lambda *a: kernels.reference(*a), [t.double() for t in tensors])
-    assert_near(both_ways(lambda *a: sequence.sequence(*a, mask), tensors), wanted)
+    assert_near(both_ways(lambda *a: in_cpp(*a, mask), tensors), wanted)
 
 
 @each_size
@@ -99,8 +102,8 @@ def test_it_drops_the_weights_that_were_drawn(sizes, window, monkeypatch):
     tensors, mask = sample(sizes), rule(sizes, window)
     n_drawn = min(window or S, S)
     draws = torch.randint(-(2**15), 2**15, (B, H, L, n_drawn), dtype=torch.int16)
-    monkeypatch.setattr(sequence, "raw_draw", lambda shape: draws.view(shape))
-    found = both_ways(lambda *a: sequence.sequence(*a, mask, pdrop=0.25), tensors)
+    monkeypatch.setattr(compiled, "raw_draw", lambda shape: draws.view(shape))
+    found = both_ways(lambda *a: in_cpp(*a, mask, pdrop=0.25), tensors)
     last = torch.arange(S - L, S)[:, None]
     at = torch.arange(S) - (last + 1 - n_drawn).clamp(min=0)  # of each key among those drawn for a query
     keeps = (draws & (STEPS - 1)).gather(3, at.clamp(0, n_drawn - 1).expand(B, H, -1, -1)) >= STEPS // 4
@@ -122,7 +125,7 @@ def test_it_drops_the_weights_that_were_drawn(sizes, window, monkeypatch):
 def test_narrow_types_are_computed_in_float32(dtype):
     """No further from the float64 gold than rounding the result is."""
     tensors, mask = [t.to(dtype) for t in sample(SIZES["odd"])], rule(SIZES["odd"])
-    found = both_ways(lambda *a: sequence.sequence(*a, mask), tensors)
+    found = both_ways(lambda *a: in_cpp(*a, mask), tensors)
     wanted = both_ways(lambda *a: kernels.reference(*a, mask.dense()), [t.double() for t in tensors])
     assert all(t.dtype == dtype for t in found)
     assert_near([found[0]], [wanted[0]], torch.finfo(dtype).eps)
@@ -135,8 +138,8 @@ def test_dropout_is_that_of_the_blocks(pdrop):
     tensors, mask = sample(SIZES["whole tiles"]), rule(SIZES["whole tiles"])
     results = []
     for way in (
-        lambda *a: sequence.sequence(*a, mask, pdrop=pdrop),
-        lambda *a: blocked(*a, mask.dense(), pdrop=pdrop),
+        lambda *a: in_cpp(*a, mask, pdrop=pdrop),
+        lambda *a: by(Blocked())(*a, mask, pdrop=pdrop),
     ):
         torch.manual_seed(5)
         results.append((*both_ways(way, tensors), torch.randn(3)))
@@ -148,7 +151,7 @@ def test_threads_change_nothing():
     for n_thread in (1, 2, 5):
         torch.manual_seed(0)
         torch.set_num_threads(n_thread)
-        results.append(both_ways(lambda *a: sequence.sequence(*a, rule(sizes), pdrop=0.1), sample(sizes)))
+        results.append(both_ways(lambda *a: in_cpp(*a, rule(sizes), pdrop=0.1), sample(sizes)))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
@@ -165,9 +168,9 @@ def test_heads_may_lie_anywhere():
         lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
         lambda t: t.repeat_interleave(2, -1)[..., ::2],
     ):
-        assert_near([sequence.sequence(*map(lay, tensors), rule(sizes))], [wanted])
+        assert_near([in_cpp(*map(lay, tensors), rule(sizes))], [wanted])
     leaves = [t.detach().requires_grad_() for t in tensors]
-    sequence.sequence(*leaves, rule(sizes)).sum().backward()  # an upstream gradient of stride 0
+    in_cpp(*leaves, rule(sizes)).sum().backward()  # an upstream gradient of stride 0
     exact = [t.detach().double().requires_grad_() for t in tensors]
     kernels.reference(*exact, rule(sizes).dense()).sum().backward()
     assert_near([t.grad for t in leaves], [t.grad for t in exact])
@@ -177,7 +180,7 @@ def test_what_is_no_number_stays_none_and_what_is_hidden_stays_hidden():
     sizes = SIZES["whole tiles"]
     query, key, value = sample(sizes)
     key[:, -5:] = float("nan")
-    out = sequence.sequence(query, key, value, rule(sizes, window=20))
+    out = in_cpp(query, key, value, rule(sizes, window=20))
     assert out[:, :-5].isfinite().all()
     assert out[:, -5:].isnan().all()
 
@@ -185,7 +188,7 @@ def test_what_is_no_number_stays_none_and_what_is_hidden_stays_hidden():
 def test_large_scores_do_not_overflow():
     tensors, mask = [t * 60 for t in sample(SIZES["odd"])], rule(SIZES["odd"])
     wanted = kernels.reference(*(t.double() for t in tensors), mask.dense())
-    assert_near([sequence.sequence(*tensors, mask)], [wanted], 3e-5)
+    assert_near([in_cpp(*tensors, mask)], [wanted], 3e-5)
 
 
 def test_torch_sees_the_operators():
@@ -213,7 +216,7 @@ print(*(name for name in seen if name.startswith("rehead")))
 
 def test_second_derivatives_are_refused():
     tensors = [t.requires_grad_() for t in sample(SIZES["odd"])]
-    out = sequence.sequence(*tensors, rule(SIZES["odd"])).square().sum()
+    out = in_cpp(*tensors, rule(SIZES["odd"])).square().sum()
     first = torch.autograd.grad(out, tensors, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first[0].square().sum().backward()
@@ -238,11 +241,11 @@ def test_who_takes_it(monkeypatch):
     assert takes()
     assert takes(grad=True)
     assert takes(pdrop=0.1, n_query=2)
-    assert not takes(window=3 * sequence.LONGEST, n_key=2 * sequence.LONGEST)  # which hides nothing
+    assert not takes(window=3 * compiled.LONGEST, n_key=2 * compiled.LONGEST)  # which hides nothing
     assert takes(causal=False)
-    assert takes(window=9, n_key=2 * sequence.LONGEST)
-    assert takes(n_key=2 * sequence.LONGEST, pdrop=0.1)
-    assert not takes(n_key=2 * sequence.LONGEST)
+    assert takes(window=9, n_key=2 * compiled.LONGEST)
+    assert takes(n_key=2 * compiled.LONGEST, pdrop=0.1)
+    assert not takes(n_key=2 * compiled.LONGEST)
     assert not takes(n_query=2)  # folded
     assert not takes(key_positions=torch.arange(40)[None])
     assert not takes(dtype=torch.float64)
@@ -279,20 +282,13 @@ def test_sizes_that_do_not_fit_are_refused():
             native.attend(query, key, value, bad, True, 0, 5, 1.0)
 
 
-def test_one_context_for_several_texts():
-    """Keys of one sequence for queries of several go another way."""
-    query, key, value = sample((3, 40, 50, 4, 2, 8, 8))
-    mask = Mask(n_query=40, n_key=50, causal=False)
-    reason = sequence.refuses(query, key[:1], value[:1], mask, 0.0)
-    assert reason == "keys are shared by several sequences"
-
-
 @pytest.mark.parametrize("sizes", [(0, 9, 9, 2, 2, 4, 4), (2, 0, 9, 2, 2, 4, 4), (2, 9, 0, 2, 2, 4, 4)])
 def test_nothing_is_computed_of_nothing(sizes):
     tensors, mask = sample(sizes), rule(sizes, causal=False)
-    assert sequence.refuses(*tensors, mask, 0.1) == "nothing to compute"
+    call = kernels.Call(*tensors, mask, 1.0, pdrop=0.1)
+    assert compiled.Compiled().refuses(call) == "nothing to compute"
     if sizes[2]:
-        assert sequence.sequence(*tensors, mask).shape == (*sizes[:2], 2, 4)
+        assert in_cpp(*tensors, mask).shape == (*sizes[:2], 2, 4)
 
 
 def test_some_inputs_learn():
@@ -302,7 +298,7 @@ def test_some_inputs_learn():
     upstream = torch.randn(wanted[0].shape).float()
     for index in range(3):
         leaves = [t.clone().requires_grad_(at == index) for at, t in enumerate(tensors)]
-        found = torch.autograd.grad(sequence.sequence(*leaves, mask), leaves[index], upstream)
+        found = torch.autograd.grad(in_cpp(*leaves, mask), leaves[index], upstream)
         assert_near(found, [wanted[1 + index]], 3e-6)
 
 
@@ -320,13 +316,13 @@ def test_heads_of_one_number():
     query, key, value = (torch.randn(2, 20, 1, 3, dtype=torch.float32).transpose(2, 3) for _ in range(3))
     mask = Mask(n_query=20, n_key=20)
     wanted = kernels.reference(query.double(), key.double(), value.double(), mask.dense())
-    assert_near([sequence.sequence(query, key, value, mask)], [wanted])
+    assert_near([in_cpp(query, key, value, mask)], [wanted])
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setattr(native, "kernel", lambda: NoKernel("no compiler"))
     with pytest.raises(NoKernel, match="no compiler"):
-        sequence.sequence(*sample(SIZES["odd"]), rule(SIZES["odd"]))
+        in_cpp(*sample(SIZES["odd"]), rule(SIZES["odd"]))
 
 
 # GELU

@@ -18,7 +18,7 @@ from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig, Rotary
 from rehead.attention.score import ScoreConfig, scores
-from rehead.attention.step import Moment, Product, Step, attend_one
+from rehead.attention.step import Moment, Product, Step, attend_token
 from rehead.errors import ConfigError
 
 HeadMap = Literal["contiguous", "modular"]
@@ -194,14 +194,16 @@ class GroupedAttention(Attention):
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
         """See `Attention.choice`."""
         config, n_key = self.config, self._n_key(n_query, n_past)
-        return kernels.choose(
+        call = kernels.Call(
             self._stub(batch_size, n_query, config.n_query_head, config.head_dim),
             self._stub(batch_size, n_key, config.n_kv_head, config.head_dim),
             self._stub(batch_size, n_key, config.n_kv_head, config.v_head_dim),
             self._mask(n_query, n_key, None, None),
-            score=self.score,
-            pdrop=self._pdrop,
+            config.head_dim**-0.5,
+            self.score,
+            self._pdrop,
         )
+        return kernels.choose(call)
 
     def one_token(self) -> str:
         """See `Attention.one_token`."""
@@ -236,7 +238,7 @@ class GroupedAttention(Attention):
             kept = moment.remember(cache, **rows)
             query = self._to_slots(heads.narrow(1, 0, H)[:, None]).reshape(len(x) * K, H // K, E)
             hidden = moment.hidden(cache, K, x.dtype)
-            gathered = attend_one(query, kept[0], kept[-1], scale, hidden).view(-1, 1, H, V)
+            gathered = attend_token(query, kept[0], kept[-1], scale, hidden).view(-1, 1, H, V)
             return output(self._from_slots(gathered).reshape(-1, H * V))
 
         return step

@@ -11,14 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import kernels
-from rehead.attention.absorbed import gather_one
 from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
+from rehead.attention.kernels.latent_token import attend_latent_token
 from rehead.attention.latent_config import LatentConfig
 from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import Rotary
-from rehead.attention.step import Moment, Product, Step, weigh_one
+from rehead.attention.step import Moment, Product, Step, token_weights
 
 NORM_EPS = 1e-6
 """Of the latent norms, as in DeepSeek's classes in transformers, whatever the model's own is."""
@@ -81,20 +81,23 @@ class LatentAttention(Attention):
         config, n_key = self.config, self._n_key(n_query, n_past)
         form = self._form(n_query, is_cached=n_past is not None)
         if form == "half absorbed":
-            against = dict.fromkeys(kernels.WAYS, "keys are rebuilt, latents summed")
-            return kernels.Choice("reference", against, form)
+            *others, reference = kernels.ROSTER
+            against = {kernel.name: "keys are rebuilt, latents summed" for kernel in others}
+            return kernels.Choice(reference, against, form)
         rope, n_head = config.qk_rope_head_dim, config.n_kv_head
         width, n_value = config.qk_nope_head_dim + rope, config.v_head_dim
         if form == "absorbed":
             n_head, width, n_value = 1, config.kv_lora_rank + rope, config.kv_lora_rank
-        found = kernels.choose(
+        call = kernels.Call(
             self._stub(batch_size, n_query, config.n_query_head, width),
             self._stub(batch_size, n_key, n_head, width),
             self._stub(batch_size, n_key, n_head, n_value),
             self._mask(n_query, n_key, None, None),
-            pdrop=self._pdrop,
+            self.scale,
+            None,
+            self._pdrop,
         )
-        return replace(found, form=form)
+        return replace(kernels.choose(call), form=form)
 
     def one_token(self) -> str:
         """See `Attention.one_token`."""
@@ -193,7 +196,7 @@ class LatentAttention(Attention):
             if config.rebuilds_keys and self.rotary is not None:
                 key = moment.turn_keys(self.rotary, self._unturned_keys(latents), cache)  # B S K N
                 query = moment.turn(self.rotary, query.contiguous()).view(n_row * K, -1, N)
-                weights = weigh_one(
+                weights = token_weights(
                     query, key.transpose(1, 2).flatten(0, 1), self.scale, moment.hidden(cache, K, x.dtype)
                 )
                 gathered = torch.bmm(weights.view(n_row, H, -1), latents)
@@ -201,7 +204,7 @@ class LatentAttention(Attention):
                 by_head = query[..., :N].unflatten(1, (K, -1)).transpose(0, 1).reshape(K, -1, N)
                 absorbed = torch.bmm(by_head, key_up).view(K, n_row, -1, R).transpose(0, 1)
                 asked.narrow(2, 0, R).unflatten(1, (K, -1)).copy_(absorbed)
-                gathered = gather_one(asked, kept, R, self.scale, moment.hidden(cache, 1, x.dtype))
+                gathered = attend_latent_token(asked, kept, R, self.scale, moment.hidden(cache, 1, x.dtype))
             context = gathered.view(n_row, K, -1, R).transpose(0, 1).reshape(K, -1, R)
             values = torch.bmm(context, value_up.transpose(1, 2)).view(K, n_row, -1, V).transpose(0, 1)
             if bias is not None:

@@ -114,18 +114,18 @@ class NextToken(Moment):
         return rotary.turns(1, x.dtype, x.device, self.positions, self.start)
 
 
-def attend_one(
+def attend_token(
     query: Float[Tensor, "N G E"],
     key: Float[Tensor, "N S E"],
     value: Float[Tensor, "N S V"],
     scale: float,
     hidden: Float[Tensor, "N 1 S"] | None = None,
 ) -> Float[Tensor, "N G V"]:
-    """`kernels.folded` for one token, N = B K: two products over all rows, which nothing repeats."""
-    return torch.bmm(weigh_one(query, key, scale, hidden), value)
+    """`Folded` for one token, N = B K: two products over all rows, which nothing repeats."""
+    return torch.bmm(token_weights(query, key, scale, hidden), value)
 
 
-def weigh_one(
+def token_weights(
     query: Float[Tensor, "N G E"],
     key: Float[Tensor, "N S E"],
     scale: float,

@@ -137,7 +137,8 @@ class SummedAttention(Attention):
         """See `Attention.choice`."""
         n_key, heads = self._n_key(n_query, n_past), (self.config.n_kv_head, self.config.head_dim)
         query, key = self._stub(batch_size, n_query, *heads), self._stub(batch_size, n_key, *heads)
-        return kernels.choose(query, key, key, self._mask(n_query, n_key, None, None), pdrop=self._pdrop)
+        mask, scale = self._mask(n_query, n_key, None, None), self.config.head_dim**-0.5
+        return kernels.choose(kernels.Call(query, key, key, mask, scale, None, self._pdrop))
 
     def weights(
         self,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rehead.attention import LayerCache
 from rehead.attention.fixed import Fixed, Tables
+from rehead.attention.kernels.selfcheck import passes, relative_error
 from rehead.attention.step import Moment, NextToken
-from rehead.attention.trust import agrees, off
 from rehead.decoding.gpt import is_gapless, widest
 from rehead.model import GPT, LanguageModel
 from rehead.model.base import Decode
@@ -136,10 +136,10 @@ class Bound:
         if self.n_run < 3:
             self._run()
         if self.n_run == 2:
-            self.is_trusted = agrees(self._captured, 0.0, otherwise)
+            self.is_trusted = passes(self._captured, 0.0, otherwise)
         elif self.n_run == 3:
             assert self.logits is not None
-            self.is_trusted = agrees(self._replayed, BUDGET[self.logits.dtype], otherwise)
+            self.is_trusted = passes(self._replayed, BUDGET[self.logits.dtype], otherwise)
 
     def _captured(self) -> float:
         self.replay = capture(self._run, self.device)
@@ -159,7 +159,7 @@ class Bound:
             for store, rows in zip(self.stores, before, strict=False):
                 store.copy_(rows)
             self._run()
-        return off(got, self.logits)
+        return relative_error(got, self.logits)
 
     @torch.no_grad()
     def _run(self) -> None:

@@ -9,21 +9,11 @@ import torch
 
 from rehead.attention import Attention, AttentionConfig
 from rehead.attention.kernels import Choice
+from rehead.attention.kernels.compiled import Compiled
+from rehead.attention.kernels.definition import Reference
 from rehead.decoding import graphed, why_no_graph, why_not
 from rehead.model import GPT, LanguageModel, evaluating, modes_kept
 from rehead.model.layers import Block
-
-WORDS = {
-    "reference": "the reference kernel (slow, O(L^2) memory)",
-    "folded": "query heads folded into rows",
-    "C++": "the C++ kernel",
-    "flash": "windowed flash attention",
-    "windowed": "chunks of the window",
-    "blocked": "blocks of dropped weights",
-    "continued": "past and triangle apart",
-    "SDPA": "SDPA",
-}
-"""What each way of `kernels.WAYS` is, for people."""
 
 
 def explain(model: LanguageModel, batch_size: int = 1) -> list[str]:
@@ -73,7 +63,7 @@ def _texts(attention: Attention, n_past: int | None, batch_size: int, longest: i
     for first, last, found in ranges(way, longest):
         if found is None:
             return "not said by this variant"
-        words = f"{found.form}, {WORDS[found.way]}" if found.form else WORDS[found.way]
+        words = f"{found.form}, {found.kernel.words}" if found.form else found.kernel.words
         tokens = f"{first} token{'s' * (first > 1)}" if first == last else f"{first} to {last} tokens"
         said.append(f"{tokens}: {words}{_against(found)}")
     return "; ".join(said)
@@ -81,8 +71,9 @@ def _texts(attention: Attention, n_past: int | None, batch_size: int, longest: i
 
 def _against(found: Choice) -> str:
     """Why not the C++ kernel, where it is not the way."""
-    reason = found.against.get("C++")
-    return f" (no C++ kernel: {reason})" if reason and found.way not in ("folded", "reference") else ""
+    reason = found.against.get(Compiled.name)
+    told = reason and not isinstance(found.kernel, Reference)
+    return f" (no {Compiled.words.removeprefix('the ')}: {reason})" if told else ""
 
 
 def ranges(way: Callable[[int], Choice | None], longest: int) -> Iterator[tuple[int, int, Choice | None]]:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rehead.attention import EMPTY, LatentConfig, absorbed, kernels, trust
+from rehead.attention import EMPTY, LatentConfig, kernels
+from rehead.attention.kernels import latent_token, selfcheck
 from rehead.attention.step import NextToken
 
 pytest.importorskip("triton")  # comes with torch on Linux only
@@ -19,7 +20,7 @@ pytest.importorskip("triton")  # comes with torch on Linux only
 import triton.language as tl
 from triton.runtime import interpreter
 
-from rehead.attention import split as kernel
+from rehead.attention.kernels import latent_triton as kernel
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 4e-3}
 SIZES = [(1, 1, 9, 0), (3, 3, 9, 4), (2, 16, 48, 64), (2, 40, 48, 4), (3, 3, 512, 0), (1, 16, 512, 64)]
@@ -62,7 +63,7 @@ def off(module, size, n_row, dtype, lengths=None, n_part=None, scale=0.3):
     key = rows.double().nan_to_num()[:, :, None]
     seen = None if hidden is None else hidden == 0
     wanted = kernels.reference(query.double()[:, None], key, key[..., :R], seen, scale=scale)[:, 0]
-    got = module.split(query, rows, R, scale, hidden, n_part=n_part)
+    got = module.attend_latent_triton(query, rows, R, scale, hidden, n_part=n_part)
     assert got.dtype == dtype
     assert got.shape == (B, H, R)
     assert got.isfinite().all()
@@ -98,13 +99,13 @@ def test_rows_that_need_not_be_the_first_are_hidden():
     hidden = torch.zeros(2, 1, 150, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
     key = rows.double()[:, :, None]
     wanted = kernels.reference(query.double()[:, None], key, key[..., :9], seen, scale=0.3)[:, 0]
-    got = kernel.split(query, rows, 9, 0.3, hidden, n_part=2)
+    got = kernel.attend_latent_triton(query, rows, 9, 0.3, hidden, n_part=2)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_query_that_sees_nothing_gathers_nothing():
     query, rows, hidden = sample((3, 3, 9, 4), 70, torch.float32, [70, 0, 1])
-    got = kernel.split(query, rows, 9, 0.3, hidden, n_part=2)
+    got = kernel.attend_latent_triton(query, rows, 9, 0.3, hidden, n_part=2)
     assert got[1].eq(0).all()
     torch.testing.assert_close(got[2], rows[2, :1, :9].expand(3, -1))
 
@@ -145,31 +146,31 @@ def test_a_mutant_is_caught(mutant):
 @pytest.fixture
 def guarded(monkeypatch):
     """As if this CPU were a GPU; what the guard has found out is forgotten."""
-    known = absorbed.trusted, trust.say
-    monkeypatch.setattr(absorbed, "SPLIT_ON", "cpu")
+    known = latent_token.trusted, selfcheck.warn_once
+    monkeypatch.setattr(latent_token, "TRITON_ON", "cpu")
     for found in known:
         found.cache_clear()
-    yield absorbed
+    yield latent_token
     for found in known:
         found.cache_clear()
 
 
 def counted(monkeypatch, way):
     calls = []
-    monkeypatch.setattr(kernel, "split", lambda *a, **k: (calls.append(1), way(*a, **k))[1])
+    monkeypatch.setattr(kernel, "attend_latent_triton", lambda *a, **k: (calls.append(1), way(*a, **k))[1])
     return calls
 
 
 def both(guarded, dtype=torch.float32):
     call = sample((2, 3, 9, 4), 70, dtype)
     call = call[0], call[1], 9, 0.3
-    return guarded.gather_one(*call), guarded.plain(*call)
+    return guarded.attend_latent_token(*call), guarded.latent_token_reference(*call)
 
 
 def test_it_is_used_once_it_agrees(guarded, monkeypatch, caplog):
-    calls = counted(monkeypatch, kernel.split)
+    calls = counted(monkeypatch, kernel.attend_latent_triton)
     with torch.inference_mode():
-        for n_call in (len(absorbed.TRIED) + 1, len(absorbed.TRIED) + 2):  # tried once
+        for n_call in (len(latent_token.TRIED) + 1, len(latent_token.TRIED) + 2):  # tried once
             torch.testing.assert_close(*both(guarded), rtol=1e-5, atol=1e-5)
             assert len(calls) == n_call
         both(guarded, torch.float64)  # which it does not know
@@ -201,19 +202,21 @@ def test_where_it_does_not_agree_pytorch_decodes(way, said, guarded, monkeypatch
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16, torch.float32):
             assert torch.equal(*both(guarded, dtype))
-    assert len(calls) in (2, 2 * len(absorbed.TRIED))  # once for each type
+    assert len(calls) in (2, 2 * len(latent_token.TRIED))  # once for each type
     (message,) = {m for m in caplog.messages if said in m}
     assert "the Triton kernel for MLA is not used on cpu, PyTorch decodes" in message
     assert len(caplog.messages) == 1
 
 
 def test_the_guard_catches_a_mutant(guarded, mutant, monkeypatch):
-    monkeypatch.setattr(kernel, "split", mutant.split)
-    assert guarded.trusted(torch.device("cpu"), torch.float32, 3, 13, 9, True) is guarded.plain
+    monkeypatch.setattr(kernel, "attend_latent_triton", mutant.attend_latent_triton)
+    assert (
+        guarded.trusted(torch.device("cpu"), torch.float32, 3, 13, 9, True) is guarded.latent_token_reference
+    )
 
 
 def test_without_triton_pytorch_decodes(guarded, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "rehead.attention.split", None)
+    monkeypatch.setitem(sys.modules, "rehead.attention.kernels.latent_triton", None)
     with torch.inference_mode():
         assert torch.equal(*both(guarded))
     assert not caplog.records
@@ -228,7 +231,7 @@ DEEPSEEK = replace(PLAIN, qk_rope_head_dim=4, rope=True, n_kv_head=2, qkv_bias=T
     "config", [PLAIN, DEEPSEEK, replace(DEEPSEEK, window=5)], ids=["no rope", "rope", "ring"]
 )
 def test_a_step_by_it_is_forward(config, lengths, guarded, monkeypatch):
-    calls = counted(monkeypatch, kernel.split)
+    calls = counted(monkeypatch, kernel.attend_latent_triton)
     module = config.build(13).eval()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -244,7 +247,7 @@ def test_a_step_by_it_is_forward(config, lengths, guarded, monkeypatch):
             if prepared:
                 step = module.step()
                 outputs.append(torch.stack([step(x, cache, NextToken(cache)) for x in new]))
-                assert len(calls) == len(new) + len(absorbed.TRIED)
+                assert len(calls) == len(new) + len(latent_token.TRIED)
             else:
                 outputs.append(torch.stack([module(x[:, None], cache=cache)[:, 0] for x in new]))
     torch.testing.assert_close(*outputs, rtol=2e-5, atol=2e-5 * outputs[1].abs().max().item())
@@ -279,7 +282,7 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rehead.attention import split
+from rehead.attention.kernels import latent_triton as split
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -315,11 +318,11 @@ def test_it_compiles_for_gpus(tmp_path):
 def test_it_agrees_on_a_gpu(tmp_path):
     code = """
 import torch
-from rehead.attention import absorbed
-for dtype in absorbed.BUDGET:
+from rehead.attention.kernels import latent_token
+for dtype in latent_token.BUDGET:
     for n_head, rank, rope in ((16, 512, 64), (40, 48, 4), (3, 9, 0)):
         for hides in (False, True):
-            way = absorbed.trusted(torch.device("cuda", 0), dtype, n_head, rank + rope, rank, hides)
-            assert way is not absorbed.plain, (dtype, n_head, rank, rope, hides)
+            way = latent_token.trusted(torch.device("cuda", 0), dtype, n_head, rank + rope, rank, hides)
+            assert way is not latent_token.latent_token_reference, (dtype, n_head, rank, rope, hides)
 """
     run(code, tmp_path)

@@ -5,11 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rehead.attention import fused, kernels
+from calls import by
+from rehead.attention import kernels
+from rehead.attention.kernels import windowed as chunks
+from rehead.attention.kernels.continued import Continued
+from rehead.attention.kernels.sdpa import SDPA
+from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import Mask
 from rehead.measure.memory import peak_allocated
 
 B, H, K, E, V = 3, 10, 2, 6, 7
+in_chunks, in_two_parts, sdpa = by(Windowed()), by(Continued()), by(SDPA())
 
 
 def sample(n_query, n_key, batch=B, dtype=torch.float64):
@@ -41,33 +47,33 @@ def test_a_window_in_chunks_is_the_reference(n_query, past, window, batch, chunk
     torch.manual_seed(0)
     leaves = sample(n_query, n_query + past, batch)
     mask = Mask(n_query=n_query, n_key=n_query + past, window=window)
-    before, fused.CHUNK = fused.CHUNK, chunk
+    before, chunks.CHUNK = chunks.CHUNK, chunk
     try:
-        found = with_gradients(lambda *call: kernels.windowed(*call, mask, scale=0.3), leaves)
+        found = with_gradients(lambda *call: in_chunks(*call, mask, scale=0.3), leaves)
     finally:
-        fused.CHUNK = before
+        chunks.CHUNK = before
     check(found, with_gradients(lambda *call: kernels.reference(*call, mask.dense(), scale=0.3), leaves))
 
 
 def test_a_window_off_by_one_is_caught():
     leaves = sample(200, 230)
     right = kernels.reference(*leaves, Mask(n_query=200, n_key=230, window=9).dense())
-    check([kernels.windowed(*leaves, Mask(n_query=200, n_key=230, window=9))], [right])
+    check([in_chunks(*leaves, Mask(n_query=200, n_key=230, window=9))], [right])
     for window in (8, 10):
         with pytest.raises(AssertionError):
-            check([kernels.windowed(*leaves, Mask(n_query=200, n_key=230, window=window))], [right])
+            check([in_chunks(*leaves, Mask(n_query=200, n_key=230, window=window))], [right])
 
 
 @pytest.mark.parametrize(("n_query", "past"), [(2, 1), (2, 30), (17, 1), (17, 30), (40, 300)])
 def test_a_chunk_after_its_past_is_the_reference(n_query, past):
     """N08: bottom-right aligned, where torch's own `is_causal` is not."""
     leaves = sample(n_query, n_query + past)
-    dense = Mask(n_query=n_query, n_key=n_query + past).dense()
-    right = kernels.reference(*leaves, dense, scale=0.3)
-    check([kernels.continued(*leaves, scale=0.3)], [right])
+    mask = Mask(n_query=n_query, n_key=n_query + past)
+    right = kernels.reference(*leaves, mask.dense(), scale=0.3)
+    check([in_two_parts(*leaves, mask, scale=0.3)], [right])
     for mutant in (
-        lambda q, k, v: kernels.continued(q, k, v),
-        lambda q, k, v: kernels.continued(q, k.roll(1, 1), v.roll(1, 1), scale=0.3),
+        lambda q, k, v: in_two_parts(q, k, v, mask),
+        lambda q, k, v: in_two_parts(q, k.roll(1, 1), v.roll(1, 1), mask, scale=0.3),
     ):
         with pytest.raises(AssertionError):
             check([mutant(*leaves)], [right])
@@ -80,9 +86,9 @@ BUDGETS = {torch.float32: (1e-5, 1e-6, 3, 1e-6), torch.bfloat16: (2.5e-2, 2.5e-3
 def test_a_chunk_after_its_past_keeps_the_budget(dtype):
     most, on_average, times, unit = BUDGETS[dtype]
     low = sample(40, 300, dtype=dtype)
-    dense = Mask(n_query=40, n_key=300).dense()
-    gold = kernels.reference(*(t.double() for t in low), dense)
-    plain, fast = (t.double() for t in (kernels.reference(*low, dense), kernels.continued(*low)))
+    mask = Mask(n_query=40, n_key=300)
+    gold = kernels.reference(*(t.double() for t in low), mask.dense())
+    plain, fast = (t.double() for t in (kernels.reference(*low, mask.dense()), in_two_parts(*low, mask)))
     largest = gold.abs().max()
     assert (fast - plain).abs().max() <= most * largest
     assert (fast - plain).abs().mean() <= on_average * largest
@@ -107,7 +113,7 @@ def test_memory_of_a_window_is_linear(backward):
     peaks = [peak_allocated(windowed(n, 64, backward)) for n in (1024, 2048)]
     assert peaks[1] / peaks[0] <= 2.15
     masked = [
-        peak_allocated(lambda n=n: kernels.sdpa(*sample(n, n, 1), Mask(n_query=n, n_key=n, window=64)))
+        peak_allocated(lambda n=n: sdpa(*sample(n, n, 1), Mask(n_query=n, n_key=n, window=64)))
         for n in (1024, 2048)
     ]
     assert masked[1] / masked[0] > 2.5

@@ -4,7 +4,7 @@ As in FlashDecoding and FlashMLA. A program takes up to 64 heads of one sequence
 rows serves as keys and, its first R columns, as values. What the parts gather is joined by the logarithms of their
 softmaxes' denominators. Any R and P; sums in float32.
 
-In Triton, so nothing imports this file but `absorbed`, where it is checked. Its results are tested in Triton's
+In Triton, so only `latent_token` imports this file, and checks it there. Its results are tested in Triton's
 interpreter, on a CPU, and it is compiled for GPUs there; it has not been run on one, nor is its speed known.
 """
 
@@ -92,7 +92,7 @@ def _join(sums, logs, out, n_part, rank: tl.constexpr, tile_r: tl.constexpr):
     tl.store(out + head * rank + column, (gathered / total).to(out.dtype.element_ty), mask=column < rank)
 
 
-def split(
+def attend_latent_triton(
     query: Float[Tensor, "B H RP"],
     rows: Float[Tensor, "B S RP"],
     rank: int,
@@ -101,7 +101,7 @@ def split(
     *,
     n_part: int | None = None,
 ) -> Float[Tensor, "B H R"]:
-    """`absorbed.plain` in float32, bfloat16 or float16; a query that sees nothing gathers 0.
+    """`latent_token_reference` in float32, bfloat16 or float16; a query that sees nothing gathers 0.
 
     `hidden` is 0 where a row is seen and minus infinity elsewhere; hidden rows are not read. There are as many parts as
     keep the GPU busy, unless `n_part` says how many.

@@ -11,25 +11,30 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rehead.attention.dropout import STEPS, WHOLE, draw, threshold
+from rehead.attention.dropout import STEPS, WHOLE, draw, is_ours, threshold
+from rehead.attention.kernels.base import Call, Kernel
 
 BLOCK = 1 << 18
 """Weights computed at a time, at least those of one sequence: 1 MB in float32."""
 
 
-def blocked(
-    query: Float[Tensor, "B L H E"],
-    key: Float[Tensor, "B S K E"],
-    value: Float[Tensor, "B S K V"],
-    mask: Bool[Tensor, "#B L S"] | None = None,
-    *,
-    scale: float | None = None,
-    pdrop: float,
-) -> Float[Tensor, "B L H V"]:
+class Blocked(Kernel):
     """The reference with dropout, forward and backward; weights are computed in float32 or better."""
-    scale = float(key.shape[-1] ** -0.5) if scale is None else scale
-    with torch.autocast("cpu", enabled=False):
-        return _Blocked.apply(query, key, value, mask, scale, pdrop)
+
+    name = "blocked"
+    words = "blocks of dropped weights"
+    drops_weights = True
+
+    def limit(self, call: Call) -> str | None:
+        """See `Kernel.limit`."""
+        if not call.pdrop:
+            return "no weights are dropped"
+        return None if is_ours(call.query) else "not on a CPU, or a compiled graph"
+
+    def run(self, call: Call) -> Float[Tensor, "B L H V"]:
+        """See `Kernel.run`."""
+        with torch.autocast("cpu", enabled=False):
+            return _Blocked.apply(call.query, call.key, call.value, call.mask.dense(), call.scale, call.pdrop)
 
 
 class _Blocked(torch.autograd.Function):

@@ -1,0 +1,10 @@
+"""How an attention call is computed: a roster of kernels, of which the first that does not refuse runs.
+
+`reference` is the definition; every other kernel must agree with it. `roster.py` has the order.
+"""
+
+from rehead.attention.kernels.base import Call, Kernel
+from rehead.attention.kernels.definition import reference, weights
+from rehead.attention.kernels.roster import ROSTER, Choice, attend, choose
+
+__all__ = ["ROSTER", "Call", "Choice", "Kernel", "attend", "choose", "reference", "weights"]

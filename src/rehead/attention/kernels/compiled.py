@@ -1,0 +1,66 @@
+"""Many queries by rehead's own C++ (native/sequence.cpp), with gradients, windows and dropped weights.
+
+On a CPU with a compiler, computed in float32. Little of what a mask hides is computed. Weights are held a tile at a
+time; the backward pass recomputes them, and redraws those that were dropped.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention.dropout import raw_draw, threshold
+from rehead.attention.kernels.base import Call, Kernel
+from rehead.attention.mask import Mask
+from rehead.native import sequence as native
+
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+"""Types whose numbers are computed as float32."""
+TILE = 32
+"""Queries that a thread takes at a time, as in sequence.cpp."""
+LONGEST = 4096
+"""Keys without a window up to which it is faster than PyTorch's flash attention; measured, docs/log.md."""
+
+
+class Compiled(Kernel):
+    """One call of native/sequence.cpp. Without a window it drops the weights that `Blocked` would drop."""
+
+    name = "C++"
+    words = "the C++ kernel"
+    drops_weights = True
+
+    def limit(self, call: Call) -> str | None:
+        """See `Kernel.limit`: what it cannot compute, and what others compute faster."""
+        query, key, mask = call.query, call.key, call.mask
+        tensors = query, key, call.value
+        if not mask.has_rule:
+            return "positions are given"
+        if query.dtype not in WIDENED or any(t.dtype != query.dtype for t in tensors):
+            return "not in float32, bfloat16 or float16"
+        if any(not t.numel() for t in tensors):
+            return "nothing to compute"
+        unserved = native.refuses(*tensors)
+        if unserved is not None or call.pdrop > 0:  # threads must not decide which weights are dropped
+            return unserved
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        n_task = len(key) * key.shape[2] * (1 if learns else -(-query.shape[1] // TILE))
+        if n_task < torch.get_num_threads():
+            return "less work than threads"
+        if not _window(mask) and mask.n_key > LONGEST:
+            return "too many keys, without a window"
+        return None
+
+    def run(self, call: Call) -> Float[Tensor, "B L H V"]:
+        """See `Kernel.run`."""
+        query, mask = call.query, call.mask
+        window, draws = _window(mask), None
+        if call.pdrop:
+            batch, n_query, n_head, _ = query.shape
+            draws = raw_draw((batch, n_head, n_query, window or mask.n_key))
+        q, k, v = query.float(), call.key.float(), call.value.float()
+        gathered = native.attend(q, k, v, draws, mask.causal, window, threshold(call.pdrop), call.scale)
+        return gathered.to(query.dtype)
+
+
+def _window(mask: Mask) -> int:
+    """Keys that a query sees, 0 where that is all up to its own."""
+    return mask.window if mask.window is not None and mask.window < mask.n_key else 0

@@ -1,0 +1,43 @@
+"""A chunk of queries after a long past, in two parts: the past, which needs no mask, and the triangle."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention.kernels.base import Call, Kernel
+from rehead.attention.kernels.sdpa import of_one_width
+
+LONG = 512
+"""Keys from which two parts are faster than one under a mask (measured, docs/log.md)."""
+
+
+class Continued(Kernel):
+    """Two calls of PyTorch's flash attention for CPUs, joined by the logarithms of their softmaxes' denominators."""
+
+    name = "continued"
+    words = "past and triangle apart"
+
+    def limit(self, call: Call) -> str | None:
+        """See `Kernel.limit`."""
+        if call.query.device.type != "cpu" or torch.is_grad_enabled():
+            return "not on a CPU without gradients"
+        return (
+            None
+            if call.mask.is_causal_chunk and call.mask.n_key >= LONG
+            else "no long past before the queries"
+        )
+
+    def run(self, call: Call) -> Float[Tensor, "B L H V"]:
+        """See `Kernel.run`."""
+        past = call.key.shape[1] - call.query.shape[1]
+        query, key, value = (t.transpose(1, 2) for t in of_one_width(call.query, call.key, call.value))
+        outputs, logarithms = [], []
+        for rows, is_causal in ((slice(past), False), (slice(past, None), True)):
+            output, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key[:, :, rows], value[:, :, rows], 0.0, is_causal, scale=call.scale
+            )
+            outputs.append(output)
+            logarithms.append(logarithm)
+        shares = torch.stack(logarithms).softmax(dim=0)[..., None].to(query.dtype)
+        context = outputs[0] * shares[0] + outputs[1] * shares[1]
+        return context.transpose(1, 2)[..., : call.value.shape[-1]]

@@ -1,0 +1,87 @@
+"""What attention computes. Every kernel agrees with it."""
+
+import logging
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rehead.attention.kernels.base import Call, Kernel, ScoreFunction
+
+MANY = 1 << 24
+"""Weights in one call from which on a warning says that computing all of them is slow."""
+
+
+def weights(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    mask: Bool[Tensor, "#B L S"] | None = None,
+    *,
+    scale: float | None = None,
+    score: ScoreFunction | None = None,
+) -> Float[Tensor, "B K G L S"]:
+    """The attention weights: softmax of the scores over the visible keys, zero elsewhere.
+
+    `scale` is E ** -0.5 unless given; `score` replaces the scaled dot product and does its own
+    scaling. A query that sees nothing has weights 0.
+    """
+    if not torch.compiler.is_compiling() and query[..., 0].numel() * key.shape[1] >= MANY:
+        _warn_slow()
+    query = query.unflatten(2, (key.shape[2], -1))  # H -> K G
+    if score is None:
+        scale = float(key.shape[-1] ** -0.5) if scale is None else scale
+        scores = torch.einsum("blkge,bske->bkgls", query, key) * scale
+    else:
+        scores = score(query, key)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    if mask is None:
+        return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
+    mask = mask[:, None, None]
+    sees = mask.any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~mask & sees, float("-inf"))
+    return scores.softmax(dim=-1, dtype=exact).masked_fill(~sees, 0.0).to(scores.dtype)
+
+
+def reference(
+    query: Float[Tensor, "B L H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K V"],
+    mask: Bool[Tensor, "#B L S"] | None = None,
+    *,
+    scale: float | None = None,
+    score: ScoreFunction | None = None,
+    pdrop: float = 0.0,
+) -> Float[Tensor, "B L H V"]:
+    """Attention by definition: any score, any mask; query head h reads KV head h // (H/K)."""
+    attention = F.dropout(weights(query, key, mask, scale=scale, score=score), pdrop)
+    return torch.einsum("bkgls,bskv->blkgv", attention, value).flatten(2, 3)  # K G -> H
+
+
+class Reference(Kernel):
+    """`reference`: the only kernel of learned scores."""
+
+    name = "reference"
+    words = "the reference kernel (slow, O(L^2) memory)"
+    takes_scores = True
+    drops_weights = True
+
+    def limit(self, call: Call) -> str | None:
+        """See `Kernel.limit`: anything."""
+        return None
+
+    def run(self, call: Call) -> Float[Tensor, "B L H V"]:
+        """See `Kernel.run`."""
+        dense = call.mask.dense(call.query.device)
+        return reference(
+            call.query, call.key, call.value, dense, scale=call.scale, score=call.score, pdrop=call.pdrop
+        )
+
+
+@cache
+def _warn_slow() -> None:
+    """Once a process."""
+    logging.getLogger("rehead").warning(
+        f"slow: {MANY:,} attention weights and more in one call, of a learned score or on request, are computed whole"
+    )

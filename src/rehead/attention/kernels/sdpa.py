@@ -1,0 +1,43 @@
+"""PyTorch's fused attention."""
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention.kernels.base import Call, Kernel
+
+
+class SDPA(Kernel):
+    """`torch.nn.functional.scaled_dot_product_attention`: O(L) memory in training and prefill, but for the mask."""
+
+    name = "SDPA"
+    words = "SDPA"
+    drops_weights = True
+
+    def limit(self, call: Call) -> str | None:
+        """See `Kernel.limit`: anything."""
+        return None
+
+    def run(self, call: Call) -> Float[Tensor, "B L H V"]:
+        """See `Kernel.run`."""
+        query, key, value = (t.transpose(1, 2) for t in of_one_width(call.query, call.key, call.value))
+        square = call.mask.is_causal_square
+        dense = None if square else call.mask.dense(query.device)
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if dense is None else dense[:, None],
+            dropout_p=call.pdrop,
+            is_causal=square,
+            scale=call.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return context.transpose(1, 2)[..., : call.value.shape[-1]]
+
+
+def of_one_width(*tensors: Tensor, multiple_of: int = 1) -> tuple[Tensor, ...]:
+    """All as wide as the widest, filled up with zeros, which change no product."""
+    width = max(t.shape[-1] for t in tensors)
+    width = -(-width // multiple_of) * multiple_of
+    return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
