@@ -160,7 +160,7 @@ REFUSED = [
     (["generate", "out/x", "--prompt", ""], 2, ["empty"]),
     (["generate", "out/x", "--prompt", "O" * 17], 2, ["17", "16"]),
     (["generate", "out/x", "--prompt", "O", "--temperature", "-1"], 2, ["-1", "0"]),
-    (["generate", "out/x", "--prompt", "O", "--top-p", "2"], 2, ["top_p=2", "at most 1"]),
+    (["generate", "out/x", "--prompt", "O", "--top-p", "2"], 2, ["--top-p 2", "at most 1"]),
     (["generate", "out/x"], 2, ["prompt"]),
     (["eval", "out/x", "--data", "nowhere.txt"], 3, ["nowhere.txt"]),
     *(

@@ -141,7 +141,7 @@ def test_what_is_refused_by_name(run, capfd):
     for argv, code, words in (
         (["convert", "run", "out", "--to", "mqa"], 2, "bag: no conversion starts from this attention"),
         (["convert", "run", "out", "--to", "mla", "--kv-fraction", "0.5"], 2, "bag: no conversion starts"),
-        (["convert", "run", "out", "--head-map", "modular"], 2, "head_map=modular means nothing for bag"),
+        (["convert", "run", "out", "--head-map", "modular"], 2, "--head-map modular means nothing for bag"),
         (["export", "run", "out"], 2, "can represent this model"),
         (["export", "run", "out", "--format", "llama"], 2, "attention"),
     ):

@@ -10,9 +10,11 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig
 from rehead.attention.rope import Llama3Scaling, RopeConfig, YarnScaling
 from rehead.cli import main
+from rehead.cli.wording import as_typed
 from rehead.config import ModelOptions
 from rehead.errors import ConfigError, UsageError
 from rehead.model import build
+from rehead.tokenizer import train
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +33,47 @@ def model():
         ("generate a b --prompt c", "unexpected argument 'b'."),
         (
             "convert a b --to mla --max-loss nan",
-            "max_loss=nan: nats per token above the source's loss. Use 0",
+            "--max-loss nan: nats per token above the source's loss. Use 0",
         ),
         (
             "convert a b --to mla --max-loss inf",
-            "max_loss=inf: nats per token above the source's loss. Use 0",
+            "--max-loss inf: nats per token above the source's loss. Use 0",
         ),
         ("generate a --prompt b --seed -1", "--seed -1. Use 0 to "),
         (f"generate a --prompt b --seed {2**64 + 1}", f"--seed {2**64 + 1}. Use 0 to "),
-        ("generate a --prompt b --device cpu:1", "device=cpu:1: only cuda devices have numbers"),
+        (
+            "generate a --prompt",
+            "--prompt needs a value: the text to continue; may be repeated. See rehead gen",
+        ),
+        (
+            "generate a",
+            "generate needs --prompt: the text to continue; may be repeated. See rehead generate --help",
+        ),
+        ("convert a b --to", "--to needs a value: the attention to convert to. See rehead convert --help."),
+        (
+            "convert a b --to mlaa",
+            "--to mlaa is unknown. Did you mean 'mla'? Known: mha, gqa, mqa, mla, reduced.",
+        ),
+        (
+            "generate a --prompt b --top-k many",
+            "--top-k many: expected a whole number. See rehead generate --help.",
+        ),
+        ("generate a --prompt b --top-p=all", "--top-p all: expected a number. See rehead generate --help."),
+        (
+            "generate a --prompt b --no-cache=3",
+            "--no-cache stands alone, without '3'. See rehead generate --help.",
+        ),
+        (
+            "generate a --prompt b --seed 1 --seed 2",
+            "--seed is given twice. Leave one out. See rehead generate",
+        ),
+        ("env --jsn", "unknown option '--jsn'. Did you mean '--json'? Known: --json. See rehead env --help."),
+        ("--help x", "unexpected argument 'x'. See rehead --help."),
+        (
+            "study --preset grid --fraction 2",
+            "--fraction 2: the share of all iterations. Use a number above 0",
+        ),
+        ("generate a --prompt b --device cpu:1", "--device cpu:1: only cuda devices have numbers"),
     ],
 )
 def test_a_command_line_names_what_is_wrong(words, said, capfd):
@@ -47,6 +81,31 @@ def test_a_command_line_names_what_is_wrong(words, said, capfd):
     error = capfd.readouterr().err
     assert error.startswith(f"rehead: {said}")
     assert len(error.splitlines()) == 1
+
+
+def test_a_flag_is_named_as_it_was_typed(model, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    rehead.save(model, "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(train("char", "abcdefgh").to_json())
+    (tmp_path / "model" / "MANIFEST.json").unlink()
+    for words, said in (
+        ("generate model --prompt a --max-new-tokens -1", "--max-new-tokens -1. Use 0 to 10,000,000."),
+        ("generate model --prompt a --max-new-tokens=-1", "--max-new-tokens -1. Use 0 to 10,000,000."),
+        ("generate model --prompt a --temperature -1", "--temperature -1. Use 0 (always"),
+        ("plan model --batch 0", "--batch 0. Use 1 or more."),
+        (
+            "convert model new --to mla --kv-fraction 1.50",
+            "--kv-fraction 1.50: a share of the source's cache.",
+        ),
+        ("convert model new --head-map modular --n-kv-head 2", "--n-kv-head 2 means nothing without --to."),
+    ):
+        assert main(words.split()) == 2
+        assert capfd.readouterr().err.startswith(f"rehead: {said}")
+
+
+def test_what_was_not_typed_is_not_taken_for_a_flag():
+    said = "a/MANIFEST.json has format=2, model.seed=3, seed=31 and n_seed=3, and seed=3.5: not --seed 4"
+    assert as_typed(said, ["x", "--format", "gpt2", "--seed", "3"]) == said
 
 
 def test_a_seed_may_be_of_numpy(model):

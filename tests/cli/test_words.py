@@ -156,12 +156,12 @@ def test_numbers_are_refused_before_any_work(run, capfd, monkeypatch):
         capfd, "generate", run, "--prompt", "God", "--max-new-tokens", "9000000", "--samples", "2"
     )
     assert error.endswith(
-        "max_new_tokens=9000000 after each of 2 prompts make 18,000,000 tokens. Use 10,000,000 or fewer together.\n"
+        "--max-new-tokens 9000000 after each of 2 prompts make 18,000,000 tokens. Use 10,000,000 or fewer together.\n"
     )
     monkeypatch.setattr("rehead.conversion.folder.read_at", lambda *given: pytest.fail("the model was read"))
     for value in ("-1.0", "nan"):
         error = refused(capfd, "convert", run, "new", "--to", "mla", "--max-loss", value)
-        assert f"max_loss={value}: nats per token above the source's loss. Use 0 or more." in error
+        assert f"--max-loss {value}: nats per token above the source's loss. Use 0 or more." in error
 
 
 def test_memory_that_is_not_there_is_said_in_our_words(run, capfd, monkeypatch):

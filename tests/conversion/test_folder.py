@@ -322,20 +322,20 @@ def test_no_text_is_advised_to_a_model_that_cannot_read_one(model, capfd):
 # Mistakes
 
 MISTAKES = {
-    "rank 0": (["--to", "mla", "--kv-rank", "0"], 2, ["kv_rank=0", "Use 1 to 18"]),
-    "rank too large": (["--to", "mla", "--kv-rank", "19"], 2, ["kv_rank=19", "Use 1 to 18"]),
+    "rank 0": (["--to", "mla", "--kv-rank", "0"], 2, ["--kv-rank 0", "Use 1 to 18"]),
+    "rank too large": (["--to", "mla", "--kv-rank", "19"], 2, ["--kv-rank 19", "Use 1 to 18"]),
     "rank and fraction": (
         ["--to", "mla", "--kv-rank", "3", "--kv-fraction", "0.5"],
         2,
-        ["kv_rank=3", "Give one"],
+        ["--kv-rank 3", "Give one"],
     ),
     "non-dividing heads": (
         ["--to", "gqa", "--n-kv-head", "4"],
         2,
-        ["n_kv_head=4", "n_query_head=6", "[1, 2, 3, 6]"],
+        ["--n-kv-head 4", "n_query_head=6", "[1, 2, 3, 6]"],
     ),
-    "no heads": (["--to", "gqa", "--n-kv-head", "0"], 2, ["n_kv_head=0", "[2, 3]"]),
-    "negative heads": (["--to", "gqa", "--n-kv-head", "-2"], 2, ["n_kv_head=-2", "[2, 3]"]),
+    "no heads": (["--to", "gqa", "--n-kv-head", "0"], 2, ["--n-kv-head 0", "[2, 3]"]),
+    "negative heads": (["--to", "gqa", "--n-kv-head", "-2"], 2, ["--n-kv-head -2", "[2, 3]"]),
     "unknown target": (["--to", "mlaa"], 2, ["mlaa", "mla", "--help"]),
     "unknown option": (["--to", "mla", "--kv-rnak", "3"], 2, ["--kv-rnak", "--kv-rank"]),
     "unknown method": (["--to", "mla", "--method", "magic"], 2, ["magic", "svd"]),
@@ -356,15 +356,15 @@ MISTAKES = {
         ["ranks are measured on a text", "--calibration"],
     ),
     "loss without text": (["--to", "mla", "--max-loss", "0.1"], 2, ["--calibration TEXT"]),
-    "layout without rope": (["--rope-layout", "interleaved"], 2, ["rope_layout", "Leave it out"]),
-    "a rank of nothing": (["--kv-rank", "3"], 2, ["kv_rank=3", "--to mla or reduced"]),
+    "layout without rope": (["--rope-layout", "interleaved"], 2, ["--rope-layout", "Leave it out"]),
+    "a rank of nothing": (["--kv-rank", "3"], 2, ["--kv-rank 3", "--to mla or reduced"]),
     "no number": (["--to", "mla", "--kv-rank", "many"], 2, ["many", "kv-rank"]),
     "a seed that is none": (
         ["--to", "mla", "--calibration", "self", "--seed", "-1"],
         2,
-        ["seed=-1", "Use 0"],
+        ["--seed -1", "Use 0"],
     ),
-    "a window too long": (["--to", "mla", "--length", "17"], 2, ["length=17", "16 at most", "Use 1 to 16"]),
+    "a window too long": (["--to", "mla", "--length", "17"], 2, ["--length 17", "16 at most", "Use 1 to 16"]),
 }
 
 
@@ -391,7 +391,7 @@ RUN_MISTAKES = {
         2,
         ["either --kv-fraction or --max-loss"],
     ),
-    "a negative loss": (["--max-loss", "-1"], 2, ["max_loss=-1", "0 or more"]),
+    "a negative loss": (["--max-loss", "-1"], 2, ["--max-loss -1", "0 or more"]),
 }
 
 
@@ -547,8 +547,8 @@ def test_a_plan_of_what_is_not_built(model, capfd):
 PLAN_MISTAKES = {
     "nowhere": (["nowhere"], 3, ["nowhere"]),
     "no JSON": (["bad.json"], 3, ["bad.json", "not JSON"]),
-    "no context": (["model", "--context", "0"], 2, ["context=0", "Use 1 or more"]),
-    "no batch": (["model", "--batch", "0"], 2, ["batch=0", "Use 1 or more"]),
+    "no context": (["model", "--context", "0"], 2, ["--context 0", "Use 1 or more"]),
+    "no batch": (["model", "--batch", "0"], 2, ["--batch 0", "Use 1 or more"]),
     "no dtype": (["model", "--dtype", "fp8"], 2, ["fp8", "bf16"]),
     "no YAML": (["bad.yaml"], 3, ["bad.yaml"]),
     "unknown option in YAML": (["other.yaml"], 2, ["n_kv_haed", "n_kv_head"]),

@@ -201,7 +201,7 @@ def test_mistakes_on_the_command_line(here, capsys):
         (["--preset", "grid", "model.n_kv_head=[1,2"], 2, ["model.n_kv_head=[1,2"]),
         (["--preset", "grid", "model.n_kv_head=[]"], 2, ["empty"]),
         (["--preset", "grid", "model.nkv_head=[1,2]"], 2, ["model.nkv_head=1", "n_kv_head"]),
-        (["--fraction", "0"], 2, ["fraction=0.0", "above 0"]),
+        (["--fraction", "0"], 2, ["--fraction 0: ", "above 0"]),
         (["--jobs", "0"], 2, ["--jobs 0"]),
     ):
         assert main(["study", *words]) == status, words

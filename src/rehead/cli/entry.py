@@ -9,18 +9,18 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from cyclopts import CycloptsError
-from cyclopts.exceptions import ConsumeMultipleError, MissingArgumentError, UnusedCliTokensError
 
 from rehead import native
 from rehead.cli import conversion, importing, measuring, models, training  # noqa: F401 (each enters its commands)
 from rehead.cli.app import app, warn
 from rehead.cli.interrupt import WORDS
+from rehead.cli.wording import as_typed, worded
 from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
 
@@ -57,9 +57,10 @@ def _run(argv: list[str], debug: bool) -> int:
         app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
-        return _fail(UsageError(f"{_worded(error, argv[0])} See rehead {argv[0]} --help."), debug)
+        where = "rehead" if argv[0].startswith("-") else f"rehead {argv[0]}"
+        return _fail(UsageError(f"{worded(error, argv)} See {where} --help."), debug)
     except ReheadError as error:
-        return _fail(error, debug)
+        return _fail(error, debug, argv)
     except KeyboardInterrupt as error:
         number = signal.Signals(error.args[0]) if error.args else signal.SIGINT
         print(WORDS[number], file=sys.stderr)
@@ -174,18 +175,6 @@ def _require_whole(argv: list[str]) -> None:
             raise UsageError(f"{name} {value or after}: expected a whole number.")
 
 
-def _worded(error: CycloptsError, command: str) -> str:
-    """What is missing or too much, named as it is typed; anything else as cyclopts says it."""
-    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
-        return f"unexpected argument {error.unused_tokens[0]!r}."
-    if isinstance(error, ConsumeMultipleError):
-        return f"{error.keyword} needs a number."
-    if isinstance(error, MissingArgumentError) and error.argument and error.argument.field_info.is_positional:
-        name, means = error.argument.name.removeprefix("--"), error.argument.parameter.help
-        return f"{command} needs {name.upper()}: {means}."
-    return str(error)
-
-
 def _short(word: str) -> str:
     return word if len(word) <= LONGEST else f"{word[: LONGEST // 2]}...{word[-LONGEST // 2 :]}"
 
@@ -194,8 +183,8 @@ def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
     warn(message)
 
 
-def _fail(error: ReheadError, debug: bool) -> int:
+def _fail(error: ReheadError, debug: bool, argv: Sequence[str] = ()) -> int:
     if debug:
         traceback.print_exc()
-    print(f"rehead: {' '.join(map(_short, str(error).split()))}", file=sys.stderr)
+    print(f"rehead: {' '.join(map(_short, as_typed(str(error), argv).split()))}", file=sys.stderr)
     return error.exit_code
