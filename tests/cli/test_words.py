@@ -173,3 +173,42 @@ def test_memory_that_is_not_there_is_said_in_our_words(run, capfd, monkeypatch):
         "rehead: out of memory (4611686018427387904 bytes more were needed): use a smaller model or batch, or fewer "
         "tokens.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--to mla --kv-fraction 2",
+            "--kv-fraction 2: a share of the source's cache. Use a number above 0 up to 1.",
+        ),
+        (
+            "--to mla --kv-fraction 0",
+            "--kv-fraction 0: a share of the source's cache. Use a number above 0 up to 1.",
+        ),
+        (
+            "--to mla --kv-fraction nan",
+            "--kv-fraction nan: a share of the source's cache. Use a number above",
+        ),
+        ("--to mla --kv-fraction 2 --measured-ranks", "--kv-fraction 2: a share of the source's cache."),
+        (
+            "--to mla --measured-ranks",
+            "ranks are measured for --to mla with either --kv-fraction or --max-loss.",
+        ),
+        (
+            "--to gqa --n-kv-head 2 --max-loss 0.1",
+            "ranks are measured for --to mla with either --kv-fraction or",
+        ),
+        (
+            "--to mla --kv-rank 3 --max-loss 0.1",
+            "ranks are measured for --to mla with either --kv-fraction or",
+        ),
+        (
+            "--to mla --kv-fraction 0.5 --max-loss 0.1",
+            "ranks are measured for --to mla with either --kv-fraction or",
+        ),
+    ],
+)
+def test_measured_ranks_are_refused_before_the_model_is_read(words, said, capfd, monkeypatch):
+    monkeypatch.setattr("rehead.conversion.folder.read_at", lambda *given: pytest.fail("the model was read"))
+    assert refused(capfd, "convert", "run", "new", *words.split()).startswith(f"rehead: {said}")

@@ -99,8 +99,8 @@ def convert_folder(
     """
     require_apart(source, destination)
     require_seed(seed)
-    if max_loss is not None:
-        require_loss(max_loss)
+    if measured_ranks or max_loss is not None:
+        _require_measurable(wish, max_loss)
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         opened = Opened(
@@ -144,6 +144,16 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
     return Tokenizer.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
 
 
+def _require_measurable(wish: Wish, max_loss: float | None) -> None:
+    """Refuse a wish that leaves no ranks to measure, or says twice how many."""
+    if max_loss is not None:
+        require_loss(max_loss)
+    if wish.to != "mla" or wish.kv_rank is not None or (wish.kv_fraction is None) == (max_loss is None):
+        raise UsageError(
+            "ranks are measured for --to mla with either --kv-fraction or --max-loss. Give one of them."
+        )
+
+
 def _layers(
     converter: Converter, wish: Wish, measured: bool, max_loss: float | None
 ) -> Sequence[AttentionConfig]:
@@ -152,8 +162,6 @@ def _layers(
         return [wish.target(layer, converter.config.n_embd) for layer in converter.config.attention]
     if not converter.calibration:
         raise UsageError("ranks are measured on a text: give --calibration TEXT.")
-    if wish.to != "mla" or wish.kv_rank is not None or (wish.kv_fraction is None) == (max_loss is None):
-        raise UsageError("ranks are measured for --to mla with either --kv-fraction or --max-loss.")
     allocation = Allocation(converter, wish.n_kv_head)
     if max_loss is not None:
         return allocation.at_loss(max_loss)

@@ -33,6 +33,10 @@ class Wish:
 
     def __post_init__(self) -> None:
         require_types(self)
+        if self.kv_fraction is not None and not 0 < self.kv_fraction <= 1:
+            raise ConfigError(
+                f"kv_fraction={self.kv_fraction}: a share of the source's cache. Use a number above 0 up to 1."
+            )
 
     def target(self, source: AttentionConfig, d_model: int) -> AttentionConfig:
         """The attention wished for in place of `source`. Raises ConfigError for what cannot be meant."""
@@ -65,10 +69,6 @@ class Wish:
                 f"kv_rank={self.kv_rank} and kv_fraction={self.kv_fraction} say the same thing. Give one."
             )
         if self.kv_fraction is not None:
-            if not 0 < self.kv_fraction <= 1:
-                raise ConfigError(
-                    f"kv_fraction={self.kv_fraction}: a share of the source's cache. Use a number above 0 up to 1."
-                )
             return min(max(1, math.floor(self.kv_fraction * source.kv_numbers())), full)
         if self.kv_rank is not None and not 1 <= self.kv_rank <= full:
             raise ConfigError(
