@@ -20,6 +20,7 @@ from jaxtyping import Int64
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rehead.checkpoint import read_at, read_config
+from rehead.checkpoint.find import path_of
 from rehead.checkpoint.shards import require_regular
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 from rehead.registry import Registry
@@ -64,6 +65,8 @@ class Tokenizer:
         read as such, and those that the file puts around a text are added. Without, all is plain text.
         InvalidInput when the vocabulary cannot say the text, or a character is half of a surrogate pair.
         """
+        if not isinstance(text, str):
+            raise InvalidInput(f"text is {text!r:.40} ({type(text).__name__}): expected one text (str).")
         if after:
             head, ids = self.encode(after), self.encode(after + text)
             if np.array_equal(ids[: len(head)], head):
@@ -93,9 +96,9 @@ class Tokenizer:
         """The text of ids (N,); bytes that are not UTF-8 become U+FFFD.
 
         An id without a token, as models with a padded vocabulary may draw, has no text: a warning says
-        so. InvalidInput on a negative id.
+        so. InvalidInput on a negative id, and on what is none.
         """
-        numbers = [int(i) for i in ids]
+        numbers = _numbers(ids)
         known = self._known(numbers)
         self._warn_of_unknown(len(numbers) - len(known))
         return self._text(known)
@@ -144,7 +147,7 @@ class Tokenizer:
 
     def _known(self, ids: Iterable[SupportsInt]) -> list[int]:
         """Those of ids that have a token."""
-        numbers = [int(i) for i in ids]
+        numbers = _numbers(ids)
         if numbers and min(numbers) < 0:
             raise InvalidInput(
                 f"id {min(numbers)} is below 0: ids are 0 to {self.vocab_size - 1}. Leave it out."
@@ -227,7 +230,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     `encode(text)` gives ids (N,), `decode(ids)` the text. Raises InvalidInput where there is none.
     """
-    place = Path(path)
+    place = path_of(path)
     if place.is_file() or (place / FILE).is_file():
         return Tokenizer.load(place)
     return read_at(place, Tokenizer.load)
@@ -287,6 +290,15 @@ def _byte_level(model: models.BPE) -> hf.Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return inner
+
+
+def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
+    try:
+        if not isinstance(ids, str):
+            return [int(i) for i in ids]
+    except (TypeError, ValueError):
+        pass  # said below
+    raise InvalidInput(f"ids are {ids!r:.40} ({type(ids).__name__}): expected whole numbers, (N,).")
 
 
 def _sound(text: str) -> str:

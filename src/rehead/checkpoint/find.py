@@ -1,5 +1,6 @@
 """Which folder a path means: a model folder, the newest good checkpoint of a run folder, or a model of the Hub."""
 
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,15 @@ PICKLE = "model.pt"
 LISTINGS = 5
 """A listing may miss a folder that is renamed meanwhile, all of them if the machine is busy."""
 STEP = re.compile(r"step-([0-9]+)")
+
+
+def path_of(path: str | Path) -> Path:
+    """A path as a caller gives it. Raises InvalidInput for what is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidInput(
+            f"path is {path!r:.40} ({type(path).__name__}): expected a text or a pathlib.Path."
+        )
+    return Path(path)
 
 
 def resolve(path: Path) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rehead.checkpoint import stock
 from rehead.checkpoint.deferred import changed, made
-from rehead.checkpoint.find import read_at
+from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.publish import MANIFEST, publish, verify
 from rehead.checkpoint.shards import SINGLE, Shards, strict_json
 from rehead.checkpoint.writing import write_weights
@@ -45,7 +45,7 @@ def save(
     require_model(model)
     for name in files or {}:
         _require_free(name)
-    with publish(Path(path), overwrite=overwrite) as folder:
+    with publish(path_of(path), overwrite=overwrite) as folder:
         write(model, folder, files or {})
 
 
@@ -107,7 +107,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
         _warn_of_damage(model, folder)
         return model
 
-    return read_at(Path(path), read).to(chosen).eval()
+    return read_at(path_of(path), read).to(chosen).eval()
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -4,6 +4,7 @@ import copy
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rehead.conversion.base import Converted, Evidence, Step, Weights, require_m
 from rehead.conversion.certificate import Certificate, Outcome, Text, certify, require_different
 from rehead.conversion.moments import attentions, gather
 from rehead.conversion.path import path
-from rehead.conversion.target import Wish
+from rehead.conversion.target import Wish, targets
 from rehead.conversion.texts import Passage, passage, passages
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.errors import ConfigError, NumericError
@@ -69,16 +70,17 @@ def convert(
     require_model(model)
     require_seed(seed)
     config, window = require_heads(model), block_length(model.config, length)
+    wished = _targets(config, to, wish)
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed)
     converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
     measured = None if test is None else passage(test, model)
-    return converter.convert(_targets(config, to, wish), measured)
+    return converter.convert(wished, measured)
 
 
 def require_seed(seed: int) -> None:
     """Refuse what seeds no generator."""
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed={seed}. Use 0 up to {2**63 - 1}.")
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed!r:.40}. Use 0 up to {2**63 - 1}.")
 
 
 def require_heads(model: LanguageModel) -> GPTConfig:
@@ -112,9 +114,9 @@ def block_length(config: ModelConfig, wished: int | None = None) -> int:
     """Tokens read at once. Raises ConfigError for more than the model reads."""
     if wished is None:
         return min(config.block_size, WINDOW)
-    if not 1 <= wished <= config.block_size:
+    if not isinstance(wished, Integral) or not 1 <= wished <= config.block_size:
         raise ConfigError(
-            f"length={wished}: tokens of a window, of which the model reads {config.block_size} at most. "
+            f"length={wished!r:.40}: tokens of a window, of which the model reads {config.block_size} at most. "
             f"Use 1 to {config.block_size}."
         )
     return wished
@@ -160,7 +162,15 @@ def _targets(
                 "the two models differ beyond their attention: conversions change nothing else."
             )
         return to.attention
-    layers = [to] * config.n_layer if isinstance(to, AttentionConfig) else list(to)
+    several = to if isinstance(to, Sequence) else [to]
+    layers = [one for one in several if isinstance(one, AttentionConfig)]
+    if len(layers) != len(several):
+        raise ConfigError(
+            f"to={to!r:.80}: expected a name ({', '.join(targets)}), an attention's config, one per layer, or a "
+            'model\'s config. Use "mla", for example.'
+        )
+    if isinstance(to, AttentionConfig):
+        layers *= config.n_layer
     if len(layers) != config.n_layer:
         raise ConfigError(
             f"{len(layers)} attentions for {config.n_layer} layers: give one per layer, or one."
