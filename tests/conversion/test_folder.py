@@ -210,7 +210,7 @@ def test_several_calibrations_as_typed(run, capfd):
     def typed():
         command = [sys.executable, "-m", "rehead", "convert", *words, *texts, "--length", "12"]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, "rehead:" in done.stderr) == (0, False)  # it may say how far it is
 
     typed()
     one = Certificate.read(Path("out/new"))

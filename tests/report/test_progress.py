@@ -1,16 +1,145 @@
-"""Lines of a run where stderr is no terminal."""
+"""What long work says where stderr is no terminal."""
 
-from rehead.report import progress
+import json
+import re
+import time
+
+import pytest
+
+from rehead.cli import main
+from rehead.report import lines, progress
+from rehead.stages import listening, staged
+
+TEXT = "O God, O God! How weary, stale, flat and unprofitable\n"
 
 
-def test_a_line_per_evaluation_says_how_long_the_rest_will_take(monkeypatch, capfd):
-    now = iter([100.0, 110.0, 160.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when they are told to."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def talkative(monkeypatch):
+    """Nothing is too short to be told of."""
+    monkeypatch.setattr(lines, "QUIET", 0.0)
+    begin = lines.PlainLines.start
+
+    def start(self):
+        begin(self)
+        while self._quiet:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(lines.PlainLines, "start", start)
+
+
+def test_a_line_per_evaluation_says_how_long_the_rest_will_take(clock, capfd):
     with progress.Board() as board:
-        for step in (20, 30, 80):  # resumed at 20; the first ten steps took a second each
+        for step, seconds in (
+            (20, 0),
+            (30, 10),
+            (80, 50),
+        ):  # resumed at 20; the first ten steps took a second each
+            clock[0] += seconds
             board.show({"step": step, "train_loss": 2.0, "val_loss": 2.5}, 80, "train")
     assert capfd.readouterr().err.splitlines() == [
         "train  step 20/80  train loss 2.0000  val loss 2.5000",
         "train  step 30/80  train loss 2.0000  val loss 2.5000  0:00:50 left",
         "train  step 80/80  train loss 2.0000  val loss 2.5000",
+    ]
+
+
+def run(folder, capfd):
+    """A tiny run, with its text beside it."""
+    (folder / "text.txt").write_text(TEXT * 30)
+    flags = ["model.n_layer=2", "model.n_embd=12", "trainer.batch_size=2", "trainer.eval_batches=1"]
+    where = ["data.path=text.txt", "data.block_size=16", "system.work_dir=run", "trainer.max_iters=2"]
+    assert main(["train", *where, *flags]) == 0
+    capfd.readouterr()
+
+
+def test_a_conversion_names_its_stages(tmp_path, monkeypatch, capfd, talkative):
+    """As typed, into a log: each stage as it begins, and how much it is; stdout is JSON alone."""
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path, capfd)
+    words = ["--to", "mla", "--allow-loss", "--calibration", "text.txt", "--json"]
+    assert main(["convert", "run", "new", *words, "--kv-fraction", "0.25", "--calibration", "self"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["layers"]
+    said = printed.err.splitlines()
+    assert said[0] == "converting run"
+    whole = re.compile(r"(tokenizing a text|[a-z ]+  [1-9][\d,]* (tokens|tensors|layers|conversions))")
+    assert all(whole.fullmatch(line) for line in said[1:]), said
+    stages = [line.split("  ")[0] for line in said[1:]]
+    assert stages == [
+        "tokenizing a text",
+        "sampling a text from the model",
+        "looking over the weights",
+        "reading what to fit to",
+        "weighing what was read",
+        "converting",
+        "comparing with the source",
+    ]
+    assert main(["convert", "run", "other", *words, "--max-loss", "0.1"]) == 0
+    said = capfd.readouterr().err
+    assert re.search(
+        r"^measuring each layer at each rank  \d+ conversions\nsearching for the smallest cache  7 sizes$",
+        said,
+        re.MULTILINE,
+    )
+
+
+def test_an_evaluation_and_texts_name_what_they_do(tmp_path, monkeypatch, capfd, talkative):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path, capfd)
+    for words, stages in (
+        (
+            ["eval", "run", "--data", "text.txt"],
+            ["tokenizing a text", f"eval  {30 * len(TEXT) - 1:,} tokens"],
+        ),
+        (["generate", "run", "--prompt", "O", "--max-new-tokens", "3"], ["generate  3 tokens"]),
+        (
+            ["bench", "run", "--rounds", "1", "--prompt-lengths", "4"],
+            ["timing prompts of 4 tokens, batch 1  1 rounds"],
+        ),
+    ):
+        assert main([*words, "--json"]) == 0
+        printed = capfd.readouterr()
+        json.loads(printed.out)
+        assert [line for line in printed.err.splitlines() if "warning" not in line][-len(stages) :] == stages
+
+
+def test_a_silence_is_broken(monkeypatch, capfd, clock):
+    """Even within one item of a stage."""
+    monkeypatch.setattr(lines, "QUIET", 0.01)
+    monkeypatch.setattr(lines, "EVERY", 0.2)
+    with progress.Board("converting x"):
+        for _ in staged(range(4), "reading", 4096, "tokens", lambda _: 1024):
+            clock[0] += 60
+            time.sleep(0.25)
+    said = capfd.readouterr().err.splitlines()
+    assert said[:2] == ["converting x", "reading  4,096 tokens"]
+    assert "reading  2,048/4,096 tokens  0:03:00 left" in said  # in the third, 180 seconds on
+    assert 4 <= len(said) <= 7
+
+
+def test_short_work_says_nothing(capfd):
+    with progress.Board("converting x"):
+        for _ in staged(range(4), "reading", 4, "tokens"):
+            pass
+    assert capfd.readouterr().err == ""
+
+
+def test_a_stage_within_a_stage_is_a_part_of_it():
+    told = []
+    with listening(told.append):
+        for _ in staged(range(2), "outer", 2, "rounds"):
+            assert list(staged("ab", "inner", 2, "letters")) == ["a", "b"]
+    assert [(stage.title, stage.done, stage.state) for stage in told] == [
+        ("outer", 0, "begun"),
+        ("outer", 1, "going"),
+        ("outer", 2, "going"),
+        ("outer", 2, "ended"),
     ]

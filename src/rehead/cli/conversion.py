@@ -118,28 +118,30 @@ def convert(
     from rehead.conversion import Wish
     from rehead.conversion.folder import convert_folder
     from rehead.report.conversion import present_certificate
-    from rehead.report.progress import working
+    from rehead.report.progress import Board
 
-    certificate = working(f"converting {source}")(convert_folder)(
-        source,
-        destination,
-        Wish(
-            to=to,
-            n_kv_head=n_kv_head,
-            kv_rank=kv_rank,
-            kv_fraction=kv_fraction,
-            head_map=head_map,
-            rope_layout=rope_layout,
-        ),
-        method=method,
-        calibration=calibration,
-        test=test,
-        length=length,
-        measured_ranks=measured_ranks,
-        max_loss=max_loss,
-        allow_loss=allow_loss,
-        seed=seed,
+    wish = Wish(
+        to=to,
+        n_kv_head=n_kv_head,
+        kv_rank=kv_rank,
+        kv_fraction=kv_fraction,
+        head_map=head_map,
+        rope_layout=rope_layout,
     )
+    with Board(f"converting {source}"):
+        certificate = convert_folder(
+            source,
+            destination,
+            wish,
+            method=method,
+            calibration=calibration,
+            test=test,
+            length=length,
+            measured_ranks=measured_ranks,
+            max_loss=max_loss,
+            allow_loss=allow_loss,
+            seed=seed,
+        )
     if certificate.test is None:
         warn(
             "compared on random tokens, which say little about text: give --test TEXT where the model reads one."
@@ -191,8 +193,10 @@ def export(
         rehead export out/llama out/deepseek --format deepseek_v3 --for transformers
     """
     from rehead.conversion.export import export_folder
+    from rehead.report.progress import Board
 
-    architecture, certificate = export_folder(source, destination, format, engine)
+    with Board(f"exporting {source}"):
+        architecture, certificate = export_folder(source, destination, format, engine)
     error = None if certificate is None else certificate.logits["relative_error"]
     facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
     say(facts, f"{architecture} in {destination}", json)

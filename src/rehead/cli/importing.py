@@ -31,9 +31,11 @@ def import_(
     import torch
 
     from rehead.checkpoint.gguf import import_file
+    from rehead.report.progress import Board
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    found = import_file(file, folder, types[dtype])
+    with Board(f"importing {file}"):
+        found = import_file(file, folder, types[dtype])
     kinds = ", ".join(f"{count} {name}" for name, count in found.types.items())
     lines = (
         f"{found.architecture} in {folder}",

@@ -36,13 +36,15 @@ def inspect(
     from rehead.measure import inspection
     from rehead.report.inspection import html as make_page
     from rehead.report.inspection import present
+    from rehead.report.progress import Board
     from rehead.tokenizer import Tokenizer
 
     if html is not None and html.is_file() and html.suffix.lower() not in {".html", ".htm"}:
         raise InvalidInput(f"--html {html} exists and is not a page (*.html): choose another name.")
     read, tokenizer = read_at(model, lambda place: (load(place).float(), Tokenizer.load(place)))
     texts = [text] if compare is None else [text, compare]
-    seen = [inspection.inspect(read, tokenizer, one, max_tokens) for one in texts]
+    with Board(f"inspecting {model}"):
+        seen = [inspection.inspect(read, tokenizer, one, max_tokens) for one in texts]
     change = None if compare is None else inspection.compare(*seen)
     document = inspection.document(seen, change, layer, head)
     if html is not None:
@@ -105,6 +107,7 @@ def bench(
     from rehead.measure.environment import environment
     from rehead.measure.explain import explain as explained
     from rehead.report.bench import present
+    from rehead.report.progress import Board
     from rehead.training.start import choose_device
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,7 +115,8 @@ def bench(
     read = read if dtype is None else read.to(types[dtype])
     usual_lengths, usual_new = usual_sizes(read.config)
     lengths, n_new = prompt_lengths or usual_lengths, usual_new if new_tokens is None else new_tokens
-    cases = [measure(read, length, many, n_new, rounds) for many in batch for length in lengths]
+    with Board(f"timing {model}"):
+        cases = [measure(read, length, many, n_new, rounds) for many in batch for length in lengths]
     facts = {"model": str(model), "device": str(read.device), "dtype": str(read.head.weight.dtype)[6:]}
     document = facts | {
         "rounds": rounds,

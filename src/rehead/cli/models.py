@@ -50,6 +50,8 @@ def generate(
     from rehead.checkpoint import load, read_at
     from rehead.decoding import prepare
     from rehead.generation import stream
+    from rehead.report.progress import Board
+    from rehead.stages import staged
     from rehead.tokenizer import Tokenizer
     from rehead.training.start import choose_device
 
@@ -72,7 +74,9 @@ def generate(
             print(piece, end="", flush=True)
         print()
         return
-    rows = list(zip(*(token.tolist() for token in tokens), strict=True)) or [()] * len(prompt)
+    with Board():
+        written = [token.tolist() for token in staged(tokens, "generate", max_new_tokens, "tokens")]
+    rows = list(zip(*written, strict=True)) or [()] * len(prompt)
     texts = ["".join(tokenizer.stream(row, after=begin)) for row, begin in zip(rows, ids, strict=True)]
     results = [{"prompt": text, "completion": more} for text, more in zip(prompt, texts, strict=True)]
     say(
@@ -109,22 +113,22 @@ def eval(
         rehead eval out/run --data input.txt
     """
     from rehead.checkpoint import load, read_at
-    from rehead.data import IGNORE, Source, evaluation_blocks, require_vocabulary, tokenize
+    from rehead.data import Source, evaluation_blocks, require_vocabulary, shown, tokenize
     from rehead.measure import evaluate
     from rehead.measure.quality import blocks_of, scores
-    from rehead.report.progress import advancing
+    from rehead.report.progress import Board
     from rehead.tokenizer import Tokenizer
     from rehead.training.seen import contains_training_text
     from rehead.training.start import choose_device
 
     chosen = choose_device(device)
     model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, Board():
         tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
         require_vocabulary(tokens.ids, model.config.vocab_size)
         blocks = evaluation_blocks(tokens.ids, *blocks_of(model.config.block_size, length, batch_size))
-        shown = advancing(blocks, len(tokens.ids) - 1, "eval", lambda batch: int((batch[1] != IGNORE).sum()))
-        result = scores(*evaluate(model, shown), tokens.n_bytes)
+        blocks = shown(blocks, "eval", len(tokens.ids) - 1)
+        result = scores(*evaluate(model, blocks), tokens.n_bytes)
         seen = contains_training_text(folder, tokens.ids, tokenizer)
     if seen:
         warn(f"{data} contains text that {folder} was trained on: on other text the loss is higher.")

@@ -123,7 +123,9 @@ def study(
 
         def watch(job: "Job", record: dict[str, Any]) -> None:
             title = f"{job.variant}, seed {job.seed}" if several else job.variant
-            if record.get("event") in ("begin", "measured", "costs"):
+            if record.get("event") == "stage":
+                board.stage(record["stage"], title)
+            elif record.get("event") in ("begin", "measured", "costs"):
                 board.forget(title)
                 if story is not None:
                     story.show(job, record)

@@ -16,6 +16,7 @@ from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.moments import attentions
 from rehead.conversion.texts import Passage
+from rehead.data import shown
 from rehead.errors import ConfigError, InvalidInput
 from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
@@ -173,7 +174,7 @@ def certify(
     assert isinstance(before, GPTConfig)
     assert isinstance(after, GPTConfig)
     errors = _output_errors(source, result, blocks[:1])
-    logits = asdict(compare(source, result, blocks))
+    logits = asdict(compare(source, result, shown(blocks, "comparing with the source")))
     losses = logits.pop("losses")
     layers = [
         Layer(

@@ -23,11 +23,12 @@ from rehead.conversion.moments import attentions, gather
 from rehead.conversion.path import path
 from rehead.conversion.target import Wish, targets
 from rehead.conversion.texts import Passage, passage, passages
-from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
+from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary, shown
 from rehead.errors import ConfigError, NumericError
 from rehead.model import LanguageModel, skeleton
 from rehead.model.base import require_model
 from rehead.registry import nearest
+from rehead.stages import staged
 
 CALIBRATION_TOKENS = 49_152
 TEST_TOKENS = 65_536
@@ -93,7 +94,8 @@ def require_heads(model: LanguageModel) -> GPTConfig:
 
 
 def _require_finite(model: LanguageModel) -> None:
-    for name, weight in model.named_parameters():
+    weights = list(model.named_parameters())
+    for name, weight in staged(weights, "looking over the weights", len(weights), "tensors"):
         if not _finite(made(weight)):
             raise NumericError(
                 f"{name} holds NaN or infinity: this model is damaged. Go back to one that is not."
@@ -263,7 +265,7 @@ class Converter:
             seen = [Evidence()] * len(layers)
             if any(chosen.values()):
                 seen = self._gather(layers, turn, gradients="pair" in needs)
-            for index, step in at.items():
+            for index, step in staged(at.items(), "converting", len(at), "layers"):
                 done = self._take(step, layers[index][1], seen[index], chosen[index])
                 if step is paths[index][-1]:
                     _require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
@@ -292,7 +294,8 @@ class Converter:
         return self._evidence[gradients]
 
     def _seen(self, model: LanguageModel, gradients: bool) -> list[Evidence]:
-        return gather(model, self.blocks, gradients=gradients, seed=self.seed, scratch=self.scratch)
+        blocks = shown(self.blocks, "reading what to fit to")
+        return gather(model, blocks, gradients=gradients, seed=self.seed, scratch=self.scratch)
 
 
 def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:

@@ -17,6 +17,7 @@ from rehead.conversion.pair import Kept, kronecker_pair
 from rehead.data import IGNORE
 from rehead.model import LanguageModel, evaluating
 from rehead.sampling import draw, probabilities
+from rehead.stages import staged
 
 LOGITS = 2**23
 """Numbers held at a time, of a large vocabulary."""
@@ -83,9 +84,12 @@ def gather(
             for file, x, stack in zip(kept, rows, stacks, strict=True):
                 if stack:
                     file.add(x, torch.cat([next(found) for _ in stack], dim=2).flatten(0, 1)[counts])
+        pairs: Iterable[tuple[Moment, Kept]] = zip(inputs, kept, strict=True)
+        if gradients:
+            pairs = staged(pairs, "weighing what was read", len(layers), "layers")
         return [
             Evidence(inputs=one.mean(), pair=kronecker_pair(file) if file.width else None)
-            for one, file in zip(inputs, kept, strict=True)
+            for one, file in pairs
         ]
 
 

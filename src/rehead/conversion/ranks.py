@@ -10,6 +10,7 @@ from rehead.conversion.target import Wish
 from rehead.data import Batch
 from rehead.errors import ConfigError
 from rehead.measure.fidelity import Comparison, compare
+from rehead.stages import staged
 
 STEPS = 12
 """Ranks tried per layer: so many even steps up to the one at which it is exact, and powers of two below."""
@@ -33,10 +34,10 @@ class Allocation:
         self.probe: list[Batch] = converter.read(PROBE_TOKENS)
         wish = Wish(to="mla", n_kv_head=n_kv_head)
         self.grids = [_grid(wish.target(layer, self.config.n_embd)) for layer in self.config.attention]
-        self.damages = [
-            [self._measure(self._alone(index, latent)).kl for latent in grid]
-            for index, grid in enumerate(self.grids)
-        ]
+        tries = [(index, latent) for index, grid in enumerate(self.grids) for latent in grid]
+        self.damages: list[list[float]] = [[] for _ in self.grids]
+        for index, latent in staged(tries, "measuring each layer at each rank", len(tries), "conversions"):
+            self.damages[index].append(self._measure(self._alone(index, latent)).kl)
 
     def within(self, kv_fraction: float) -> list[LatentConfig]:
         """The ranks of least summed damage whose cache is at most this share of the source's."""
@@ -63,7 +64,10 @@ class Allocation:
         whole = sum(latent.kv_numbers() for latent in most)
         steps = [whole * step / (8 * STEPS) for step in range(1, 8 * STEPS)]
         low, high = 0, len(steps)
-        while low < high:
+        most_halvings = len(steps).bit_length()
+        for _ in staged(range(most_halvings), "searching for the smallest cache", most_halvings, "sizes"):
+            if low == high:
+                break
             middle = (low + high) // 2
             found = self._cheapest(steps[middle])
             before, after = (0.0, float("inf")) if found is None else self._measure(found).losses

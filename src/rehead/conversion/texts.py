@@ -1,6 +1,7 @@
 """The texts a conversion is fitted to: of files, of ids, or of the model itself."""
 
 from dataclasses import dataclass
+from itertools import chain, islice
 from numbers import Integral
 from typing import Any
 
@@ -12,6 +13,7 @@ from rehead.data import Ids, require_vocabulary
 from rehead.errors import InvalidInput, UsageError
 from rehead.generation import stream
 from rehead.model import LanguageModel, skeleton
+from rehead.stages import staged
 
 SELF = "self"
 """In place of a text: one sampled from the model itself."""
@@ -64,10 +66,14 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
     model = _in_memory(model)
     rows: list[torch.Tensor] = []
     together = max(1, TOGETHER // length)
-    for at in range(0, count, together):
-        first = torch.from_numpy(starts[at : at + together])
-        rest = stream(model, list(first[:, None]), length - 1, seed=seeds[at : at + together])
-        rows.append(torch.stack([first, *(token.cpu() for token in rest)], dim=1))
+    groups = [slice(at, at + together) for at in range(0, count, together)]
+    first = torch.from_numpy(starts)
+    streams = (stream(model, list(first[at, None]), length - 1, seed=seeds[at]) for at in groups)
+    drawn = staged(
+        chain.from_iterable(streams), "sampling a text from the model", count * (length - 1), "tokens", len
+    )
+    for at in groups:
+        rows.append(torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1))
     return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy())
 
 

@@ -1,6 +1,6 @@
 """Text to the batches a model is trained and evaluated on, however long the text."""
 
-from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks
+from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks, shown
 from rehead.data.corpora import CORPORA
 from rehead.data.text import CHUNK, Source, chunks, describe, named, source_of
 from rehead.data.tokens import TOKENS, Ids, Split, Tokens, read_ids, require_vocabulary, split, tokenize
@@ -22,6 +22,7 @@ __all__ = [
     "named",
     "read_ids",
     "require_vocabulary",
+    "shown",
     "source_of",
     "split",
     "tokenize",

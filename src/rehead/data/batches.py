@@ -1,6 +1,6 @@
 """Batches of blocks: at random places to train on, one after another to evaluate on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from rehead.data.tokens import Ids, require_block
 from rehead.errors import ConfigError, IntegrityError, InvalidInput
+from rehead.stages import staged
 
 IGNORE = -100  # the target that counts for nothing, as in torch's cross entropy
 Batch = tuple[Int64[Tensor, "B L"], Int64[Tensor, "B L"]]
+Pair = tuple[Tensor, Tensor]
+"""A batch of several that differ in shape."""
 
 
 class BatchSampler:
@@ -41,6 +44,18 @@ class BatchSampler:
             raise IntegrityError(
                 f"a sampler state of {len(state)} bytes is damaged: resume an older step."
             ) from error
+
+
+def shown(blocks: Iterable[Pair], title: str, total: int | None = None) -> Iterator[Pair]:
+    """Pass `blocks` on as a stage, measured in the targets that count; `total` is needed where they are no list."""
+    if total is None:
+        blocks = list(blocks)
+        total = sum(map(_targets, blocks))
+    return staged(blocks, title, total, "tokens", _targets)
+
+
+def _targets(batch: Pair) -> int:
+    return int((batch[1] != IGNORE).sum())
 
 
 def evaluation_blocks(

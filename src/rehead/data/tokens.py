@@ -12,6 +12,7 @@ from jaxtyping import Integer
 
 from rehead.data.files import resource, write_whole
 from rehead.errors import ConfigError, InvalidInput
+from rehead.stages import staged
 from rehead.tokenizer import Tokenizer
 
 TOKENS = "tokens.bin"
@@ -46,7 +47,7 @@ def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens
     def blocks() -> Iterator[bytes]:
         nonlocal n_bytes, n_characters, n_unknown
         last = ""
-        for chunk in source:
+        for chunk in staged(source, "tokenizing a text", None, "characters", len):
             digest.update(text := chunk.encode())
             n_bytes += len(text)
             n_characters += len(chunk)

@@ -19,6 +19,7 @@ from rehead.measure.memory import held_cache_bytes, physical_memory
 from rehead.measure.roofline import Roofline, matmul_rate, read_rate, synchronize
 from rehead.measure.size import cache_bytes, decode_bytes, decode_flops, prefill_flops
 from rehead.model import LanguageModel
+from rehead.stages import staged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,8 @@ def bench(
     for use_cache in arms:
         _generate(model, prompts, 2, use_cache, _Samples())
     roofs = []
-    for index in range(rounds):
+    title = f"timing prompts of {prompt_length:,} tokens, batch {batch_size}"
+    for index in staged(range(rounds), title, rounds, "rounds"):
         roofs.append(Roofline(read=read_rate(to_read, device), matmul=matmul_rate(dtype, device)))
         for use_cache in (True, False) if index % 2 == 0 else (False, True):
             _generate(model, prompts, new_tokens, use_cache, arms[use_cache])

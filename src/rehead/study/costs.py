@@ -17,6 +17,7 @@ from rehead.measure.attention_cost import AttentionCost, attention_cost
 from rehead.measure.memory import held_cache_bytes
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
+from rehead.stages import staged
 from rehead.study.job import Job
 from rehead.study.work import load
 from rehead.training.loop import Trainer
@@ -33,12 +34,13 @@ def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -
     `measure.attention_cost`. `serving` leaves out training and decoding without a cache.
     """
     subjects = [_Subject(job, serving) for job in jobs]
-    found = {subject.job.variant: subject.sizes() for subject in subjects}
+    sized = staged(subjects, "measuring sizes", len(subjects), "variants")
+    found = {subject.job.variant: subject.sizes() for subject in sized}
     times: dict[str, dict[str, list[float]]] = {subject.job.variant: {} for subject in subjects}
-    for _ in range(rounds):
-        for subject in subjects:
-            for key, value in subject.times().items():
-                times[subject.job.variant].setdefault(key, []).append(value)
+    turns = staged(subjects * rounds, "timing all variants in turns", len(subjects) * rounds, "measurements")
+    for subject in turns:
+        for key, value in subject.times().items():
+            times[subject.job.variant].setdefault(key, []).append(value)
     for name, measured in times.items():
         found[name] |= {
             key: [median(several), min(several), max(several)] for key, several in measured.items()

@@ -16,6 +16,7 @@ import torch
 
 from rehead import native
 from rehead.errors import Interrupted, ReheadError, ResourceError
+from rehead.stages import listening
 from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.sharing import Sharing
@@ -112,7 +113,8 @@ def _process(job: Job, preset: Preset, threads: int, compiled: bool, out: Connec
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: out.send(str(message))
         try:
-            with Sharing(job.folder) as sharing:
+            tell = listening(lambda stage: out.send({"event": "stage", "stage": stage}))
+            with tell, Sharing(job.folder) as sharing:
                 for record in work(job, preset, sharing):
                     out.send(record)
         except ReheadError as error:

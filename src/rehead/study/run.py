@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rehead.data.files import write_whole
+from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
 from rehead.study.begun import require_same
 from rehead.study.costs import costs
@@ -32,8 +34,9 @@ def study(
     """Do what is not done yet of `jobs`, and write results.json, runs.csv and curves.csv beside them.
 
     `watch` is given every record of every job: those of its training; `event` begin and, with what was `found`,
-    measured around them; and costs, before all are timed. Returns what results.json holds. Stopped anywhere and
-    begun again, it finishes the rest. Raises Busy where another process writes there.
+    measured around them; stage, with a `stage` of what takes long beside; and costs, before all are timed.
+    Returns what results.json holds. Stopped anywhere and begun again, it finishes the rest. Raises Busy where
+    another process writes there.
     """
     require_same(jobs)
     place = jobs[0].place
@@ -60,8 +63,9 @@ def _made(
     else:
         with Sharing(jobs[0].place) as sharing:
             for job in open_jobs:
-                for record in work(job, preset, sharing):
-                    watch(job, record)
+                with listening(partial(_tell, watch, job)):
+                    for record in work(job, preset, sharing):
+                        watch(job, record)
     document = gather(preset, jobs, _costs(jobs, watch), command, fraction)
     place = jobs[0].place
     text = json.dumps(document, indent=1, ensure_ascii=False)
@@ -72,6 +76,10 @@ def _made(
     ):
         write_whole(place / name, [content.encode()])
     return document
+
+
+def _tell(watch: Watch, job: Job, stage: Stage) -> None:
+    watch(job, {"event": "stage", "stage": stage})
 
 
 def _costs(jobs: Sequence[Job], watch: Watch) -> dict[str, Record]:

@@ -11,12 +11,13 @@ import torch
 from rehead import checkpoint
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export import export_folder
-from rehead.data import Split, evaluation_blocks, split
+from rehead.data import Split, evaluation_blocks, shown, split
 from rehead.data.files import write_whole
 from rehead.errors import InvalidInput
 from rehead.generation import stream
 from rehead.measure import evaluate
 from rehead.model import LanguageModel
+from rehead.stages import staged
 from rehead.study.begun import note, read
 from rehead.study.job import Job
 from rehead.study.metrics import read_metrics
@@ -129,9 +130,13 @@ def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[fl
     trainer = job.options.trainer
     train_loss, val_loss = (
         evaluate(
-            model, evaluation_blocks(ids, size, trainer.batch_size, trainer.batch_size * trainer.eval_batches)
+            model,
+            shown(
+                evaluation_blocks(ids, size, trainer.batch_size, trainer.batch_size * trainer.eval_batches),
+                f"evaluating on {part} in blocks of {size:,}",
+            ),
         )[0]
-        for ids in texts
+        for part, ids in zip(("what is trained on", "what is held out"), texts, strict=True)
     )
     return train_loss, val_loss
 
@@ -143,6 +148,7 @@ def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: S
         with suppress(InvalidInput):
             prompt = tokenizer.encode(preset.prompt).tolist()
     tokens = stream(model, [torch.tensor(prompt)], preset.new_tokens, preset.temperature, seed=0)
+    tokens = staged(tokens, "writing a sample", preset.new_tokens, "tokens")
     return tokenizer.decode([*prompt, *(int(token) for token in tokens)])
 
 

@@ -13,7 +13,7 @@ from rehead.conversion.convert import TEST_TOKENS, blocks_of
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
-from rehead.data import Ids
+from rehead.data import Ids, shown
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel
@@ -101,7 +101,8 @@ def healed_files(
     except InvalidInput:
         return {}
     test = Text.of(Passage(name="validation part of the run's text", ids=held_out), TEST_TOKENS)
-    logits = asdict(compare(teacher, model, blocks_of(model, held_out, TEST_TOKENS, before.length)))
+    blocks = blocks_of(model, held_out, TEST_TOKENS, before.length)
+    logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     losses = list(logits.pop("losses"))
     alike = before.test is not None and before.test.sha256 == test.sha256
     entry = {
