@@ -1,6 +1,9 @@
 """A plan and a certificate on the terminal."""
 
+import textwrap
 from pathlib import Path
+
+from rich.console import Console
 
 from rehead.conversion import Certificate
 from rehead.conversion.page import PAGE
@@ -8,13 +11,19 @@ from rehead.conversion.plan import Plan, Row
 from rehead.report.table import show
 
 PARTS = ("variant", "K+V parameters", "output projection", "projection FLOPs", "score and sum FLOPs")
-HEADER = ("variant", "KV B/token", "cache", "parameters", "FLOPs/step", "read/step", "conversion", "")
+HEADER = ("variant", "KV B/\ntoken", "share", "cache", "parameters", "FLOPs/step", "read/step", "conversion")
+LEAST_NEEDED = (2, 5, 4, 3, 6)
+"""Columns that a narrow terminal leaves out, the last first: share, FLOPs, parameters, cache, bytes read."""
 
 
 def present_plan(plan: Plan) -> None:
     """The table of all variants, and which to choose."""
     title = f"{plan.rows[0].variant}: context {plan.context:,}, batch {plan.batch_size}, {plan.dtype}"
-    show(title, HEADER, [_row(row) for row in plan.rows], plan.advice, texts=(0, 6, 7))
+    full = plan.rows[0].kv_bytes_per_token
+    show(title, HEADER, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
+    console = Console(highlight=False)
+    for line in (*(f"{row.variant}: {row.why}" for row in plan.rows if row.why), "", plan.advice):
+        console.print(_filled(line, console.width, "" if line == plan.advice else "  "))
 
 
 def present_parts(plan: Plan) -> None:
@@ -55,16 +64,20 @@ def present_certificate(certificate: Certificate, folder: Path) -> None:
     print(f"certificate   {folder / PAGE}")
 
 
-def _row(row: Row) -> tuple[str, ...]:
+def _filled(line: str, width: int, indent: str) -> str:
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _row(row: Row, full: int) -> tuple[str, ...]:
     return (
         row.variant,
         f"{row.kv_bytes_per_token:,}",
+        f"{100 * row.kv_bytes_per_token / full:.0f} %" if full else "",
         _bytes(row.cache_bytes),
         f"{row.parameters:,}",
         f"{row.decode_flops / 1e6:,.1f} M",
         _bytes(row.decode_bytes),
         row.verdict,
-        row.why,
     )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 WIDEST = 1000
 NARROWEST = 24
-"""Characters of a column of words, which wrap, before it goes into a table of its own."""
+"""Characters of a column of words, which wrap, before other columns give way; without those, half of it."""
 
 
 def show(
@@ -20,30 +20,47 @@ def show(
     *,
     texts: Sequence[int] = (0,),
     keys: int = 1,
+    optional: Sequence[int] = (),
 ) -> None:
     """Print a table on stdout; columns `texts` left, the rest right aligned, nothing cut off.
 
-    Where the terminal is too narrow for all columns, several tables follow each other, and the first
-    `keys` columns stand in each. Numbers stay whole; `texts` wrap.
+    Where the terminal is too narrow for all columns, the `optional` ones are left out, the last of them first;
+    then several tables follow each other, and the first `keys` columns stand in each. Numbers stay whole;
+    `texts` wrap.
     """
     console = Console(highlight=False)
     console.print(title, style="bold")
-    for columns in _fitting(console, header, rows, texts, keys):
-        console.print(_table(header, rows, texts, columns))
+    columns, least, spare = list(range(len(header))), NARROWEST, list(optional)
+    while spare and not _fits(console, _table(header, rows, texts, columns, least)):
+        columns.remove(spare.pop())
+    if optional and not _fits(console, _table(header, rows, texts, columns, least)):
+        least //= 2
+    for some in _fitting(console, header, rows, texts, columns, keys, least):
+        console.print(_table(header, rows, texts, some, least))
     if notes:
         console.print(" ".join(notes.split()), style="dim")
 
 
+def _fits(console: Console, table: Table) -> bool:
+    need = Measurement.get(console, console.options.update(max_width=WIDEST), table).minimum
+    return need <= console.width
+
+
 def _fitting(
-    console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int], keys: int
+    console: Console,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    texts: Sequence[int],
+    columns: Sequence[int],
+    keys: int,
+    least: int,
 ) -> list[list[int]]:
     """The columns of each table, as many in one as have room."""
-    begin = list(range(keys))
+    begin = list(columns[:keys])
     found = [begin]
-    for column in range(keys, len(header)):
-        longer = _table(header, rows, texts, [*found[-1], column])
-        need = Measurement.get(console, console.options.update(max_width=WIDEST), longer).minimum
-        if need > console.width and found[-1] != begin:
+    for column in columns[keys:]:
+        longer = _table(header, rows, texts, [*found[-1], column], least)
+        if found[-1] != begin and not _fits(console, longer):
             found.append([*begin, column])
         else:
             found[-1] = [*found[-1], column]
@@ -51,7 +68,11 @@ def _fitting(
 
 
 def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int], columns: Sequence[int]
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    texts: Sequence[int],
+    columns: Sequence[int],
+    least: int,
 ) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -62,7 +83,7 @@ def _table(
             header[column],
             justify="left" if column in texts else "right",
             no_wrap=not wraps,
-            min_width=min(longest, NARROWEST) if wraps else longest,
+            min_width=min(longest, least) if wraps else longest,
         )
     for row in rows:
         table.add_row(*(row[column] for column in columns))
