@@ -24,15 +24,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def talkative(monkeypatch):
     """Nothing is too short to be told of."""
-    monkeypatch.setattr(lines, "QUIET", 0.0)
-    begin = lines.PlainLines.start
-
-    def start(self):
-        begin(self)
-        while self._quiet:
-            time.sleep(0.001)
-
-    monkeypatch.setattr(lines.PlainLines, "start", start)
+    monkeypatch.setattr(lines, "SOON", 0.0)
 
 
 def test_a_line_per_evaluation_says_how_long_the_rest_will_take(clock, capfd):
@@ -113,16 +105,23 @@ def test_an_evaluation_and_texts_name_what_they_do(tmp_path, monkeypatch, capfd,
 
 def test_a_silence_is_broken(monkeypatch, capfd, clock):
     """Even within one item of a stage."""
-    monkeypatch.setattr(lines, "QUIET", 0.01)
-    monkeypatch.setattr(lines, "EVERY", 0.2)
+    monkeypatch.setattr(lines, "TICK", 0.01)
     with progress.Board("converting x"):
         for _ in staged(range(4), "reading", 4096, "tokens", lambda _: 1024):
-            clock[0] += 60
-            time.sleep(0.25)
-    said = capfd.readouterr().err.splitlines()
-    assert said[:2] == ["converting x", "reading  4,096 tokens"]
-    assert "reading  2,048/4,096 tokens  0:03:00 left" in said  # in the third, 180 seconds on
-    assert 4 <= len(said) <= 7
+            for _ in range(4):
+                clock[0] += 15
+                time.sleep(0.1)
+    assert capfd.readouterr().err.splitlines() == [
+        "converting x",
+        "reading  4,096 tokens",
+        "reading  4,096 tokens",
+        "reading  1,024/4,096 tokens  0:03:45 left",
+        "reading  1,024/4,096 tokens  0:05:15 left",
+        "reading  2,048/4,096 tokens  0:02:15 left",
+        "reading  2,048/4,096 tokens  0:02:45 left",
+        "reading  3,072/4,096 tokens  0:01:05 left",
+        "reading  3,072/4,096 tokens  0:01:15 left",
+    ]
 
 
 def test_short_work_says_nothing(capfd):

@@ -261,6 +261,28 @@ def held(lock):
     return False
 
 
+MASK = """
+import multiprocessing, signal
+from rehead.study.parallel import _interrupt_held
+
+def tell(place):
+    with open(place, "w") as file:
+        file.write(str(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=tell, args=("held",))
+    with _interrupt_held():
+        process.start()
+    process.join()
+"""
+
+
+def test_the_first_of_several_never_sees_an_interrupt_either(tmp_path):
+    (tmp_path / "mask.py").write_text(MASK)
+    subprocess.run([sys.executable, "mask.py"], cwd=tmp_path, check=True)
+    assert (tmp_path / "held").read_text() == "True"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_several_at_once_and_killed(whole, here):

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -78,7 +79,11 @@ def at_once(
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """A process begun in the block never sees SIGINT: a terminal sends it to all, and it is ours to hand on."""
+    """A process begun in the block never sees SIGINT: a terminal sends it to all, and it is ours to hand on.
+
+    The first one would start Python's resource tracker, which lets SIGINT through again: it is started before.
+    """
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
