@@ -20,6 +20,7 @@ import torch
 from harness import Setting
 from page import TITLES, page, row
 
+from rehead import native
 from rehead.measure.environment import environment
 
 HERE = Path(__file__).parent
@@ -43,6 +44,7 @@ def main() -> None:
     unknown = set(given.groups) - set(GROUPS)
     if unknown:
         parser.error(f"no group {', '.join(unknown)}: there are {', '.join(GROUPS)}")
+    native.use("gpu" if given.device == "cuda" else "1")
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU here: nothing measured, docs/benchmarks.md stays as it is")
     torch.set_num_interop_threads(1)

@@ -31,6 +31,16 @@ def _exact():
     torch.set_default_dtype(before)
 
 
+@pytest.fixture
+def switch():
+    """switch(mode): which of rehead's own kernels may run, as REHEAD_NATIVE says it; as before after the test."""
+    from rehead import native
+
+    before = native.mode()
+    yield native.use
+    native.use(before)
+
+
 @pytest.fixture(scope="session")
 def by_loops():
     """Attention as the seeds write it (A2-A4): one head and one query at a time, in NumPy."""

@@ -12,8 +12,8 @@ TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "rehead"
 FILES = sorted(SRC.rglob("*.py"))
 ROOMS = """
-    errors fields registry stages native attention config model decoding checkpoint tokenizer data sampling generation
-    measure conversion training study report cli
+    errors fields registry stages system native nn attention config model decoding checkpoint tokenizer data
+    sampling generation measure conversion training study report cli
 """  # low to high: a room imports from itself and from those before it
 ROOMS = ROOMS.split()
 

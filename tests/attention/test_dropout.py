@@ -6,12 +6,12 @@ from torch import nn
 
 from calls import by
 from rehead.attention import kernels
-from rehead.attention.dropout import STEPS, Dropout, draw, dropout, threshold
 from rehead.attention.kernels.blocked import Blocked
 from rehead.attention.kernels.sdpa import SDPA
 from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import EMPTY, Mask
 from rehead.measure.memory import peak_allocated
+from rehead.nn.dropout import STEPS, Dropout, draw, dropout, threshold
 
 
 @pytest.mark.parametrize("pdrop", [0.1, 0.5, 0.03])
@@ -54,7 +54,7 @@ def test_exactly_the_draws_below_the_threshold_drop(monkeypatch):
     def every_draw(shape):
         return torch.arange(STEPS, dtype=torch.int16).view(shape)
 
-    monkeypatch.setattr("rehead.attention.dropout.draw", every_draw)
+    monkeypatch.setattr("rehead.nn.dropout.draw", every_draw)
     monkeypatch.setattr("rehead.attention.kernels.blocked.draw", every_draw)
     assert (dropout(torch.ones(STEPS), 0.1) == 0).sum() == threshold(0.1)
     n = 256

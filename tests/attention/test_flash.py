@@ -47,9 +47,10 @@ def emulated(
 
 
 @pytest.fixture
-def guarded(monkeypatch):
+def guarded(monkeypatch, switch):
     """As if this CPU were a GPU; what the guard has found out is forgotten. `use(way)` puts a kernel there."""
     calls = []
+    switch("gpu")
     monkeypatch.setattr(flash, "DEVICE", "cpu")
     monkeypatch.setattr(Compiled, "limit", lambda *_: "not on a CPU")
 
@@ -140,7 +141,7 @@ def test_a_layer_takes_it(guarded):
         assert (ours - wanted).abs().max() <= 3e-2 * wanted.abs().max()
 
 
-def test_what_it_is_not_for(guarded, monkeypatch):
+def test_what_it_is_not_for(guarded, monkeypatch, switch):
     calls = guarded(emulated)
     window, wide = Mask(n_query=520, n_key=520, window=9), torch.randn(1, 520, 2, 264).bfloat16()
     kernels.attend(*sample(520, 520), window, pdrop=0.1)
@@ -150,7 +151,11 @@ def test_what_it_is_not_for(guarded, monkeypatch):
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
         assert refusal(sample(520, 520), window) == "a compiled graph"
-    monkeypatch.setattr(flash, "DEVICE", "cuda")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(flash, "DEVICE", "cuda")
+        kernels.attend(*sample(520, 520), window)
+    switch("1")
+    assert refusal(sample(520, 520), window) == "not switched on (REHEAD_NATIVE=gpu)"
     kernels.attend(*sample(520, 520), window)
     assert not calls
 

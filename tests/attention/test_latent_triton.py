@@ -144,10 +144,11 @@ def test_a_mutant_is_caught(mutant):
 
 
 @pytest.fixture
-def guarded(monkeypatch):
+def guarded(monkeypatch, switch):
     """As if this CPU were a GPU; what the guard has found out is forgotten."""
     known = latent_token.trusted, selfcheck.warn_once
     monkeypatch.setattr(latent_token, "TRITON_ON", "cpu")
+    switch("gpu")
     for found in known:
         found.cache_clear()
     yield latent_token

@@ -158,10 +158,10 @@ def compiled(given):
 @pytest.mark.skipif(isinstance(native.kernel(), NoKernel), reason=str(native.kernel()))
 @each_dtype
 @each
-def test_it_is_the_compiled_kernel_that_keeps_it(name, dtype, monkeypatch):
+def test_it_is_the_compiled_kernel_that_keeps_it(name, dtype, switch):
     """All but learned scores; with the compiler switched off nothing is left of it."""
     given, _ = case(name, dtype)
     ours = getattr(EXAMPLES[name], "score", None) in (None, scores["scaled_dot"]())
     assert compiled(given) == (((1, 1, 1), True, True) if ours else ((0, 0, 0), False, False))
-    monkeypatch.setattr(native, "kernel", lambda: NoKernel("switched off"))
+    switch("0")
     assert compiled(given) == ((0, 0, 0), False, False)

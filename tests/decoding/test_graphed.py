@@ -93,9 +93,10 @@ class Captures:
 
 
 @pytest.fixture
-def captures(monkeypatch):
+def captures(monkeypatch, switch):
     """As if this CPU were a GPU, whose first graph serves 16 tokens."""
     made = Captures()
+    switch("gpu")
     monkeypatch.setattr(graphed, "DEVICE", "cpu")
     monkeypatch.setattr(graphed, "LEAST_REACH", 16)
     monkeypatch.setattr(graphed, "capture", made)
@@ -362,7 +363,7 @@ def test_every_moment_has_what_moments_offer():
 # Which models
 
 
-def test_what_is_not_graphed_says_why(captures, monkeypatch):
+def test_what_is_not_graphed_says_why(captures, monkeypatch, switch):
     model = model_of("gqa, rope")
     assert decoding.why_no_graph(model) is None
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
@@ -381,6 +382,9 @@ def test_what_is_not_graphed_says_why(captures, monkeypatch):
         rope=True,
     )
     assert "step of its own" in decoding.why_no_graph(made(gpt(few)))
+    switch("1")
+    assert decoding.why_no_graph(model) == "not switched on (REHEAD_NATIVE=gpu)"
+    switch("gpu")
     rnn = build(RNNConfig(vocab_size=V, block_size=9, n_embd=D, n_layer=1, n_hidden=9, n_output=V)).float()
     assert "rnn" in decoding.why_no_graph(rnn)
     monkeypatch.setattr(graphed, "DEVICE", "cuda")
@@ -391,7 +395,8 @@ def test_what_is_not_graphed_says_why(captures, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @each
 @starts
-def test_on_a_gpu_it_is_forward(name, lengths):
+def test_on_a_gpu_it_is_forward(name, lengths, switch):
+    switch("gpu")
     model = model_of(name, torch.float64).cuda()
     decode = decoding.graphed_decoder(model)
     same(model, decode, most=1e-9, lengths=lengths)

@@ -16,7 +16,7 @@ from rehead.decoding.program import Kind, Op, Program, kernel
 from rehead.errors import NumericError, UsageError
 from rehead.generation import generate
 from rehead.model import build
-from rehead.native import NoKernel, library
+from rehead.native import NoKernel
 from rehead.native import build as building
 
 needs_kernel = pytest.mark.skipif(isinstance(kernel(), NoKernel), reason=str(kernel()))
@@ -241,12 +241,12 @@ def test_many_rows_go_another_way(monkeypatch):
         logits(model, decoding.native_decoder(model), batch=MOST_ROWS)
 
 
-def test_generation_takes_it(monkeypatch):
+def test_generation_takes_it(monkeypatch, switch):
     model, ran, run = made(config_of("wide")), [], Program.run
     ids = torch.randint(V, (2, 5))
-    monkeypatch.setattr(decoding.gpt, "kernel", lambda: NoKernel("switched off"))
+    switch("0")
     wanted = generate(model, ids, 60, 0)
-    monkeypatch.undo()
+    switch("1")
     monkeypatch.setattr(Program, "run", lambda self, *a: ran.append(1) or run(self, *a))
     assert torch.equal(generate(model, ids, 60, 0), wanted)
     assert len(ran) == 59
@@ -286,9 +286,9 @@ def test_the_rest_of_the_process_still_has_small_numbers():
 @pytest.fixture
 def _anew(monkeypatch, tmp_path):
     monkeypatch.setattr(building.Path, "home", lambda: tmp_path)
-    library.cache_clear()
+    building._loaded.cache_clear()
     yield
-    library.cache_clear()
+    building._loaded.cache_clear()
 
 
 @pytest.mark.usefixtures("_anew")

@@ -13,7 +13,6 @@ from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graphed
 from rehead.measure.explain import explain, ranges
 from rehead.model import build
-from rehead.native.sequence import kernel
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, rope=RopeConfig())
 MLA = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=7)
@@ -174,8 +173,9 @@ def test_ranges_are_where_the_way_changes(edges):
     assert stretches == list(zip(starts, [*edges, 100], strict=True))
 
 
-def test_a_gpu_has_ways_of_its_own(monkeypatch):
+def test_a_gpu_has_ways_of_its_own(monkeypatch, switch):
     """As if this CPU were one."""
+    switch("gpu")
     for room in (graphed, flash):
         monkeypatch.setattr(room, "DEVICE", "cpu")
     monkeypatch.setattr(flash, "trusted", lambda *_: True)
@@ -191,10 +191,6 @@ def test_a_gpu_has_ways_of_its_own(monkeypatch):
     hook.remove()
 
 
-def test_without_a_compiler_it_says_so(monkeypatch):
-    from rehead.native import NoKernel
-    from rehead.native import sequence as native
-
-    monkeypatch.setattr(native, "kernel", lambda: NoKernel("no C++ compiler here"))
-    assert "(no C++ kernel: no C++ compiler here)" in explain(made(GQA).float())[2]
-    assert kernel is not native.kernel
+def test_without_compiled_code_it_says_so(switch):
+    switch("0")
+    assert "(no C++ kernel: compiled code is switched off)" in explain(made(GQA).float())[2]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from calls import by
 from rehead.attention import kernels
-from rehead.attention.dropout import STEPS
 from rehead.attention.kernels import compiled
 from rehead.attention.kernels.blocked import Blocked
 from rehead.attention.mask import Mask
@@ -19,6 +18,7 @@ from rehead.model.layers import gelu
 from rehead.native import NoKernel
 from rehead.native import sequence as native
 from rehead.native.build import HERE
+from rehead.nn.dropout import STEPS
 
 pytestmark = pytest.mark.skipif(isinstance(native.kernel(), NoKernel), reason=str(native.kernel()))
 SIZES = {  # B, L, S, H, K, E, V
@@ -225,7 +225,7 @@ def test_second_derivatives_are_refused():
 # When it is taken
 
 
-def test_who_takes_it(monkeypatch):
+def test_who_takes_it(monkeypatch, switch):
     took, real = [], native.attend
     monkeypatch.setattr(native, "attend", lambda *a: took.append(1) or real(*a))
 
@@ -259,7 +259,7 @@ def test_who_takes_it(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("torch.compiler.is_compiling", lambda: True)
         assert not takes()
-    monkeypatch.setattr(native, "kernel", lambda: NoKernel("switched off"))
+    switch("0")
     assert not takes()
 
 
@@ -319,9 +319,9 @@ def test_heads_of_one_number():
     assert_near([in_cpp(query, key, value, mask)], [wanted])
 
 
-def test_without_a_compiler_it_says_so(monkeypatch):
-    monkeypatch.setattr(native, "kernel", lambda: NoKernel("no compiler"))
-    with pytest.raises(NoKernel, match="no compiler"):
+def test_switched_off_it_says_so(switch):
+    switch("0")
+    with pytest.raises(NoKernel, match="switched off"):
         in_cpp(*sample(SIZES["odd"]), rule(SIZES["odd"]))
 
 

@@ -25,12 +25,13 @@ from rehead.errors import (
 )
 from rehead.measure import evaluate
 from rehead.model import build
+from rehead.system.device import choose_device
 from rehead.tokenizer import Tokenizer
 from rehead.training import state, train
 from rehead.training.folder import RunFolder
 from rehead.training.loop import Trainer
 from rehead.training.optimizer import build_optimizer, learning_rate
-from rehead.training.start import choose_device, located
+from rehead.training.start import located
 
 TEXT = "".join(f"Line {i}: to be, or not to be; that is {i * 7 % 13}.\n" for i in range(60))
 TINY = [

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from rehead.attention import kernels
 from rehead.attention.base import FILLED, Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache
-from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig, Rotary
 from rehead.attention.score import ScoreConfig, scores
 from rehead.attention.step import Moment, Product, Step, attend_token
 from rehead.errors import ConfigError
+from rehead.nn.linear import Linear
 
 HeadMap = Literal["contiguous", "modular"]
 

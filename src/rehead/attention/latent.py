@@ -15,10 +15,10 @@ from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
 from rehead.attention.kernels.latent_token import attend_latent_token
 from rehead.attention.latent_config import LatentConfig
-from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import Rotary
 from rehead.attention.step import Moment, Product, Step, token_weights
+from rehead.nn.linear import Linear
 
 NORM_EPS = 1e-6
 """Of the latent norms, as in DeepSeek's classes in transformers, whatever the model's own is."""

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention.cache import LayerCache, Place
-from rehead.attention.linear import Linear
 from rehead.attention.mask import visible
 from rehead.attention.rope import Rotary
+from rehead.nn.linear import Linear
 
 Step = Callable[[Tensor, LayerCache, "Moment"], Tensor]
 """x (B, D), what the layer remembers, and the moment: what x gathers, (B, D). The cache has one token more then."""

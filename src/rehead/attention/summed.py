@@ -16,9 +16,9 @@ from rehead.attention import kernels
 from rehead.attention.base import Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache
 from rehead.attention.grouped import GroupedConfig, require_divides
-from rehead.attention.linear import Linear
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig, Rotary
+from rehead.nn.linear import Linear
 
 
 @variants.add("gqa_sum")

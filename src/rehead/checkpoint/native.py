@@ -24,7 +24,7 @@ from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput
 from rehead.model import LanguageModel, skeleton
 from rehead.model.base import require_model
-from rehead.model.device import choose_device
+from rehead.system.device import choose_device
 
 FORMAT = "rehead-1"
 LARGEST_CONFIG = 4 * 2**20

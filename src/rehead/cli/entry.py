@@ -110,14 +110,8 @@ def _said(json: bool) -> Iterator[None]:
 
 
 def _choose_native() -> None:
-    """Obey REHEAD_NATIVE, the one variable that is read: 0 switches compiled code off."""
-    value = os.environ.get("REHEAD_NATIVE") or "1"
-    if value not in ("0", "1"):
-        raise UsageError(
-            f"REHEAD_NATIVE={value}: 0 switches compiled C++ off, 1 leaves it on. Use one of them."
-        )
-    if value == "0":
-        native.disable()
+    """Obey REHEAD_NATIVE, the one variable that is read."""
+    native.use(os.environ.get("REHEAD_NATIVE") or "1")
 
 
 def _open_streams() -> None:

@@ -108,7 +108,7 @@ def bench(
     from rehead.measure.explain import explain as explained
     from rehead.report.bench import present
     from rehead.report.progress import Board
-    from rehead.training.start import choose_device
+    from rehead.system.device import choose_device
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     read = load(model, device=choose_device(device))

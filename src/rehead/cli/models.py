@@ -52,8 +52,8 @@ def generate(
     from rehead.generation import stream
     from rehead.report.progress import Board
     from rehead.stages import staged
+    from rehead.system.device import choose_device
     from rehead.tokenizer import Tokenizer
-    from rehead.training.start import choose_device
 
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples}: texts per prompt. Use 1 to {MOST_SAMPLES:,}.")
@@ -117,9 +117,9 @@ def eval(
     from rehead.measure import evaluate
     from rehead.measure.quality import blocks_of, scores
     from rehead.report.progress import Board
+    from rehead.system.device import choose_device
     from rehead.tokenizer import Tokenizer
     from rehead.training.seen import contains_training_text
-    from rehead.training.start import choose_device
 
     chosen = choose_device(device)
     model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))

@@ -11,7 +11,7 @@ from rehead.conversion.page import PAGE, page
 from rehead.conversion.serve import Engine, for_vllm, require_vllm, to_deepseek
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel
-from rehead.model.allocator import return_freed_memory
+from rehead.system.allocator import return_freed_memory
 
 DEEPSEEK = "deepseek_v3"
 CARD = """\

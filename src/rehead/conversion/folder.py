@@ -16,7 +16,7 @@ from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
 from rehead.conversion.target import Wish
 from rehead.errors import InvalidInput, UsageError
-from rehead.model.allocator import return_freed_memory
+from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import Tokenizer
 
 

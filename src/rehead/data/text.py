@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rehead.config import DataOptions
 from rehead.data.corpora import CORPORA
 from rehead.data.files import read
 from rehead.errors import ConfigError, InvalidInput
+from rehead.system.folders import cache_folder
 
 CHUNK = 1 << 18  # characters
 EMBEDDED = "python-docs"
@@ -32,7 +33,7 @@ class Source:
 
     path: Path | None = None
     name: str | None = None
-    cache_dir: Path = Path("~/.cache/rehead")  # for downloads
+    cache_dir: Path = field(default_factory=cache_folder)  # for downloads
     chunk: int = CHUNK
     option: str = "data.path"
 
@@ -45,7 +46,7 @@ class Source:
 
     def __iter__(self) -> Iterator[str]:
         if self.path is None:
-            parts = CORPORA[str(self.name)](self.cache_dir.expanduser())
+            parts = CORPORA[str(self.name)](self.cache_dir)
         else:
             parts = read(self.path, self.chunk, self.option)
         blank = True

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from rehead.attention import EMPTY, GroupedAttention, LatentAttention, LayerCache
-from rehead.attention.dropout import Dropout
 from rehead.attention.rope import Rotary
 from rehead.attention.step import Moment, NextToken, is_plain
 from rehead.decoding.program import Kind, Program, kernel
@@ -17,6 +16,7 @@ from rehead.model.base import Decode
 from rehead.model.layers import GELU, Block, SwiGLU
 from rehead.model.step import is_watched
 from rehead.native import NoKernel, library
+from rehead.nn.dropout import Dropout
 
 MOST_ROWS = 16
 """Rows of a batch up to which reading the weights is what a step costs."""

@@ -20,6 +20,7 @@ from rehead.model import GPT, LanguageModel
 from rehead.model.base import Decode
 from rehead.model.layers import Block
 from rehead.model.step import is_watched
+from rehead.native import switch
 
 DEVICE = "cuda"
 """The kind of device that has graphs."""
@@ -36,6 +37,8 @@ def why_no_graph(model: LanguageModel) -> str | None:
     """Why this model is not decoded by CUDA graphs; None where it is."""
     if model.device.type != DEVICE:
         return f"the model is on {model.device.type}"
+    if (refusal := switch.gpu_refusal()) is not None:
+        return refusal
     if not isinstance(model, GPT):
         return f"a model of type {model.config.model_type}"
     if is_watched(model) or torch.is_autocast_enabled(DEVICE):

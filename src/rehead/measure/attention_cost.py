@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rehead.attention import kernels
 from rehead.attention.mask import Mask
-from rehead.measure.roofline import synchronize
 from rehead.model import LanguageModel, modes_kept
+from rehead.system.device import synchronize
 
 
 @dataclass(kw_only=True)

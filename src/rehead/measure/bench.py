@@ -15,11 +15,13 @@ from torch import Tensor
 from rehead.config import ModelConfig
 from rehead.errors import ResourceError, UsageError
 from rehead.generation import stream
-from rehead.measure.memory import held_cache_bytes, physical_memory
-from rehead.measure.roofline import Roofline, matmul_rate, read_rate, synchronize
+from rehead.measure.memory import held_cache_bytes
+from rehead.measure.roofline import Roofline, matmul_rate, read_rate
 from rehead.measure.size import cache_bytes, decode_bytes, decode_flops, prefill_flops
 from rehead.model import LanguageModel
 from rehead.stages import staged
+from rehead.system.device import synchronize
+from rehead.system.machine import physical_memory
 
 
 @dataclass(frozen=True, kw_only=True)

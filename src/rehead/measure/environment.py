@@ -3,11 +3,11 @@
 import os
 import platform
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 from rehead import __version__
+from rehead.system.machine import processor
 
 PACKAGES = ("numpy", "safetensors", "tokenizers", "cyclopts")
 
@@ -18,7 +18,7 @@ def environment() -> dict[str, str | int]:
         "rehead": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count() or 0,
         "torch": torch.__version__,
         "torch threads": torch.get_num_threads(),
@@ -26,10 +26,3 @@ def environment() -> dict[str, str | int]:
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
     return facts | {name: version(name) for name in PACKAGES}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -33,11 +33,6 @@ def memory(device: torch.device) -> dict[str, int]:
     return used
 
 
-def physical_memory() -> int:
-    """Bytes of memory this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def peak_allocated(run: Callable[[], Any]) -> int:
     """Most bytes of CPU memory that tensors held at once while `run` ran, beyond those before it.
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rehead.system.device import synchronize
+
 SAMPLE = 0.02
 """Seconds one measurement takes at least."""
 SIDE = {"cpu": 1024, "cuda": 8192}
@@ -38,12 +40,6 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     side = SIDE.get(device.type, 2048)
     matrix = torch.full((side, side), 1 / side, device=device, dtype=dtype)
     return 2 * side**3 * _rate(lambda: matrix @ matrix, device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _rate(work: Callable[[], object], device: torch.device) -> float:

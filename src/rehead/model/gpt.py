@@ -7,13 +7,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import LayerCache
-from rehead.attention.dropout import Dropout
 from rehead.attention.step import Moment, NextToken, Product
 from rehead.config import GPTConfig
 from rehead.model.base import Decode, LanguageModel, models, require_length
 from rehead.model.init import initialise
 from rehead.model.layers import NORMS, Block
 from rehead.model.step import is_watched, layer_step
+from rehead.nn.dropout import Dropout
 
 
 @models.add("gpt")

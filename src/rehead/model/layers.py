@@ -2,26 +2,17 @@
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
-from rehead.attention.dropout import Dropout
-from rehead.attention.linear import Linear
 from rehead.config import GPTConfig
-from rehead.native import sequence
+from rehead.nn.dropout import Dropout
+from rehead.nn.gelu import gelu
+from rehead.nn.linear import Linear
 
 NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
-
-
-def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU in its tanh form; in training in float32 on a CPU by rehead's own C++, where there is a compiler."""
-    learns = torch.is_grad_enabled() and x.requires_grad
-    if learns and x.dtype == torch.float32 and sequence.refuses(x) is None:
-        return sequence.gelu(x)
-    return F.gelu(x, approximate="tanh")
 
 
 class GELU(nn.Module):

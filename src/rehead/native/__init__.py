@@ -1,5 +1,6 @@
-"""C++ for a CPU, built on first use; where it cannot be built or is disabled, PyTorch does the same."""
+"""rehead's own kernels: C++ for a CPU, built on first use, and the switch for all that is compiled."""
 
-from rehead.native.build import NoKernel, disable, is_disabled, library
+from rehead.native.build import NoKernel, library
+from rehead.native.switch import disable, mode, use
 
-__all__ = ["NoKernel", "disable", "is_disabled", "library"]
+__all__ = ["NoKernel", "disable", "library", "mode", "use"]

@@ -8,12 +8,15 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from rehead.native import switch
+from rehead.system.folders import cache_folder
+from rehead.system.machine import instruction_sets
 
 HERE = Path(__file__).parent
 HEADER = HERE / "vectors.h"
@@ -25,9 +28,6 @@ LINK = ("-shared",)
 TIMEOUT_SECONDS = 300
 
 
-_off = False
-
-
 class NoKernel(Exception):
     """Why there is no kernel in C++ here, and what would help; nothing a user has to act on."""
 
@@ -36,11 +36,13 @@ class NoKernel(Exception):
         self.way_out = way_out
 
 
-@cache
 def library(name: str) -> ctypes.CDLL | NoKernel:
     """The loaded kernels of `name`.cpp, or why there are none. The first call on a machine takes some seconds."""
-    if _off:
-        return NoKernel("compiled code is switched off")
+    return NoKernel("compiled code is switched off") if switch.mode() == "0" else _loaded(name)
+
+
+@cache
+def _loaded(name: str) -> ctypes.CDLL | NoKernel:
     try:
         return ctypes.CDLL(str(_built(name)))
     except NoKernel as problem:
@@ -49,18 +51,6 @@ def library(name: str) -> ctypes.CDLL | NoKernel:
         missing = NoKernel(f"C++ cannot be built or loaded ({problem})", "Make ~/.cache/rehead writable.")
     _say(f"{missing}: PyTorch computes instead, slower. {missing.way_out}")
     return missing
-
-
-def disable() -> None:
-    """Compute with PyTorch alone from now on, in this process. Call it before anything is computed."""
-    global _off
-    _off = True
-    library.cache_clear()
-
-
-def is_disabled() -> bool:
-    """Whether `disable` was called."""
-    return _off
 
 
 @cache
@@ -83,9 +73,9 @@ def _built(name: str) -> Path:
 def _built_by(compiler: str, name: str) -> Path:
     source = HERE / f"{name}.cpp"
     words = " ".join((compiler, *FLAGS, *LINK))
-    made_of = [source.read_bytes(), HEADER.read_bytes(), words.encode(), _processor().encode()]
+    made_of = [source.read_bytes(), HEADER.read_bytes(), words.encode(), instruction_sets().encode()]
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
-    folder = Path.home() / ".cache" / "rehead"
+    folder = cache_folder()
     place = folder / f"{name}-{digest}.so"
     if place.exists():
         return place
@@ -107,11 +97,3 @@ def _built_by(compiler: str, name: str) -> Path:
                 raise NoKernel(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
         os.replace(made, place)  # whole or not at all, whoever else builds it
     return place
-
-
-def _processor() -> str:
-    """What `-march=native` means here."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {platform.processor()} {flags}"

@@ -38,7 +38,7 @@ def at_once(
     error of one stops the others in the same way and is raised here.
     """
     threads = max(1, torch.get_num_threads() // n_process)
-    compiled = not native.is_disabled()
+    kernels = native.mode()
     context = multiprocessing.get_context("spawn")
     waiting, running = list(jobs), dict[Connection, tuple[Job, BaseProcess]]()
     failure: Exception | None = None
@@ -48,7 +48,7 @@ def at_once(
                 waiting.remove(job)
                 here, there = context.Pipe()
                 process: BaseProcess = context.Process(
-                    target=_process, args=(job, preset, threads, compiled, there)
+                    target=_process, args=(job, preset, threads, kernels, there)
                 )
                 with _interrupt_held():
                     process.start()
@@ -109,12 +109,11 @@ def _lost(job: Job, status: int | None) -> ResourceError:
     )
 
 
-def _process(job: Job, preset: Preset, threads: int, compiled: bool, out: Connection) -> None:
+def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connection) -> None:
     """The whole life of one process: send records and warnings as they come, and an error at the end."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    if not compiled:
-        native.disable()
+    native.use(kernels)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: out.send(str(message))
         try:

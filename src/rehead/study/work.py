@@ -24,11 +24,12 @@ from rehead.study.metrics import read_metrics
 from rehead.study.preset import Preset
 from rehead.study.readback import read_back
 from rehead.study.sharing import Sharing
+from rehead.system.device import choose_device
 from rehead.tokenizer import Tokenizer
 from rehead.training import train
 from rehead.training.folder import RunFolder
 from rehead.training.run import PROMPT_TOKENS
-from rehead.training.start import choose_device, read_text
+from rehead.training.start import read_text
 
 Record = dict[str, Any]
 MEASURED = "measured.json"

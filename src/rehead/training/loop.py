@@ -14,8 +14,8 @@ from rehead.data import Batch
 from rehead.errors import NumericError
 from rehead.measure import memory
 from rehead.model import LanguageModel
-from rehead.model.allocator import keep_freed_memory
 from rehead.model.gpt import GPT
+from rehead.system.allocator import keep_freed_memory
 from rehead.training.loss import LOGITS, cross_entropy
 from rehead.training.optimizer import build_optimizer, learning_rate
 

@@ -15,13 +15,14 @@ from rehead.generation import stream
 from rehead.measure import evaluate, parameters
 from rehead.native import NoKernel
 from rehead.native.sequence import kernel
+from rehead.system.device import choose_device
 from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
 from rehead.training.heal import healed_files
 from rehead.training.interrupt import Stop, stop_signals
 from rehead.training.loop import Trainer
-from rehead.training.start import choose_device, located, read_teacher, read_text, start_model
+from rehead.training.start import located, read_teacher, read_text, start_model
 
 PROMPT_TOKENS = 8
 """Samples go on from the first tokens of the validation text, unless a prompt is given."""

@@ -14,9 +14,8 @@ from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError, ResourceError
 from rehead.measure import parameters
-from rehead.measure.memory import physical_memory
 from rehead.model import LanguageModel, build
-from rehead.model.device import choose_device as choose_device
+from rehead.system.machine import physical_memory
 from rehead.tokenizer import Tokenizer, train
 from rehead.training.heal import require_same_vocabulary
 

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rehead.attention.dropout import STEPS, WHOLE, draw, is_ours, threshold
 from rehead.attention.kernels.base import Call, Kernel
+from rehead.nn.dropout import STEPS, WHOLE, draw, is_ours, threshold
 
 BLOCK = 1 << 18
 """Weights computed at a time, at least those of one sequence: 1 MB in float32."""

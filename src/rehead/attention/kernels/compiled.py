@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rehead.attention.dropout import raw_draw, threshold
 from rehead.attention.kernels.base import Call, Kernel
 from rehead.attention.mask import Mask
 from rehead.native import sequence as native
+from rehead.nn.dropout import raw_draw, threshold
 
 WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 """Types whose numbers are computed as float32."""

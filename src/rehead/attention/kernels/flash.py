@@ -16,6 +16,7 @@ from rehead.attention.kernels.sdpa import SDPA, of_one_width
 from rehead.attention.kernels.selfcheck import BUDGET, passes, relative_error, seeded_normal
 from rehead.attention.kernels.windowed import window_limit
 from rehead.attention.mask import Mask
+from rehead.native import switch
 
 DEVICE = "cuda"
 """The kind of device that has the kernel."""
@@ -41,6 +42,8 @@ class Flash(Kernel):
             return unserved
         if query.device.type != DEVICE:
             return "not on a GPU"
+        if (refusal := switch.gpu_refusal()) is not None:
+            return refusal
         if query.dtype not in DTYPES or query.dtype != value.dtype:
             return "not in float16 or bfloat16"
         if torch.compiler.is_compiling():

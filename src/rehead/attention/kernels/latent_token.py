@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rehead.attention.kernels.selfcheck import BUDGET, passes, relative_error, seeded_normal
 from rehead.attention.step import token_weights
+from rehead.native import switch
 
 TRITON_ON = "cuda"
 """The kind of device that has the kernel."""
@@ -41,7 +42,8 @@ def attend_latent_token(
 ) -> Float[Tensor, "B H R"]:
     """`latent_token_reference`, by the fastest kernel that has agreed with it."""
     compute: Callable[..., Tensor] = latent_token_reference
-    if query.device.type == TRITON_ON and query.dtype in BUDGET and not torch.is_grad_enabled():
+    on_gpu = query.device.type == TRITON_ON and switch.gpu_refusal() is None
+    if on_gpu and query.dtype in BUDGET and not torch.is_grad_enabled():
         _, n_head, width = query.shape
         compute = trusted(query.device, query.dtype, n_head, width, rank, hidden is not None)
     return compute(query, rows, rank, scale, hidden)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rehead.attention.linear import Linear
 from rehead.attention.step import Product
+from rehead.nn.linear import Linear
 
 onednn = pytest.mark.skipif(
     not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="oneDNN is used on x86 only"

@@ -1,4 +1,4 @@
-"""Where a model can be computed."""
+"""Where a model is computed."""
 
 import torch
 
@@ -22,3 +22,9 @@ def choose_device(name: str) -> torch.device:
         last = torch.cuda.device_count() - 1
         raise UsageError(f"device={name}: this machine has cuda:0 to cuda:{last}. Use one of them, or auto.")
     return torch.device(name)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""The machine: its devices, its memory, its processor, the user's cache folder."""
