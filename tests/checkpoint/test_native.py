@@ -221,7 +221,7 @@ CONFIG_FILES = {  # config.json, as a function of the good one; what the message
     "string": (lambda text: '"rehead-1"', "format='rehead-1'"),
     "null": (lambda text: "null", "format='rehead-1'"),
     "of another program": (lambda text: '{"hidden_size": 64}', "format='rehead-1'"),
-    "of another format": (replaced('"rehead-1"', '"rehead-2"'), "format='rehead-1'"),
+    "of another format": (replaced('"rehead-1"', '"rehead-2"'), "format='rehead-2', this version"),
     "key twice": (replaced('"n_embd": 30', '"n_embd": 60, "n_embd": 30'), "a key stands twice"),
     "key twice, inside": (replaced('"head_dim": 4', '"head_dim": 4, "head_dim": 4'), "a key stands twice"),
     "NaN": (replaced('"norm_eps": 1e-05', '"norm_eps": NaN'), "NaN is no number"),

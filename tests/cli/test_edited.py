@@ -1,6 +1,7 @@
 """Folders whose files somebody edited: what is wrong is named with its place and a way out, and nothing changes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,94 @@ def test_a_last_line_that_a_power_cut_left(run, capfd):
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     assert steps[-1] == 3
+
+
+@pytest.fixture
+def model(run):
+    """The run's model, in a folder of its own."""
+    assert main(["convert", str(run), "model", "--to", "mqa", "--allow-loss"]) == 0
+    return Path("model")
+
+
+AGAIN = "Copy the folder again from where it is whole, or make it again.\n"
+COPY = "Put a whole copy of it there.\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "status", "said", "way"),
+    [
+        (
+            "MANIFEST.json",
+            "{",
+            4,
+            "model/MANIFEST.json is missing or unreadable: the folder is incomplete. ",
+            AGAIN,
+        ),
+        ("MANIFEST.json", '{"format": 1}', 4, "model/MANIFEST.json is missing or unreadable: ", AGAIN),
+        (
+            "MANIFEST.json",
+            '{"format": 2, "files": {}}',
+            4,
+            "model/MANIFEST.json has format=2, ",
+            "knows 1: upgrade it.\n",
+        ),
+        (
+            "config.json",
+            "{",
+            4,
+            "model/config.json is damaged: its bytes are not those that MANIFEST.json ",
+            AGAIN,
+        ),
+        ("tokenizer.json", None, 4, "model/tokenizer.json is missing: MANIFEST.json lists it. ", AGAIN),
+        (None, "{", 3, "model/config.json is not JSON: ", COPY),
+        (None, "[]", 3, "model/config.json does not say format='rehead-1': expected a table. ", COPY),
+        (
+            None,
+            "{}",
+            3,
+            "model/config.json does not say format='rehead-1': ",
+            "copy of it there, or give another folder.\n",
+        ),
+        (
+            None,
+            '{"format": "rehead-9"}',
+            3,
+            "model/config.json has format='rehead-9', ",
+            "or use the version that wrote it.\n",
+        ),
+    ],
+)
+def test_a_damaged_model_folder(model, file, text, status, said, way, capfd):
+    """Without a file, that of config.json in a folder without a manifest."""
+    if file is None:
+        (model / "MANIFEST.json").unlink()
+    place = model / (file or "config.json")
+    if text is None:
+        place.unlink()
+    else:
+        place.write_text(text)
+    capfd.readouterr()
+    assert main(["generate", "model", "--prompt", "O"]) == status
+    error = capfd.readouterr().err
+    assert error.startswith(f"rehead: {said}")
+    assert error.endswith(way)
+    assert len(error.splitlines()) == 1
+
+
+def test_a_state_that_cannot_go_on(run, capfd):
+    """Its way out leads out."""
+    assert main(["train", *MORE, "trainer.keep=2"]) == 0
+    newest = run / "checkpoints" / "step-000003"
+    manifest = json.loads((newest / "MANIFEST.json").read_text())
+    del manifest["files"]["state.json"]
+    (newest / "state.json").unlink()
+    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+    capfd.readouterr()
+    again = ["system.work_dir=run", "trainer.max_iters=4", "trainer.resume=True"]
+    assert main(["train", *again]) == 4
+    assert (
+        "Remove the folder it lies in, and the run resumes from the checkpoint before."
+        in capfd.readouterr().err
+    )
+    shutil.rmtree(newest)
+    assert main(["train", *again]) == 0

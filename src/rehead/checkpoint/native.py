@@ -121,16 +121,24 @@ def _table(folder: Path) -> dict[str, Any]:
     path = folder if folder.suffix == ".json" else folder / "config.json"
     table = strict_json(path, LARGEST_CONFIG)
     if not isinstance(table, dict):
-        raise InvalidInput(f"{path} does not say format={FORMAT!r}: expected a table.")
+        raise InvalidInput(
+            f"{path} does not say format={FORMAT!r}: expected a table. Put a whole copy of it there."
+        )
     return table
 
 
 def _config(table: dict[str, Any], where: str) -> ModelConfig:
     if "format" not in table and "model_type" in table:
         return stock.read_config(table, where)
-    if table.get("format") != FORMAT:
+    if "format" in table and table["format"] != FORMAT:
         raise InvalidInput(
-            f"{where} does not say format={FORMAT!r}: it was not written by this version of rehead."
+            f"{where} has format={table['format']!r:.40}, this version of rehead knows {FORMAT!r}: upgrade rehead, or "
+            "use the version that wrote it."
+        )
+    if "format" not in table:
+        raise InvalidInput(
+            f"{where} does not say format={FORMAT!r}: it is not rehead's. Put a whole copy of it there, or "
+            "give another folder."
         )
     own = {name: value for name, value in table.items() if name not in ("format", "dtype")}
     config = decode(ModelConfig, own, where)

@@ -27,6 +27,7 @@ READ = (".json", ".safetensors")
 ASIDE = ".tmp-"
 LARGEST = 4 * 2**20
 """Bytes of a manifest."""
+AGAIN = "Copy the folder again from where it is whole, or make it again."
 OS_ERROR = re.compile(r"os error (\d+)")
 """How safetensors tells that the system refused, a full disk for one."""
 
@@ -90,7 +91,7 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
         version = manifest["format"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # InvalidInput is a ValueError
         raise IntegrityError(
-            f"{folder / MANIFEST} is missing or unreadable: the folder is incomplete."
+            f"{folder / MANIFEST} is missing or unreadable: the folder is incomplete. {AGAIN}"
         ) from error
     if version != FORMAT:
         raise IntegrityError(
@@ -112,10 +113,12 @@ def _require_recorded(folder: Path, files: dict[str, tuple[int, str]]) -> None:
     for name, (size, digest) in files.items():
         path = folder / name
         if Path(name).name != name or not os.path.isfile(path):  # False where Path's would raise
-            raise IntegrityError(f"{path} is missing: {MANIFEST} lists it.")
+            raise IntegrityError(f"{path} is missing: {MANIFEST} lists it. {AGAIN}")
         require_regular(path)
         if path.stat().st_size != size or sha256(path) != digest:
-            raise IntegrityError(f"{path} is damaged: its bytes are not those that {MANIFEST} records.")
+            raise IntegrityError(
+                f"{path} is damaged: its bytes are not those that {MANIFEST} records. {AGAIN}"
+            )
 
 
 def _require_nothing_else(folder: Path, files: dict[str, tuple[int, str]]) -> None:

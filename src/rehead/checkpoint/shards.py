@@ -171,7 +171,9 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
         try:
             header = json.loads(file.read(length), object_pairs_hook=_once, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{path}: its header is not JSON: {error!s:.200}.") from error
+            raise IntegrityError(
+                f"{path}: its header is not JSON: {error!s:.200}. Put a whole copy of it there."
+            ) from error
     if not isinstance(header, dict) or len(header) > MOST_TENSORS:
         raise InvalidInput(f"{path}: its header describes no tensors, or more than {MOST_TENSORS:,}.")
     metadata = header.pop("__metadata__", {})
@@ -193,7 +195,7 @@ def strict_json(path: Path, largest: int) -> Any:
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}: expected a model folder with that file.") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON: {error!s:.200}.") from error
+        raise InvalidInput(f"{path} is not JSON: {error!s:.200}. Put a whole copy of it there.") from error
 
 
 def require_regular(path: Path) -> None:

@@ -18,6 +18,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 LARGEST = 2**20
 """Bytes of the numbers."""
 
+WITHOUT = "Remove the folder it lies in, and the run resumes from the checkpoint before."
+
 
 def write(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, draws: Tensor, numbers: dict[str, Any]
@@ -77,12 +79,14 @@ def _require_moments(path: Path, sizes: dict[str, tuple[int, ...]], model: nn.Mo
         found = {key: left.pop(f"optimizer.{key}.{name}", None) for key in MOMENTS}
         wanted = {key: () if key == "step" else tuple(weight.shape) for key in MOMENTS}
         if any(size is not None for size in found.values()) and found != wanted:
-            raise IntegrityError(f"{path}: {name} has moments of shapes {found}, expected {wanted}.")
+            raise IntegrityError(
+                f"{path}: {name} has moments of shapes {found}, expected {wanted}. {WITHOUT}"
+            )
     if left:
-        raise IntegrityError(f"{path}: {min(left):.200} fits no weight of this model.")
+        raise IntegrityError(f"{path}: {min(left):.200} fits no weight of this model. {WITHOUT}")
     if step and not sizes:
-        raise IntegrityError(f"{path} has no optimizer state although step {step} was reached.")
+        raise IntegrityError(f"{path} has no optimizer state although step {step} was reached. {WITHOUT}")
 
 
 def _damaged(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path} is missing or damaged: this checkpoint cannot go on.")
+    return IntegrityError(f"{path} is missing or damaged: this checkpoint cannot go on. {WITHOUT}")
