@@ -1,6 +1,7 @@
 """What every attention variant keeps, whatever it is: over all examples of the registry."""
 
 import ast
+import pydoc
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -596,7 +597,11 @@ def summed(**fields):
     return SummedConfig(**{"n_query_head": 6, "n_kv_head": 2, "head_dim": 10} | fields)
 
 
-X, Y, PLACES = torch.zeros(1, 3, D, dtype=torch.float64), torch.zeros(1, 4, C), torch.arange(3)[None]
+X, Y, PLACES = (
+    torch.zeros(1, 3, D, dtype=torch.float64),
+    torch.zeros(1, 4, C, dtype=torch.float64),
+    torch.arange(3)[None],
+)
 CROSS = {"causal": False, "d_context": C}
 REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: grouped(causal=True, d_context=17), "d_context=17", "Use causal=False"),
@@ -688,6 +693,16 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
 
 CALLS = {  # of every variant: what is given, the value the message names, the way out it shows
     "2-D x": (lambda own, cross: own(X[0]), "x has shape (3, 13)", "Use x[None]"),
+    "half x": (
+        lambda own, cross: own(X.half()),
+        "x is torch.float16, the weights of this attention are torch.float64",
+        "Use x.to(torch.float64), attention.to(torch.float16), or torch.autocast",
+    ),
+    "half context": (
+        lambda own, cross: cross(X, torch.zeros(1, 2, 17, dtype=torch.float16)),
+        "context is torch.float16",
+        "Use context.to(torch.float64)",
+    ),
     "narrow x": (
         lambda own, cross: own(X[..., :5]),
         "x has width 5: this attention was built for d_model=13",
@@ -766,8 +781,8 @@ def test_a4_calls_are_checked_before_anything_is_computed(build, monkeypatch):
     ):
         with pytest.raises(Checked) as caught:
             call()
-        config, d_model, *given = caught.value.args[0]
-        assert (config, d_model) == (module.config, D)
+        config, d_model, weight, *given = caught.value.args[0]
+        assert (config, d_model, weight.dtype) == (module.config, D, torch.float64)
         assert all(ours is other for ours, other in zip(given, wanted, strict=True))
 
 
@@ -796,6 +811,21 @@ def test_b25_refusals_name_the_value_and_the_way_out(call, value, remedy):
     check(call)
     with pytest.raises(AssertionError):
         check(vague)
+
+
+def test_help_says_what_a_layer_takes_and_gives():
+    """Of the class a user holds, not where else to look."""
+    for config in EXAMPLES.values():
+        said = pydoc.plain(pydoc.render_doc(type(config.build(D)).forward))
+        for part in (
+            "(B, L, D)",
+            "(B, S, C)",
+            "`positions` (B, L)",
+            "`cache`",
+            "returns (B, L, D)",
+            "Raises",
+        ):
+            assert part in said
 
 
 @pytest.mark.parametrize("variant", list(variants))

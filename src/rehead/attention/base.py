@@ -273,7 +273,8 @@ class Attention(nn.Module, ABC):
         context_positions: Tensor | None = None,
     ) -> None:
         """Refuse what `forward` cannot be called with."""
-        require_call(self.config, self.d_model, x, context, positions, cache, context_positions)
+        weight = next(self.parameters())
+        require_call(self.config, self.d_model, weight, x, context, positions, cache, context_positions)
 
     def _mask(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rehead.attention.cache import LayerCache
-from rehead.errors import UsageError
+from rehead.errors import InvalidInput, UsageError
 
 if TYPE_CHECKING:
     from rehead.attention.base import AttentionConfig
@@ -21,6 +21,7 @@ WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 def require_call(
     config: "AttentionConfig",
     d_model: int,
+    weight: Tensor,
     x: Tensor,
     context: Tensor | None,
     positions: Tensor | None,
@@ -29,8 +30,10 @@ def require_call(
 ) -> None:
     """Refuse calls that would fail in the middle, or quietly mean something else."""
     _require_x(x, d_model)
+    _require_dtype("x", x, weight)
     if context is not None:
         _require_context(config, context, d_model, len(x))
+        _require_dtype("context", context, weight)
     elif config.d_context is not None:
         raise UsageError(
             f"this attention reads a context of width d_context={config.d_context}: call it as "
@@ -61,6 +64,19 @@ def _require_x(x: Tensor, d_model: int) -> None:
         )
     if not x.shape[1]:
         raise UsageError(f"x has shape {tuple(x.shape)}: there is no token. Give at least one a row.")
+
+
+def _require_dtype(name: str, given: Tensor, weight: Tensor) -> None:
+    """Refuse a type that torch would not multiply by that of the weights; autocast makes them one."""
+    if given.dtype == weight.dtype or not weight.is_floating_point():
+        return
+    if given.is_floating_point() and torch.is_autocast_enabled(given.device.type):
+        return
+    other = f", attention.to({given.dtype}), or torch.autocast" if given.is_floating_point() else ""
+    raise InvalidInput(
+        f"{name} is {given.dtype}, the weights of this attention are {weight.dtype}: they must be alike. Use "
+        f"{name}.to({weight.dtype}){other}."
+    )
 
 
 def _require_context(config: "AttentionConfig", context: Tensor, d_model: int, n_row: int) -> None:

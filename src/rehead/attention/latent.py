@@ -58,7 +58,13 @@ class LatentAttention(Attention):
         cache: LayerCache | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """See `Attention.forward`."""
+        """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
+
+        `positions` (B, L) or (1, L): where the tokens stand, -1 for padding; without, they follow those in
+        `cache`. `cache` keeps keys and values between calls: `config.cache(B)` makes one. `context_positions`
+        (B, S) are for `context`. All tensors are of the weights' dtype. Raises UsageError or InvalidInput for
+        what does not fit.
+        """
         query, latent, key_positions, mask = self._project(x, context, positions, cache, context_positions)
         match self._form(x.shape[1], is_cached=cache is not None):
             case "expanded":
