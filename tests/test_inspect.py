@@ -122,9 +122,9 @@ def test_long_texts_are_cut_and_it_is_said(run, capsys):
 
 
 REFUSED = [
-    (["--text", "Hope", "--layer", "2"], 2, ["layer=2", "0 to 1"]),
-    (["--text", "Hope", "--head", "-1"], 2, ["head=-1", "0 to 5"]),
-    (["--text", "Hope", "--max-tokens", "0"], 2, ["max_tokens=0", "1 or more"]),
+    (["--text", "Hope", "--layer", "2"], 2, ["--layer 2", "0 to 1"]),
+    (["--text", "Hope", "--head", "-1"], 2, ["--head -1", "0 to 5"]),
+    (["--text", "Hope", "--max-tokens", "0"], 2, ["--max-tokens 0", "1 or more"]),
     (["--text", "Hope", "--compare", "dream"], 3, ["'H'", "'d'", "share"]),
     (["--text", "Zorro"], 3, ["'Z'"]),
     ([], 2, ["--text"]),
@@ -196,15 +196,22 @@ def test_the_model_is_computed_in_float32(run, capsys):
 
 def test_a_page_replaces_no_file_but_a_page(run, capsys, tmp_path):
     mine, pipe, page = tmp_path / "input.txt", tmp_path / "pipe.html", tmp_path / "page.html"
+    thesis, empty = tmp_path / "thesis.html", tmp_path / "empty.html"
     mine.write_text("mine")
+    thesis.write_text("<!DOCTYPE html><html><head><title>Thesis</title></head></html>")
+    empty.touch()
     os.mkfifo(pipe)
-    for place, rule in ((mine, "is not a page (*.html)"), (pipe, "is not a regular file")):
+    for place, rule in (
+        *((place, "is not a page that rehead wrote") for place in (mine, thesis, empty)),
+        (pipe, "is not a regular file"),
+    ):
         assert main(["inspect", run, "--text", "Hope", "--html", str(place)]) == 3
         said = capsys.readouterr().err
         assert f"{place} exists" in said
         assert rule in said
         assert "choose another name" in said
     assert mine.read_text() == "mine"
+    assert "Thesis" in thesis.read_text()
     assert pipe.is_fifo()
     for _ in range(2):
         assert main(["inspect", run, "--text", "Hope", "--html", str(page)]) == 0

@@ -212,3 +212,12 @@ def test_memory_that_is_not_there_is_said_in_our_words(run, capfd, monkeypatch):
 def test_measured_ranks_are_refused_before_the_model_is_read(words, said, capfd, monkeypatch):
     monkeypatch.setattr("rehead.conversion.folder.read_at", lambda *given: pytest.fail("the model was read"))
     assert refused(capfd, "convert", "run", "new", *words.split()).startswith(f"rehead: {said}")
+
+
+def test_a_conversion_that_changes_nothing_says_so(run, capfd):
+    said = f"rehead: warning: {run} already is what is asked for: same is a copy in rehead's format.\n"
+    assert main(["convert", run, "same", "--to", "gqa"]) == 0
+    assert capfd.readouterr().err == said
+    assert "Nothing had to change." in Path("same/CONVERSION.md").read_text()
+    assert main(["convert", run, "other", "--to", "gqa", "--head-map", "modular"]) == 0
+    assert capfd.readouterr().err == ""

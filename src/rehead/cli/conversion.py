@@ -142,6 +142,8 @@ def convert(
             allow_loss=allow_loss,
             seed=seed,
         )
+    if not any(layer.steps for layer in certificate.layers):
+        warn(f"{source} already is what is asked for: {destination} is a copy in rehead's format.")
     if certificate.test is None:
         warn(
             "compared on random tokens, which say little about text: give --test TEXT where the model reads one."

@@ -36,11 +36,12 @@ def inspect(
     from rehead.measure import inspection
     from rehead.report.inspection import html as make_page
     from rehead.report.inspection import present
+    from rehead.report.page import is_page
     from rehead.report.progress import Board
     from rehead.tokenizer import Tokenizer
 
-    if html is not None and html.is_file() and html.suffix.lower() not in {".html", ".htm"}:
-        raise InvalidInput(f"--html {html} exists and is not a page (*.html): choose another name.")
+    if html is not None and html.is_file() and not is_page(html):
+        raise InvalidInput(f"--html {html} exists and is not a page that rehead wrote: choose another name.")
     read, tokenizer = read_at(model, lambda place: (load(place).float(), Tokenizer.load(place)))
     texts = [text] if compare is None else [text, compare]
     with Board(f"inspecting {model}"):

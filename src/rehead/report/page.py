@@ -1,9 +1,19 @@
 """One HTML page that needs nothing but itself: no network, no other file, dark and light, print and phone."""
 
 from html import escape
+from pathlib import Path
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 """What a browser lets the page do: run what stands in it, load nothing."""
+
+MARK = '<meta name="generator" content="rehead">'
+"""In the head of every page, by which it is known again."""
+
+
+def is_page(file: Path) -> bool:
+    """Whether a file is a page of ours, which another may replace."""
+    with file.open("rb") as text:
+        return MARK.encode() in text.read(1000)
 
 
 def page(title: str, body: str, head: str = "") -> str:
@@ -15,6 +25,7 @@ def page(title: str, body: str, head: str = "") -> str:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{MARK}
 <title>{escape(title)}</title>
 <style>{STYLE}</style>
 {head}</head>
