@@ -146,6 +146,43 @@ def test_a_model_folder_without_tokenizer(model, capfd):
     assert (certificate.loss, certificate.compared_on) == (None, "random tokens")
 
 
+@pytest.mark.parametrize(
+    ("words", "reads"),
+    [
+        (["--to", "mla", "--kv-fraction", "0.5"], True),
+        (["--to", "mla", "--kv-fraction", "0.5", "--method", "whitened"], True),
+        (["--to", "mla", "--kv-fraction", "0.5", "--method", "svd"], False),
+        (["--to", "mla", "--kv-fraction", "0.5", "--method", "svd", "--measured-ranks"], True),
+        (["--to", "mqa"], True),
+        (["--to", "mqa", "--method", "mean"], False),
+        (["--to", "mqa", "--method", "first"], False),
+    ],
+)
+@pytest.mark.filterwarnings("always:method")
+def test_a_certificate_names_the_texts_that_were_read(words, reads, run, capfd):
+    """Other texts give other weights where, and only where, it does; and who named one in vain is told."""
+    weights = []
+    for name, text in (("a", TEXT * 11), ("b", TEXT[::-1].replace("O", "u") * 12)):
+        Path(f"{name}.txt").write_text(text)
+        more = (
+            ["--calibration", f"{name}.txt", "--test", "text.txt"]
+            if reads
+            else ["--calibration", f"{name}.txt"]
+        )
+        assert main(["convert", run, name, *words, *more, "--allow-loss", "--json"]) == 0
+        printed = capfd.readouterr()
+        found = json.loads(printed.out)
+        assert [one["name"] for one in found["calibration"]] == [f"{name}.txt"] * reads
+        assert ("reads no text: nothing was fitted to the calibration" in printed.err) == (not reads)
+        assert ("Fitted to no text" in Path(name, "CONVERSION.md").read_text()) == (not reads)
+        weights.append(rehead.load(name).state_dict())
+    one, other = weights
+    alike = one.keys() == other.keys() and all(
+        one[key].shape == other[key].shape and torch.equal(one[key], other[key]) for key in one
+    )
+    assert alike == (not reads) or "--measured-ranks" in words  # which two texts may choose alike
+
+
 def test_what_was_converted_is_converted_again(model, capfd):
     """And back to the same config."""
     for source, target, to in (("model", "a", "mla"), ("a", "b", "gqa")):

@@ -85,6 +85,8 @@ class Conversion(ABC, Generic[S, R]):
     """What it does to cache, parameters and speed, in a sentence."""
     methods: ClassVar[dict[str, tuple[str, ...]]] = {}
     """For an approximation: its methods, the preferred first, and which `Evidence` each one needs."""
+    fitted: ClassVar[frozenset[str]] = frozenset()
+    """Those of its methods whose weights depend on a text, where there is one."""
 
     @abstractmethod
     def steps(self, source: S, target: AttentionConfig, d_model: int) -> Iterator[R]:
@@ -158,6 +160,10 @@ class Step:
         if wanted in known:
             return str(wanted)
         return next((name for name, needs in known.items() if calibrated or not needs), "")
+
+    def is_fitted(self, method: str) -> bool:
+        """Whether `method` would read a text here."""
+        return method in self.conversion.fitted
 
 
 def methods() -> dict[str, list[str]]:

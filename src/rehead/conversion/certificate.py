@@ -151,6 +151,11 @@ class Outcome:
         return total
 
     @property
+    def fitted(self) -> bool:
+        """Whether a method read a text, if there was one."""
+        return any(step.is_fitted(method) for step, method in zip(self.steps, self.methods, strict=True))
+
+    @property
     def exact(self) -> bool:
         """By promise, or because there was nothing to lose."""
         pairs = zip(self.steps, self.converted, strict=True)

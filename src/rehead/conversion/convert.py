@@ -208,11 +208,17 @@ class Converter:
         return [block for part in parts for block in part]
 
     def convert(
-        self, targets: Sequence[AttentionConfig], test: Passage | None = None, *, held_out: bool = False
+        self,
+        targets: Sequence[AttentionConfig],
+        test: Passage | None = None,
+        *,
+        held_out: bool = False,
+        ranked: bool = False,
     ) -> tuple[LanguageModel, Certificate]:
         """The model with `targets` for attentions, and its certificate: on `test`, or on random tokens.
 
-        `held_out` says that `test` is a part of a text of the calibration's.
+        `held_out` says that `test` is a part of a text of the calibration's, `ranked` that `targets` were chosen
+        on the calibration.
         """
         share = CALIBRATION_TOKENS // max(1, len(self.calibration))
         calibration = [Text.of(text, share) for text in self.calibration]
@@ -222,7 +228,7 @@ class Converter:
         blocks = random_blocks(self.config, self.seed, self.length)
         if test is not None:
             blocks = blocks_of(self.model, test.ids, TEST_TOKENS, self.length)
-        fitted = any(method for outcome in outcomes for method in outcome.methods)
+        fitted = ranked or any(outcome.fitted for outcome in outcomes)
         result = copy.deepcopy(shared)
         return result, certify(
             self.model,
@@ -259,14 +265,12 @@ class Converter:
         for turn in range(max(map(len, paths))):
             at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
             chosen = {i: step.method(self.method, calibrated=bool(self.blocks)) for i, step in at.items()}
-            needs = {
-                need for i, step in at.items() if chosen[i] for need in step.conversion.methods[chosen[i]]
-            }
-            seen = [Evidence()] * len(layers)
-            if any(chosen.values()):
-                seen = self._gather(layers, turn, gradients="pair" in needs)
+            readers = {index for index, step in at.items() if step.is_fitted(chosen[index])}
+            needs = {need for i in readers for need in at[i].conversion.methods[chosen[i]]}
+            found = self._gather(layers, turn, gradients="pair" in needs) if readers else []
             for index, step in staged(at.items(), "converting", len(at), "layers"):
-                done = self._take(step, layers[index][1], seen[index], chosen[index])
+                seen = found[index] if index in readers else Evidence()
+                done = self._take(step, layers[index][1], seen, chosen[index])
                 if step is paths[index][-1]:
                     _require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
                 layers[index] = step.result, done.weights

@@ -50,6 +50,7 @@ class Opened:
             source=source, model=model, tokenizer=self.tokenizer, length=window, seed=seed, scratch=scratch
         )
         self.texts = reader.texts(calibration, test)
+        self.named = bool(calibration)
         self.converter = Converter(
             model, method, self.texts.calibration, length=window, seed=seed, scratch=scratch
         )
@@ -65,9 +66,14 @@ class Opened:
     ) -> Certificate:
         """Write the converted model into the folder `aside`; for the rest see `convert_folder`."""
         to = _layers(self.converter, wish, measured_ranks, max_loss)
-        result, certificate = self.converter.convert(to, self.texts.test, held_out=self.texts.held_out)
+        ranked = measured_ranks or max_loss is not None
+        result, certificate = self.converter.convert(
+            to, self.texts.test, held_out=self.texts.held_out, ranked=ranked
+        )
         if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
+        if self.named and not certificate.calibration and not certificate.exact:
+            _tell_unread(certificate)
         if max_loss is not None and certificate.loss is not None:
             _tell_loss(max_loss, *certificate.loss)
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
@@ -177,6 +183,15 @@ def _tell_loss(most: float, before: float, after: float) -> None:
             f"{after - before:.4f} nats per token",
             stacklevel=3,
         )
+
+
+def _tell_unread(certificate: Certificate) -> None:
+    """Warn that a calibration text was given to methods that read none."""
+    methods = ", ".join(dict.fromkeys(method for layer in certificate.layers for method in layer.methods))
+    measured = " It is only measured on the part held out of it." if certificate.held_out else ""
+    warnings.warn(
+        f"method {methods} reads no text: nothing was fitted to the calibration.{measured}", stacklevel=3
+    )
 
 
 def _refusal(certificate: Certificate, *, can_read: bool) -> str:

@@ -64,13 +64,15 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
 
     `procrustes` first turns each head onto the others, keys and queries alike and values and output
     projection alike, which changes nothing yet; with rope only the turns that commute with it. Then it
-    takes the mean and restores its norm. `mean` takes the mean as it is, `first` the first head.
+    takes the mean and restores its norm. `mean` takes the mean as it is, `first` the first head; these two read no
+    text.
     """
 
     takes = GroupedConfig
     source, target = "mha, gqa", "gqa, mqa"
     costs = "The cache and the key and value weights shrink with the number of KV heads. Heal it."
     methods = {"procrustes": (), "mean": (), "first": ()}  # noqa: RUF012
+    fitted = frozenset({"procrustes"})
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
         """Every smaller number of heads that divides the present one."""

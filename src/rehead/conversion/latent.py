@@ -47,6 +47,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         "past, R times K (E + V) multiplications a token and layer: it saves memory, not time."
     )
     methods = {"weighted": ("pair",), "whitened": ("inputs",), "svd": ()}  # noqa: RUF012
+    fitted = frozenset({"weighted", "whitened"})
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """The latent of the target's rank, from heads that lie together."""

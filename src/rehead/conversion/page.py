@@ -65,6 +65,8 @@ def _measured(certificate: Certificate) -> str:
     )
     if not certificate.held_out:
         text += " Whether it overlaps with what the model was trained on is not checked."
+    elif not (certificate.calibration or certificate.healing):
+        text += " It is held out of a text that nothing was fitted to."
     else:
         text += (
             " It is held out of what was fitted to, so of its kind: on other kinds of text more may be lost."
