@@ -13,8 +13,9 @@ import torch
 import transformers
 
 import rehead
-from rehead.checkpoint import families, stock
-from rehead.conversion.serve import to_deepseek
+from rehead.checkpoint import families
+from rehead.checkpoint.huggingface import stock
+from rehead.conversion.export.deepseek import to_deepseek
 
 SEEDS = 12
 SHAPES = {

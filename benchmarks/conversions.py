@@ -23,9 +23,9 @@ from rehead.checkpoint import read_at
 from rehead.config import GPTConfig, flags
 from rehead.conversion import Wish, factor
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.convert import TEST_TOKENS, blocks_of, with_layers
+from rehead.conversion.converter import TEST_TOKENS, blocks_of, with_layers
+from rehead.conversion.fit.moments import attentions, gather
 from rehead.conversion.folder import convert_folder
-from rehead.conversion.moments import attentions, gather
 from rehead.conversion.page import markdown
 from rehead.data import source_of, split, tokenize
 from rehead.measure import evaluate, kv_bytes_per_token

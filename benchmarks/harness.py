@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rehead.measure.memory import peak_allocated
+from rehead.measure.memory_in_use import peak_allocated
 
 SAMPLE_SECONDS = 0.05
 """A sample repeats what it times until it lasts about that long."""

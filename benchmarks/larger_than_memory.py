@@ -17,8 +17,8 @@ import torch
 
 from rehead.attention import GroupedConfig, RopeConfig, scalings
 from rehead.checkpoint import families, publish
-from rehead.checkpoint.deferred import Deferred
-from rehead.checkpoint.writing import write_weights
+from rehead.checkpoint.files.deferred import Deferred
+from rehead.checkpoint.files.writing import write_weights
 from rehead.config import GPTConfig
 from rehead.model import skeleton
 

@@ -67,6 +67,29 @@ def test_no_two_files_are_the_same():
     assert len(digests) == len(set(digests))
 
 
+def hidden_modules(package):
+    """Names that a package's `__init__` gives to something else than its module of that name."""
+    tree = ast.parse((package / "__init__.py").read_text())
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    here = f"rehead.{'.'.join(package.relative_to(SRC).parts)}".rstrip(".")
+    names = {alias.asname or alias.name for node in imported if node.module != here for alias in node.names}
+    return names & {path.stem for path in package.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "package", sorted({path.parent for path in FILES if path.name == "__init__.py"}), ids=str
+)
+def test_no_name_hides_a_module(package):
+    assert not hidden_modules(package)
+
+
+def test_a_hidden_module_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "SRC", tmp_path)
+    (tmp_path / "factor.py").touch()
+    (tmp_path / "__init__.py").write_text("from rehead.factor import factor")
+    assert hidden_modules(tmp_path) == {"factor"}
+
+
 BANNED = {"eval", "exec", "pickle", "dill", "marshal", "shelve"}
 BANNED_ATTRIBUTES = {
     ("torch", "load"),

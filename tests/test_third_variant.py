@@ -13,7 +13,7 @@ from rehead.attention import Attention, AttentionConfig, kernels, variants
 from rehead.cli import main
 from rehead.config import ModelOptions, model_options
 from rehead.conversion.base import heads_of
-from rehead.conversion.serve import to_deepseek
+from rehead.conversion.export.deepseek import to_deepseek
 from rehead.errors import ConfigError
 from rehead.model import build
 

@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rehead import attention as attention
     from rehead.checkpoint import load, save
-    from rehead.conversion.convert import convert
+    from rehead.conversion.converter import convert
     from rehead.generation import generate
     from rehead.tokenizer import load_tokenizer
 

@@ -20,8 +20,8 @@ from jaxtyping import Int64
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rehead.checkpoint import read_at, read_config
+from rehead.checkpoint.files.shards import require_regular
 from rehead.checkpoint.find import path_of
-from rehead.checkpoint.shards import require_regular
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 from rehead.registry import Registry
 

@@ -10,7 +10,7 @@ from rehead.attention.kernels.blocked import Blocked
 from rehead.attention.kernels.sdpa import SDPA
 from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import EMPTY, Mask
-from rehead.measure.memory import peak_allocated
+from rehead.measure.memory_in_use import peak_allocated
 from rehead.nn.dropout import STEPS, Dropout, draw, dropout, threshold
 
 

@@ -12,7 +12,7 @@ from rehead.attention.kernels.continued import Continued
 from rehead.attention.kernels.sdpa import SDPA
 from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import Mask
-from rehead.measure.memory import peak_allocated
+from rehead.measure.memory_in_use import peak_allocated
 
 B, H, K, E, V = 3, 10, 2, 6, 7
 in_chunks, in_two_parts, sdpa = by(Windowed()), by(Continued()), by(SDPA())

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rehead
-from rehead.checkpoint.shards import LARGEST_HEADER
+from rehead.checkpoint.files.shards import LARGEST_HEADER
 from rehead.config import ModelOptions
 from rehead.model import build
 from rehead.tokenizer import train

@@ -13,7 +13,7 @@ import pytest
 import readers
 from corpus import CORPUS
 
-from rehead.checkpoint.shards import Shards
+from rehead.checkpoint.files.shards import Shards
 
 PARTS = 3
 

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 import rehead
 from rehead.attention import GroupedConfig
-from rehead.checkpoint.deferred import Deferred, changed, made
-from rehead.checkpoint.shards import Shards
-from rehead.checkpoint.writing import write_file, write_weights
+from rehead.checkpoint.files.deferred import Deferred, changed, made
+from rehead.checkpoint.files.shards import Shards
+from rehead.checkpoint.files.writing import write_file, write_weights
 from rehead.config import GPTConfig
 from rehead.errors import IntegrityError
 from rehead.model import build

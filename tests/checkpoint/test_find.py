@@ -14,7 +14,7 @@ from rehead.checkpoint.find import steps
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.model import both_seen
 
-publishing = import_module("rehead.checkpoint.publish")  # of which the function hides the name
+publishing = import_module("rehead.checkpoint.files.publish")  # of which the function hides the name
 
 
 def save(folder, value=0.0):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import rehead
 from rehead.checkpoint import read_config
-from rehead.checkpoint.native import LARGEST_CONFIG
+from rehead.checkpoint.own import LARGEST_CONFIG
 from rehead.config import ModelOptions, RNNConfig
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.model import build

@@ -16,7 +16,7 @@ import pytest
 
 import rehead
 from rehead.checkpoint import newest_step, publish, verify
-from rehead.checkpoint.publish import MANIFEST, sweep
+from rehead.checkpoint.files.publish import MANIFEST, sweep
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.model import both_seen
 
@@ -257,7 +257,7 @@ def check_order(monkeypatch, tmp_path):
 def test_everything_is_flushed_before_the_rename_and_the_rename_after(monkeypatch, tmp_path):
     check_order(monkeypatch, tmp_path)
     monkeypatch.undo()
-    monkeypatch.setattr(sys.modules["rehead.checkpoint.publish"], "_sync", lambda path: None)
+    monkeypatch.setattr(sys.modules["rehead.checkpoint.files.publish"], "_sync", lambda path: None)
     with pytest.raises(AssertionError):
         check_order(monkeypatch, tmp_path / "again")
 
@@ -348,7 +348,7 @@ def save_step(run, step):
     for weight in model.parameters():
         weight.data.fill_(step)
     with publish(run / "checkpoints" / f"step-{step:06d}") as aside:
-        rehead.checkpoint.native.write(model, aside, {f"more-{i}.json": f"{step}" * 10_000 for i in range(4)})
+        rehead.checkpoint.own.write(model, aside, {f"more-{i}.json": f"{step}" * 10_000 for i in range(4)})
 
 
 def save_for_ever(run, step, acknowledge):

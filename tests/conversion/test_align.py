@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rehead.attention import GroupedConfig, RopeConfig
 from rehead.attention.rope import Rotary
-from rehead.conversion.align import energy, planar_half_split, planar_interleaved, procrustes
+from rehead.conversion.fit.align import energy, planar_half_split, planar_interleaved, procrustes
 
 M, E, C = 3, 6, 11
 PLANAR = {"half-split": planar_half_split, "interleaved": planar_interleaved}

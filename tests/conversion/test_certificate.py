@@ -132,7 +132,7 @@ def test_output_error_by_hand(gpt, words):
     """RMS of the difference on the inputs each layer gets in the source, over the RMS of its output."""
     model, test = gpt(GQA), words(70)
     result, certificate = rehead.convert(model, to="mla", kv_rank=7, test=test)
-    from rehead.conversion.convert import blocks_of
+    from rehead.conversion.converter import blocks_of
 
     (ids, _), *_ = blocks_of(model, test)
     x = model.embed_tokens(ids) + model.embed_positions(torch.arange(ids.shape[1]))
@@ -149,7 +149,7 @@ def test_logits_and_losses_by_hand(gpt, words):
     """KL of the source to the result, changed likeliest tokens, nats per token, each over every target."""
     model, test = gpt(GQA), words(70)
     result, certificate = rehead.convert(model, to="mla", kv_rank=7, test=test)
-    from rehead.conversion.convert import blocks_of
+    from rehead.conversion.converter import blocks_of
 
     kl, flips, losses, largest, error = [], [], [], 0.0, 0.0
     for ids, targets in blocks_of(model, test):

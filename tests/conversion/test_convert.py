@@ -82,7 +82,7 @@ def test_weights_that_overflow_are_not_written_as_exact(gpt):
 
 def test_a_result_that_is_not_finite_has_no_small_error(gpt, words):
     """NaN in one model is never an error of 0."""
-    from rehead.conversion.convert import blocks_of
+    from rehead.conversion.converter import blocks_of
     from rehead.measure.fidelity import compare
 
     model, other = gpt(GQA), gpt(GQA)

@@ -280,7 +280,7 @@ def test_calibrated_on_itself_alone(run, model, capfd):
 
 def test_weights_and_text_are_read_once(run, monkeypatch):
     """One conversion looks over the weights once and takes evidence once, also where ranks are measured."""
-    convert, seen = sys.modules["rehead.conversion.convert"], []
+    convert, seen = sys.modules["rehead.conversion.converter"], []
     for name in ("_require_finite", "gather"):
         original = getattr(convert, name)
         monkeypatch.setattr(
@@ -528,7 +528,7 @@ def test_no_space_for_the_weights(model, capfd, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("rehead.checkpoint.writing.bytes_of", full)
+    monkeypatch.setattr("rehead.checkpoint.files.writing.bytes_of", full)
     refused(capfd, [model, "new", "--to", "mha"], 5, "cannot write new", "No space left", "Free some space")
 
 
@@ -540,7 +540,7 @@ def test_stopped_in_the_middle(error, model, capfd, monkeypatch):
     def stops(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(sys.modules["rehead.conversion.convert"], "certify", stops)
+    monkeypatch.setattr(sys.modules["rehead.conversion.converter"], "certify", stops)
     assert main(["convert", model, "new", "--to", "mha"]) == (130 if error is KeyboardInterrupt else 5)
     assert sorted(os.listdir(".")) == names
     assert len(capfd.readouterr().err.splitlines()) == 1

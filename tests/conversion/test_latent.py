@@ -11,8 +11,8 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Factor, PadRank
 from rehead.conversion.base import Evidence
-from rehead.conversion.latent import full_rank
-from rehead.conversion.pair import Kept, kronecker_pair
+from rehead.conversion.fit.pair import Kept, kronecker_pair
+from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 
 D, C = 23, 13

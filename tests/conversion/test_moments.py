@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion.base import Evidence
-from rehead.conversion.moments import Moment, attentions, gather
+from rehead.conversion.fit.moments import Moment, attentions, gather
 from rehead.data import IGNORE, evaluation_blocks
 from rehead.errors import ConfigError
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rehead.conversion import factor
-from rehead.conversion.pair import SHRINKAGE, TOGETHER, Kept, kronecker_pair
+from rehead.conversion.fit.pair import SHRINKAGE, TOGETHER, Kept, kronecker_pair
 from rehead.errors import ResourceError
 
 C, M = 5, 4

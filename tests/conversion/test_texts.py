@@ -8,7 +8,7 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig
-from rehead.conversion.convert import CALIBRATION_TOKENS, Converter
+from rehead.conversion.converter import CALIBRATION_TOKENS, Converter
 from rehead.conversion.texts import SELF, Passage, passages, sampled
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.generation import generate

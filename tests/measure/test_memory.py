@@ -2,7 +2,7 @@
 
 import torch
 
-from rehead.measure.memory import peak_allocated
+from rehead.measure.memory_in_use import peak_allocated
 
 
 def test_the_peak_is_what_lives_at_once():

@@ -5,12 +5,12 @@ import torch
 
 from rehead.config import ModelOptions
 from rehead.conversion import convert
-from rehead.conversion.moments import gather
+from rehead.conversion.fit.moments import gather
 from rehead.generation import generate, stream
 from rehead.measure import evaluate
 from rehead.measure.attention_maps import attention_maps
 from rehead.measure.fidelity import compare
-from rehead.measure.memory import held_cache_bytes
+from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.training import step_memory
 from rehead.model import build, evaluating, modes_kept
 

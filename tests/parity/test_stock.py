@@ -7,9 +7,10 @@ import torch
 import transformers
 
 import rehead
-from rehead.checkpoint import families, stock
-from rehead.conversion.export import export_folder
-from rehead.conversion.serve import to_deepseek, with_eps
+from rehead.checkpoint import families
+from rehead.checkpoint.huggingface import stock
+from rehead.conversion.export.deepseek import to_deepseek, with_eps
+from rehead.conversion.export.folder import export_folder
 from rehead.errors import ConfigError
 
 transformers.utils.logging.set_verbosity_error()

@@ -223,7 +223,7 @@ def test_conversions_of_one_model_read_it_once_and_give_what_each_gives_alone(
     assert not Path("twice").exists()
     Path(f"{folder}-fit.txt").write_text("O God, O God! How weary\n" * 60)
     calls = []
-    module = importlib.import_module("rehead.conversion.convert")
+    module = importlib.import_module("rehead.conversion.converter")
     gather = module.gather
     monkeypatch.setattr(module, "gather", lambda *a, **more: calls.append(1) or gather(*a, **more))
     assert main(words) == 0

@@ -407,6 +407,6 @@ def test_csv_has_a_row_per_run_and_per_evaluation(whole):
     ("windows", "n_token"), [([None], 24), ([], 24), ([8], 24), ([32, None], 48), ([32, 4000], 96)]
 )
 def test_maps_are_longer_than_a_window(windows, n_token):
-    from rehead.study.maps import n_token as shown
+    from rehead.study.attention_maps import n_token as shown
 
     assert shown(windows) == n_token

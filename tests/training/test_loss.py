@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rehead.config import ModelOptions, TrainerOptions
-from rehead.measure.memory import peak_allocated
+from rehead.measure.memory_in_use import peak_allocated
 from rehead.model import build
 from rehead.training import loop, loss
 from rehead.training.loop import Trainer

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import rehead
 from rehead.checkpoint import newest_step
-from rehead.checkpoint.publish import _write_manifest
+from rehead.checkpoint.files.publish import _write_manifest
 from rehead.config import TrainerOptions
 from rehead.config.flags import read
 from rehead.errors import Busy, ConfigError, IntegrityError, Interrupted, InvalidInput, NumericError

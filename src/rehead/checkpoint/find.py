@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rehead.checkpoint import hub
-from rehead.checkpoint.publish import verify
+from rehead.checkpoint.files.publish import verify
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")

@@ -194,7 +194,7 @@ def export(
         rehead export out/llama out/stock
         rehead export out/llama out/deepseek --format deepseek_v3 --for transformers
     """
-    from rehead.conversion.export import export_folder
+    from rehead.conversion.export.folder import export_folder
     from rehead.report.progress import Board
 
     with Board(f"exporting {source}"):

@@ -31,7 +31,7 @@ def inspect(
         rehead inspect out/run --text "Hope is a waking dream" --compare "Hope is a waking dream and"
     """
     from rehead.checkpoint import load, read_at
-    from rehead.checkpoint.publish import require_folders
+    from rehead.checkpoint.files.publish import require_folders
     from rehead.data.files import write_whole
     from rehead.measure import inspection
     from rehead.report.inspection import html as make_page

@@ -2,15 +2,15 @@
 
 from rehead.conversion.base import Conversion, Evidence, Promise, Step, conversions, methods
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.convert import convert
-from rehead.conversion.factor import Factors, SharedLatent, factor, gqa_to_mla
-from rehead.conversion.heads import PoolHeads, RepeatHeads
-from rehead.conversion.latent import Factor, PadRank
-from rehead.conversion.layout import HeadMap, RopeLayout
-from rehead.conversion.multiplied import Expand, Reduce, Reduced, reduced_matrices
-from rehead.conversion.path import path
-from rehead.conversion.stock import Decouple, IdentityNorm, PadToStock
-from rehead.conversion.summed import SumQueries
+from rehead.conversion.converter import convert
+from rehead.conversion.fit.factor import Factors, SharedLatent, factor, gqa_to_mla
+from rehead.conversion.search import path
+from rehead.conversion.steps.deepseek import Decouple, IdentityNorm, PadToStock
+from rehead.conversion.steps.heads import PoolHeads, RepeatHeads
+from rehead.conversion.steps.latent import Factor, PadRank
+from rehead.conversion.steps.layout import HeadMap, RopeLayout
+from rehead.conversion.steps.summed import SumQueries
+from rehead.conversion.steps.unfactor import Expand, Reduce, Reduced, reduced_matrices
 from rehead.conversion.target import Wish, targets
 
 __all__ = [

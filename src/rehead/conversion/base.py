@@ -36,7 +36,7 @@ class Evidence:
     """What a text showed of one layer: second moments, summed in float64 over its tokens.
 
     `inputs` is E[x x^T] of x, what the keys and values are made from, with a constant 1 as its last
-    number, which biases multiply. `pair` is that of `rehead.conversion.pair`, of x without the constant
+    number, which biases multiply. `pair` is that of `rehead.conversion.fit.pair`, of x without the constant
     and of the loss's gradient g with respect to the stacked keys and values: how much an error in each
     of them matters, and on which inputs.
     """

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rehead.checkpoint.shards import strict_json
+from rehead.checkpoint.files.shards import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
-from rehead.conversion.moments import attentions
+from rehead.conversion.fit.moments import attentions
 from rehead.conversion.texts import Passage
 from rehead.data import shown
 from rehead.errors import ConfigError, InvalidInput

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint import load, native, publish, read_at, stock
+from rehead.checkpoint import load, own, publish, read_at
+from rehead.checkpoint.huggingface import stock
 from rehead.config import ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate
-from rehead.conversion.convert import Converter, block_length, require_heads, require_seed
+from rehead.conversion.converter import Converter, block_length, require_heads, require_seed
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
@@ -79,7 +80,7 @@ class Opened:
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
         if self.tokenizer is not None:
             files["tokenizer.json"] = self.tokenizer.to_json()
-        native.write(result, aside, files, self.special)
+        own.write(result, aside, files, self.special)
         return certificate
 
 
@@ -132,7 +133,7 @@ def read_plannable(path: Path) -> ModelConfig:
         raise InvalidInput(
             f"{path} is a file: expected a model or run folder, a config.json, or a YAML of options."
         )
-    return native.read_config(path) if path.is_file() else read_at(path, native.read_config)
+    return own.read_config(path) if path.is_file() else read_at(path, own.read_config)
 
 
 def require_apart(source: Path, destination: Path) -> None:

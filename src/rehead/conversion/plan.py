@@ -11,8 +11,8 @@ from rehead.attention import AttentionConfig
 from rehead.attention.grouped import divisors
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
 from rehead.conversion.base import heads_of
-from rehead.conversion.path import path
-from rehead.conversion.serve import require_sayable, stock_target
+from rehead.conversion.export.deepseek import require_sayable, stock_target
+from rehead.conversion.search import path
 from rehead.conversion.target import Wish
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters

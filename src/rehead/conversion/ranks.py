@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rehead.attention import AttentionConfig, LatentConfig
-from rehead.conversion.convert import Converter
+from rehead.conversion.converter import Converter
 from rehead.conversion.target import Wish
 from rehead.data import Batch
 from rehead.errors import ConfigError

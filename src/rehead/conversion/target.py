@@ -8,7 +8,7 @@ from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import HeadMap, divisors
 from rehead.attention.rope import Layout
 from rehead.conversion.base import common, heads_of
-from rehead.conversion.latent import full_rank
+from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.fields import require_types
 from rehead.registry import Registry

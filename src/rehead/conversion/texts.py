@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rehead.checkpoint.deferred import made
+from rehead.checkpoint.files.deferred import made
 from rehead.data import Ids, require_vocabulary
 from rehead.errors import InvalidInput, UsageError
 from rehead.generation import stream

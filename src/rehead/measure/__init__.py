@@ -1,6 +1,6 @@
 """What a model costs and how good it is."""
 
-from rehead.measure.memory import memory
+from rehead.measure.memory_in_use import memory
 from rehead.measure.quality import evaluate
 from rehead.measure.size import cache_bytes, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.speed import decode_speed

@@ -15,7 +15,7 @@ from torch import Tensor
 from rehead.config import ModelConfig
 from rehead.errors import ResourceError, UsageError
 from rehead.generation import stream
-from rehead.measure.memory import held_cache_bytes
+from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.roofline import Roofline, matmul_rate, read_rate
 from rehead.measure.size import cache_bytes, decode_bytes, decode_flops, prefill_flops
 from rehead.model import LanguageModel

@@ -14,7 +14,7 @@ from rehead.attention import LatentConfig
 from rehead.config import GPTConfig
 from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.attention_cost import AttentionCost, attention_cost
-from rehead.measure.memory import held_cache_bytes
+from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
 from rehead.stages import staged

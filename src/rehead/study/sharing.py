@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rehead.checkpoint.publish import publish
+from rehead.checkpoint.files.publish import publish
 from rehead.conversion.folder import Opened, require_apart
 from rehead.study.job import Job
 

@@ -10,7 +10,7 @@ import torch
 
 from rehead import checkpoint
 from rehead.conversion.certificate import CERTIFICATE, Certificate
-from rehead.conversion.export import export_folder
+from rehead.conversion.export.folder import export_folder
 from rehead.data import Split, evaluation_blocks, shown, split
 from rehead.data.files import write_whole
 from rehead.errors import InvalidInput

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint import newest_step, publish
+from rehead.checkpoint.files.publish import ASIDE, sweep
 from rehead.checkpoint.find import steps
-from rehead.checkpoint.publish import ASIDE, sweep
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
 from rehead.errors import IntegrityError, InvalidInput

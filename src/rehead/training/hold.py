@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from rehead.checkpoint.publish import require_folders
+from rehead.checkpoint.files.publish import require_folders
 from rehead.data.files import resource
 from rehead.errors import Busy
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rehead.checkpoint import native, newest_step
+from rehead.checkpoint import newest_step, own
 from rehead.config import RunOptions, flags
 from rehead.data import BatchSampler, Split, Tokens, describe, evaluation_blocks, split
 from rehead.errors import ConfigError, Interrupted, NumericError
@@ -65,7 +65,7 @@ class Run:
             model = start_model(options.model, self.tokenizer.vocab_size, data.block_size, seed)
         else:
             self._refuse_changes(checkpoint)
-            model = native.load(checkpoint)
+            model = own.load(checkpoint)
         self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
@@ -193,7 +193,7 @@ class Run:
 
         def write(aside: Path) -> None:
             files = {"tokenizer.json": self.tokenizer.to_json(), **(self._certificate() if done else {})}
-            native.write(trainer.model, aside, files)
+            own.write(trainer.model, aside, files)
             state.write(aside, trainer.model, trainer.optimizer, self.sampler.state(), numbers)
 
         path = self.folder.save(trainer.step, write, self.options.trainer.keep)

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rehead.checkpoint.shards import read_header, strict_json
+from rehead.checkpoint.files.shards import read_header, strict_json
 from rehead.errors import IntegrityError, InvalidInput
 
 TENSORS, NUMBERS = "state.safetensors", "state.json"

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rehead.checkpoint.deferred import Deferred
-from rehead.checkpoint.shards import BEGINNINGS, MOST_TENSORS, NAME
+from rehead.checkpoint.files.deferred import Deferred
+from rehead.checkpoint.files.shards import BEGINNINGS, MOST_TENSORS, NAME
 from rehead.errors import IntegrityError, InvalidInput, UsageError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)

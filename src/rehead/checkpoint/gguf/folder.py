@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from rehead.checkpoint import stock
-from rehead.checkpoint.deferred import changed
-from rehead.checkpoint.family import families
+from rehead.checkpoint.files.deferred import changed
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.gguf.names import read_config, read_weights
 from rehead.checkpoint.gguf.tokenizer import Vocabulary
-from rehead.checkpoint.native import assign
+from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.base import families
+from rehead.checkpoint.own import assign
 from rehead.errors import InvalidInput
 from rehead.model import skeleton
 

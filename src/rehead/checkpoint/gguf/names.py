@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rehead.attention import GroupedConfig
 from rehead.attention.rope import Llama3Scaling
-from rehead.checkpoint import stock
-from rehead.checkpoint.deferred import changed
-from rehead.checkpoint.family import Fields, Table, families
+from rehead.checkpoint.files.deferred import changed
 from rehead.checkpoint.gguf.file import File
+from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 from rehead.registry import nearest

@@ -11,8 +11,8 @@ from typing import Any
 import tokenizers as hf
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from rehead.checkpoint.family import Table
 from rehead.checkpoint.gguf.file import File
+from rehead.checkpoint.huggingface.base import Table
 from rehead.errors import InvalidInput, ReheadError
 from rehead.registry import Registry
 

@@ -3,12 +3,13 @@
 import tempfile
 from pathlib import Path
 
-from rehead.checkpoint import Family, families, load, publish, read_at, stock
+from rehead.checkpoint import Family, families, load, publish, read_at
+from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.export.deepseek import Engine, for_vllm, require_vllm, to_deepseek
 from rehead.conversion.folder import require_apart, tokenizer_of
 from rehead.conversion.page import PAGE, page
-from rehead.conversion.serve import Engine, for_vllm, require_vllm, to_deepseek
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory

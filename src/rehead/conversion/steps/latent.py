@@ -10,7 +10,7 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.score import ScaledDot
 from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
-from rehead.conversion.factor import factor
+from rehead.conversion.fit.factor import factor
 
 TINY = 1e-300
 """In place of the energy of weights that are all 0."""

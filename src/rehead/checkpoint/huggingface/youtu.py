@@ -2,8 +2,8 @@
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.family import Fields, Table, families, refuse
-from rehead.checkpoint.mla import LatentLike, interleaved_or_not
+from rehead.checkpoint.huggingface.base import Fields, Table, families, refuse
+from rehead.checkpoint.huggingface.mla import LatentLike, interleaved_or_not
 from rehead.config import GPTConfig
 
 

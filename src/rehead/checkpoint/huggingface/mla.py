@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.family import (
+from rehead.checkpoint.huggingface.base import (
     PARTS,
     Family,
     Fields,

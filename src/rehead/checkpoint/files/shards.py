@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rehead.checkpoint.deferred import Deferred
+from rehead.checkpoint.files.deferred import Deferred
 from rehead.errors import IntegrityError, InvalidInput
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rehead.checkpoint.shards import require_regular, strict_json
+from rehead.checkpoint.files.shards import require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 MANIFEST = "MANIFEST.json"

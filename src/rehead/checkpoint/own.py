@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rehead.checkpoint import stock
-from rehead.checkpoint.deferred import changed, made
+from rehead.checkpoint.files.deferred import changed, made
+from rehead.checkpoint.files.publish import MANIFEST, publish, verify
+from rehead.checkpoint.files.shards import SINGLE, Shards, strict_json
+from rehead.checkpoint.files.writing import write_weights
 from rehead.checkpoint.find import path_of, read_at
-from rehead.checkpoint.publish import MANIFEST, publish, verify
-from rehead.checkpoint.shards import SINGLE, Shards, strict_json
-from rehead.checkpoint.writing import write_weights
+from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput
 from rehead.model import LanguageModel, skeleton
@@ -81,7 +81,7 @@ def _require_free(name: str) -> None:
 def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True) -> LanguageModel:
     """The model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
-    A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.families`; a path
+    A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.huggingface`; a path
     that is nowhere and reads org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
     Weights keep the dtype they were saved in, the widest of them where there are several. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rehead.checkpoint.deferred import changed
-from rehead.checkpoint.family import Family, Fields, Table, Weight, families, require_plain
-from rehead.checkpoint.publish import publish
-from rehead.checkpoint.shards import Shards, strict_json
-from rehead.checkpoint.writing import write_weights
+from rehead.checkpoint.files.deferred import changed
+from rehead.checkpoint.files.publish import publish
+from rehead.checkpoint.files.shards import Shards, strict_json
+from rehead.checkpoint.files.writing import write_weights
+from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, require_plain
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError, InvalidInput
 from rehead.model import LanguageModel

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from rehead.attention import Attention, AttentionConfig
-from rehead.checkpoint.deferred import changed, made
-from rehead.checkpoint.shards import Shards
-from rehead.checkpoint.writing import write_weights
+from rehead.checkpoint.files.deferred import changed, made
+from rehead.checkpoint.files.shards import Shards
+from rehead.checkpoint.files.writing import write_weights
 from rehead.config import GPTConfig, ModelConfig
 from rehead.conversion.base import Converted, Evidence, Step, Weights, require_method
 from rehead.conversion.certificate import Certificate, Outcome, Text, certify, require_different
-from rehead.conversion.moments import attentions, gather
-from rehead.conversion.path import path
+from rehead.conversion.fit.moments import attentions, gather
+from rehead.conversion.search import path
 from rehead.conversion.target import Wish, targets
 from rehead.conversion.texts import Passage, passage, passages
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary, shown

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
-from rehead.conversion.factor import either
+from rehead.conversion.fit.factor import either
 from rehead.errors import ConfigError
 
 

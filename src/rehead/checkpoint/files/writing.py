@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rehead.checkpoint.deferred import made
-from rehead.checkpoint.shards import DTYPES, INDEX, SINGLE, bytes_of
+from rehead.checkpoint.files.deferred import made
+from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, bytes_of
 
 MOST_BYTES = 5 * 10**9
 """Of one file; a larger model gets several, and an index."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.family import Fields, Table, families, refuse
-from rehead.checkpoint.mla import LatentLike
+from rehead.checkpoint.huggingface.base import Fields, Table, families, refuse
+from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.config import GPTConfig
 
 DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}

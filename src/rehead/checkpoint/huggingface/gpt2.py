@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rehead.attention import GroupedConfig
-from rehead.checkpoint.family import Family, Fields, Table, Weight, families, refuse
+from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse
 from rehead.config import GPTConfig
 
 NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}

@@ -10,8 +10,8 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import divisors
 from rehead.attention.score import ScaledDot
-from rehead.conversion import align
 from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions
+from rehead.conversion.fit import align
 
 
 @conversions.add("repeat-heads")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rehead.attention import AttentionConfig, GroupedConfig
 from rehead.conversion.base import Conversion, Step, conversions
-from rehead.conversion.latent import full_rank, rank_on_the_way
+from rehead.conversion.steps.latent import full_rank, rank_on_the_way
 from rehead.errors import ConfigError
 
 NARROWEST = -(10**18)

@@ -4,8 +4,8 @@ from typing import Any
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.family import Fields, Table, families, refuse
-from rehead.checkpoint.mla import LatentLike, require_dense
+from rehead.checkpoint.huggingface.base import Fields, Table, families, refuse
+from rehead.checkpoint.huggingface.mla import LatentLike, require_dense
 from rehead.config import GPTConfig
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rehead.attention import GroupedConfig
-from rehead.checkpoint.family import (
+from rehead.checkpoint.huggingface.base import (
     PARTS,
     Family,
     Fields,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rehead.attention import Attention, GroupedAttention
-from rehead.checkpoint.deferred import made
+from rehead.checkpoint.files.deferred import made
 from rehead.conversion.base import Evidence
-from rehead.conversion.pair import Kept, kronecker_pair
+from rehead.conversion.fit.pair import Kept, kronecker_pair
 from rehead.data import IGNORE
 from rehead.model import LanguageModel, evaluating
 from rehead.sampling import draw, probabilities

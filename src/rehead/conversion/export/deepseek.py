@@ -13,15 +13,15 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
-from rehead.checkpoint.deferred import changed
+from rehead.checkpoint.files.deferred import changed
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
 from rehead.conversion.base import heads_of
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.convert import convert, random_blocks, require_heads
-from rehead.conversion.latent import full_rank
-from rehead.conversion.path import path
-from rehead.conversion.stock import side_by_side
+from rehead.conversion.converter import convert, random_blocks, require_heads
+from rehead.conversion.search import path
+from rehead.conversion.steps.deepseek import side_by_side
+from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.measure import parameters
 from rehead.measure.fidelity import compare

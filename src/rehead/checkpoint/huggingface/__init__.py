@@ -1,0 +1,1 @@
+"""Hugging Face's families: a table of names and fields each."""

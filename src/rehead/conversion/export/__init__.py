@@ -1,0 +1,1 @@
+"""A model handed to other software."""
