@@ -125,5 +125,5 @@ def test_a_learned_score_is_not_renumbered():
     config = GroupedConfig(n_query_head=6, head_dim=4, rope=True, score="additive")
     assert "a learned score (Additive)" in RopeLayout().refusal(config)
     with pytest.raises(ConfigError, match="not renumbered with the heads"):
-        rehead.conversion.search(config, replace(config, rope=RopeConfig(layout="interleaved")), D)
+        rehead.conversion.path(config, replace(config, rope=RopeConfig(layout="interleaved")), D)
     assert RopeLayout().refusal(replace(config, score="scaled_dot")) == ""

@@ -4,6 +4,6 @@ Between ways that lose equally, the search takes the step that is first here.
 """
 
 # isort: off
-from rehead.conversion.steps import heads, latent, layout, unfactor, deepseek, summed
+from rehead.conversion.steps import latent, heads, layout, unfactor, deepseek, summed
 
 __all__ = ["deepseek", "heads", "latent", "layout", "summed", "unfactor"]
