@@ -17,6 +17,8 @@ if (
 ):  # a background job of a shell script, as `nohup make test &` is
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whose children would inherit that
 
+torch.set_num_threads(1)  # also for fixtures that are set up before a test, such as a module's
+
 settings.register_profile("rehead", derandomize=True, deadline=None)
 settings.load_profile("rehead")
 
