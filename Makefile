@@ -1,11 +1,11 @@
-# make setup | demo | test | check | bench                                 (Python >= 3.11; set PYTHON to choose one)
+# make setup | demo | quick | test | check | bench                         (Python >= 3.11; set PYTHON to choose one)
 # also test-slow | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check bench bench-gpu format lock clean
+.PHONY: setup demo quick test test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -25,7 +25,13 @@ demo: $(STAMP)
 	$(BIN)/rehead study --preset demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not serving and not checkpoint and not release' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not serving and not checkpoint and not release' --durations=15 --durations-min=2 $(ARGS)
+
+# While you work, under a minute: the model code without processes, documents and shape checks, on a few examples.
+QUICK := $(addprefix tests/,attention config contract conversion model nn test_architecture.py test_fields.py)
+quick: $(STAMP)
+	$(BIN)/python -m pytest --few --jaxtyping-packages= $(QUICK) $(ARGS) \
+		-m 'not heavy and not process and not typed and not slow'
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)

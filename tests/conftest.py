@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -21,6 +22,37 @@ torch.set_num_threads(1)  # also for fixtures that are set up before a test, suc
 
 settings.register_profile("rehead", derandomize=True, deadline=None)
 settings.load_profile("rehead")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--few", action="store_true", help="contract tests on a few examples of every variant")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks `docs` and `browser` by folder and fixture; with --few, leaves most examples of the variants out."""
+    for item in items:
+        if "docs" in item.path.parts[-3:]:
+            item.add_marker(pytest.mark.docs)
+        if "chromium" in item.fixturenames:
+            item.add_marker(pytest.mark.browser)
+    if config.getoption("few"):
+        many = _many()
+        left_out = [item for item in items if "contract" in item.path.parts and many & _ids(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _many():
+    """Examples that --few leaves out: of every variant it keeps the first, and those with both rope and a window."""
+    from rehead.attention import variants
+
+    others = [list(variants[name].examples().items())[1:] for name in variants]
+    return {name for name, config in chain(*others) if not (config.rope and config.window)}
+
+
+def _ids(item):
+    """The ids of its parameters."""
+    return set(item.callspec.id.split("-")) if hasattr(item, "callspec") else set()
 
 
 @pytest.fixture(autouse=True)

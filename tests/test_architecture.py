@@ -139,6 +139,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.process
 def test_the_library_needs_torch_safetensors_and_jaxtyping_only():
     blocked = ["omegaconf", "cyclopts", "rich", "matplotlib", "yaml", "tokenizers", "transformers"]
     code = f"""
@@ -159,6 +160,7 @@ for again in range(2):  # a name that is a module's too would be the module from
     assert done.stdout.split("\n")[:2] == ["torch.Size([1, 5])"] * 2, done.stderr
 
 
+@pytest.mark.process
 def test_help_imports_no_torch():
     code = "import sys; from rehead.cli import main; main(['--help']); assert 'torch' not in sys.modules"
     assert run(code).returncode == 0

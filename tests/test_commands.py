@@ -218,6 +218,7 @@ def test_ctrl_c_outside_training(model, monkeypatch):
     assert main(["generate", model, "--prompt", "O"]) == 130
 
 
+@pytest.mark.process
 def test_python_m_rehead_and_a_closed_pipe():
     done = subprocess.run(
         f"{sys.executable} -m rehead train --print-config | head -1",

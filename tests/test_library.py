@@ -222,6 +222,7 @@ def said(folder):
     return json.loads(done.stdout)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_argument_is_one_clear_error(name, said):
     if name == "load cuda" and torch.cuda.is_available():
@@ -233,6 +234,7 @@ def test_a_wrong_argument_is_one_clear_error(name, said):
         assert part in message
 
 
+@pytest.mark.process
 def test_every_bad_call_is_checked(said):
     assert said.keys() == REFUSED.keys()
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)  # each begins processes, on a machine that may be busy
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(600),
+]  # each begins processes, on a machine that may be busy
 SCRIPT = [str(Path(sys.executable).parent / "rehead")]
 MODULE = ["-m", "rehead"]
 BACKGROUND = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]

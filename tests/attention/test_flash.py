@@ -11,6 +11,8 @@ from rehead.attention.kernels.compiled import Compiled
 from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import Mask
 
+pytestmark = pytest.mark.heavy
+
 B, H, K, E, V = 3, 10, 2, 6, 7
 
 

@@ -22,6 +22,8 @@ from triton.runtime import interpreter
 
 from rehead.attention.kernels import latent_triton as kernel
 
+pytestmark = pytest.mark.heavy
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 4e-3}
 SIZES = [(1, 1, 9, 0), (3, 3, 9, 4), (2, 16, 48, 64), (2, 40, 48, 4), (3, 3, 512, 0), (1, 16, 512, 64)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=str)  # B, H, R, P
@@ -267,6 +269,7 @@ def run(code, folder, **environment):
     return done.stdout
 
 
+@pytest.mark.process
 def test_rehead_imports_no_triton(tmp_path):
     code = """
 import sys, torch, rehead, rehead.attention, rehead.model
@@ -310,11 +313,13 @@ print("compiled")
 """
 
 
+@pytest.mark.process
 def test_it_compiles_for_gpus(tmp_path):
     """A100 and H100, without either: what fits into their shared memory. That it runs there is not shown."""
     assert run(COMPILE, tmp_path) == "compiled\n"
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_it_agrees_on_a_gpu(tmp_path):
     code = """

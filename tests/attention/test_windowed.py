@@ -107,6 +107,7 @@ def windowed(n, window, backward):
     return run
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_of_a_window_is_linear(backward):
     """Bytes allocated at the peak, per doubling of N: 2; with a mask it is nearer 4."""

@@ -28,12 +28,14 @@ def run(part, *options):
     return found["wrong"], found["cases"]
 
 
+@pytest.mark.process
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_no_reader_is_taken_in(part):
     assert run(part) == ({}, len(list(CORPUS)[part - 1 :: PARTS]))
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
@@ -49,6 +51,7 @@ def test_every_row_of_the_corpus_is_there():
     }
 
 
+@pytest.mark.process
 def test_what_a_folder_may_not_cause_is_seen(tmp_path):
     """Or the listener could be deaf."""
     with readers.watched() as events:

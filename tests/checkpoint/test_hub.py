@@ -122,6 +122,7 @@ SAID = {
 }
 
 
+@pytest.mark.process
 def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run):
     """Nothing but its weights and texts is fetched, once; what is refused says why and how."""
     lines = [

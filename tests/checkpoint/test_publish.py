@@ -216,6 +216,7 @@ except rehead.errors.ResourceError as error:
 """
 
 
+@pytest.mark.process
 def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path):
     """A limit on the size of files stands for the disk: a short write, then an error."""
     command = [sys.executable, "-W", "error", "-c", FULL_DISK, str(tmp_path / "model"), "20000"]

@@ -38,6 +38,7 @@ def typed(start, *words, width=80):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("start", [SCRIPT, MODULE], ids=["script", "module"])
 def test_what_a_newcomer_types_first(start):
     status, shown, err = typed(start, "--help")
@@ -51,6 +52,7 @@ def test_what_a_newcomer_types_first(start):
     assert (status, err, narrow.split()) == (0, "", shown.split())  # the same words
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("word", "hint"), [("nonsense", ""), ("pln", "Did you mean 'plan'? "), ("--json", "")]
 )
@@ -62,6 +64,7 @@ def test_what_is_no_command(word, hint):
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command):
     status, wide, err = typed(SCRIPT, command, "--help")
@@ -78,6 +81,7 @@ def test_every_parameter_is_explained(command):
         assert explained, f"{command}: {argument.name}"
 
 
+@pytest.mark.process
 def test_help_needs_no_torch():
     code = f"""
 import sys

@@ -51,6 +51,7 @@ def typed(folder, *options, path=None, **variables):
     return done.stdout, Path(environment["HOME"])
 
 
+@pytest.mark.process
 def test_what_is_said_of_compiled_code_stands_above_the_text(folder):
     silent, home = typed(folder, REHEAD_NATIVE="0")
     assert silent.startswith(PROMPT)  # and PyTorch wrote it: nothing was built
@@ -70,6 +71,7 @@ def test_what_is_said_of_compiled_code_stands_above_the_text(folder):
     assert json.loads(document)["results"][0]["completion"] == silent.removeprefix(PROMPT)[:-1]
 
 
+@pytest.mark.process
 def test_a_home_that_holds_nothing_says_so(folder):
     environment = os.environ | {"HOME": str(folder / "text.txt")}
     words = [REHEAD, "generate", "run", "--prompt", PROMPT, "--max-new-tokens", "1"]
@@ -90,6 +92,7 @@ def test_the_switch_knows_three_values(monkeypatch, capfd):
     )
 
 
+@pytest.mark.process
 def test_the_library_is_silent_and_can_do_without():
     program = (
         "import torch, rehead, rehead.native as native\n"

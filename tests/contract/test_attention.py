@@ -547,6 +547,7 @@ def test_a17_cache_bytes(config):
 # Refusals
 
 
+@pytest.mark.typed
 @examples
 def test_shapes_are_checked(config):
     module, x = config.build(D), torch.randn(B, T, D)
@@ -569,6 +570,7 @@ def test_shapes_are_checked(config):
             call()
 
 
+@pytest.mark.typed
 def test_kernel_shapes_are_checked():
     query, key, value = torch.randn(B, 4, 6, 10), torch.randn(B, 5, 2, 10), torch.randn(B, 5, 2, 7)
     mask = Mask(n_query=4, n_key=5)

@@ -148,6 +148,7 @@ def test_every_kernel_computes_what_it_does_not_refuse(wanted):
     assert all(map(torch.equal, inputs, (call.query, call.key, call.value)))
 
 
+@pytest.mark.heavy
 def test_no_kernel_is_never_chosen():
     """Of 600 calls as they come each kernel takes 10 at least, and is chosen for some."""
     takes, chosen = Counter(), Counter()

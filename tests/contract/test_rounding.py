@@ -9,6 +9,8 @@ from rehead.config import ModelOptions
 from rehead.generation import generate
 from rehead.model import build
 
+pytestmark = pytest.mark.heavy
+
 V, NEW = 101, 14
 MARGIN = 2**-5
 """Of the largest logit: 4 units of bfloat16's rounding, 2^-7."""

@@ -23,6 +23,8 @@ from rehead.conversion.folder import convert_folder
 from rehead.generation import generate
 from rehead.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.heavy
+
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 
@@ -237,6 +239,7 @@ def test_a_run_is_healed_from_any_folder(run, monkeypatch):
     )
 
 
+@pytest.mark.process
 def test_several_calibrations_as_typed(run, capfd):
     """As a user types it, from a shell: equal shares of a file and of the model's own text; what is held out is
     said; twice the same is the same."""

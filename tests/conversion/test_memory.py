@@ -28,7 +28,10 @@ print(code, next(int(line.split()[1]) * 1024 for line in lines if line.startswit
 """Not ru_maxrss, which begins with that of the process it was forked from."""
 
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from rehead.conversion.fit.moments import Moment, attentions, gather
 from rehead.data import IGNORE, evaluation_blocks
 from rehead.errors import ConfigError
 
+pytestmark = pytest.mark.heavy
+
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5, qkv_bias=True)
 MLA = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5)
 KINDS = {

@@ -17,6 +17,8 @@ from rehead.errors import ConfigError
 from rehead.measure.size import decode_bytes, decode_flops
 from rehead.model import build
 
+pytestmark = pytest.mark.heavy
+
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
 MHA, MQA = replace(GQA, n_kv_head=6), replace(GQA, n_kv_head=1)
 MLA = LatentConfig(

@@ -16,6 +16,8 @@ from rehead.attention import GroupedConfig, LatentConfig
 from rehead.conversion import factor, gqa_to_mla, reduced_matrices
 from rehead.errors import ConfigError
 
+pytestmark = pytest.mark.heavy
+
 NORMAL = np.random.default_rng
 
 

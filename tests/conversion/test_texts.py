@@ -57,6 +57,7 @@ def test_equal_shares(gpt, words):
     assert sum(len(ids) for ids, _ in Converter(model, calibration=[other]).read(160)) == 10
 
 
+@pytest.mark.heavy
 def test_a_list_of_texts_and_the_model_itself(gpt, words):
     """In Python; and the same to the bit when it is done again."""
     model = gpt(GQA, n_step=20, std=0.2)

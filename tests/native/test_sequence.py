@@ -191,6 +191,7 @@ def test_large_scores_do_not_overflow():
     assert_near([in_cpp(*tensors, mask)], [wanted], 3e-5)
 
 
+@pytest.mark.process
 def test_torch_sees_the_operators():
     """Whoever watches what is dispatched; and without PyTorch's compiler, which takes seconds to import."""
     script = """

@@ -82,6 +82,7 @@ def certificates(results):
     }
 
 
+@pytest.mark.process
 def test_the_terminal_tells_every_step_with_its_command(demo, results):
     told, _ = demo
     steps = re.findall(r"^(\d+)\. (.*)\n   \$ rehead (\w+)", told.stderr, re.MULTILINE)
@@ -99,6 +100,7 @@ def test_the_terminal_tells_every_step_with_its_command(demo, results):
     assert told.stdout.rstrip().splitlines()[-2] == "report   demo/report.html"
 
 
+@pytest.mark.process
 def test_exact_is_exact_and_the_others_say_what_they_lost(demo, results, here):
     found = certificates(results)
     assert found["MLA, exact"].exact
@@ -134,6 +136,7 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
+@pytest.mark.process
 def test_every_figure_on_the_page_is_that_of_the_certificates_file(demo, results, here):
     page = (demo[1] / "report.html").read_text()
     found = certificates(results)
@@ -160,6 +163,7 @@ def test_every_figure_on_the_page_is_that_of_the_certificates_file(demo, results
     }
 
 
+@pytest.mark.process
 def test_the_export_is_read_by_transformers_as_the_healed_model(demo, results, here):
     transformers = pytest.importorskip("transformers")
     (export,) = results["conversion"]["exports"]
@@ -174,6 +178,7 @@ def test_the_export_is_read_by_transformers_as_the_healed_model(demo, results, h
     assert export["same_choice"] == 1
 
 
+@pytest.mark.process
 def test_a_model_that_is_there_is_studied_untouched(demo, here, capsys):
     folder = Path("demo/gqa-exported/seed-3407/model")
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
@@ -211,6 +216,7 @@ new_tokens: 3
 """
 
 
+@pytest.mark.process
 def test_conversions_of_one_model_read_it_once_and_give_what_each_gives_alone(
     demo, here, capsys, monkeypatch
 ):
@@ -238,6 +244,7 @@ def test_conversions_of_one_model_read_it_once_and_give_what_each_gives_alone(
     assert Certificate.read(Path("alone")).loss == quarter["certificate"]["loss"]
 
 
+@pytest.mark.process
 def test_a_corpus_is_known_by_name_where_no_file_has_it(demo, here, capsys):
     model = "demo/gqa-exported/seed-3407/model"
     words = ["convert", model, "named", "--to", "mqa", "--allow-loss", "--calibration", "python-docs"]

@@ -277,12 +277,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.process
 def test_the_first_of_several_never_sees_an_interrupt_either(tmp_path):
     (tmp_path / "mask.py").write_text(MASK)
     subprocess.run([sys.executable, "mask.py"], cwd=tmp_path, check=True)
     assert (tmp_path / "held").read_text() == "True"
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_several_at_once_and_killed(whole, here):

@@ -33,7 +33,10 @@ TINY = [
 
 ENDLESS = "trainer.max_iters=1000000"
 
-pytestmark = pytest.mark.timeout(600)  # each begins processes, on a machine that may be busy
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(600),
+]  # each begins processes, on a machine that may be busy
 
 
 @pytest.fixture(autouse=True)
