@@ -1,11 +1,11 @@
-# make setup | demo | quick | test | check | bench                         (Python >= 3.11; set PYTHON to choose one)
+# make setup | demo | quick | test | check | docs | bench                         (Python >= 3.11; set PYTHON to choose one)
 # also test-slow | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check bench bench-gpu format lock clean
+.PHONY: setup demo quick test test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,15 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The documents and the reference of the Python functions, as a site in site/; a broken link is an error (not with --quiet).
+docs: $(BIN)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+	@echo "Done: site/index.html"
+
+$(BIN)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	@touch $@
+
 # Ours beside others, into docs/benchmarks.md; ARGS="decode --threads 1" for less, --peers FOLDER for more.
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(ARGS)
@@ -79,10 +88,10 @@ format: $(STAMP)
 lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet uv
 	echo 'torch==2.13.0' | $(BIN)/uv pip compile --quiet --universal --no-annotate --no-header --python-version 3.11 \
-		--constraint - --all-extras --group dev pyproject.toml --output-file constraints.txt
+		--constraint - --all-extras --group dev --group docs pyproject.toml --output-file constraints.txt
 	echo 'torch==2.13.0' | $(BIN)/uv pip compile --quiet --universal --no-annotate --no-header --python-version 3.11 \
 		--override - tests/serving/requirements-vllm.in | grep -vE '^(nvidia|cuda|triton|torch(audio|codec|vision))' \
 		> tests/serving/requirements-vllm.txt
 
 clean:
-	rm -rf $(VENV) runs out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs out .pytest_cache .mypy_cache .ruff_cache site

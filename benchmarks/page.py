@@ -6,7 +6,8 @@ from harness import clear
 
 HEAD = """# Benchmarks
 
-Written by `make bench` (see [benchmarks/](../benchmarks/)); the numbers are in [benchmarks.json](benchmarks.json).
+Written by `make bench` (see [benchmarks/](https://github.com/rehead/rehead/tree/main/benchmarks)); the numbers
+are in [benchmarks.json](benchmarks.json).
 
 Each case runs rehead and its peers in one process, with the same weights, after their results were found equal.
 Rounds alternate (A B B A). A ratio is the peer's time over rehead's, so rehead is faster above 1: the median of the
