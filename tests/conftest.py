@@ -114,12 +114,16 @@ def opened(chromium):
     """opened(file, width, scheme): the page of an HTML file. It must load nothing else and log no error."""
     pages, faults = [], []
 
+    def refuse(dialog):
+        faults.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
     def open_page(file, width=1200, scheme="light"):
         page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         pages.append(page)
         page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("dialog", lambda dialog: (faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", refuse)
         address = file.resolve().as_uri()
         page.on(
             "request",
