@@ -1,11 +1,11 @@
 # make setup | demo | quick | test | check | docs | bench                         (Python >= 3.11; set PYTHON to choose one)
-# also test-slow | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
+# also torch-oldest | torch-newest | test-slow | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
+.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,13 @@ QUICK := $(addprefix tests/,attention config contract conversion model nn test_a
 quick: $(STAMP)
 	$(BIN)/python -m pytest --few --jaxtyping-packages= $(QUICK) $(ARGS) \
 		-m 'not heavy and not process and not typed and not slow'
+
+# In place of the pinned PyTorch, for the tests after it: the oldest that pyproject.toml allows, or the newest there is.
+torch-oldest: $(STAMP)
+	$(BIN)/python -m pip install --quiet "torch==$$(sed -n 's/^  "torch>=\([0-9.]*\)",/\1/p' pyproject.toml).*"
+
+torch-newest: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade torch
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from rehead.cli import main
+from rehead.native.build import COMPILERS
 
 REHEAD = Path(sys.executable).with_name("rehead")
 PROMPT = "O God"
 MISSING = "rehead: no C++ compiler (c++, g++, clang++): PyTorch computes instead, slower. Install g++."
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,7 @@ def typed(folder, *options, path=None, **variables):
     return done.stdout, Path(environment["HOME"])
 
 
+@needs_compiler
 @pytest.mark.process
 def test_what_is_said_of_compiled_code_stands_above_the_text(folder):
     silent, home = typed(folder, REHEAD_NATIVE="0")
@@ -71,6 +75,7 @@ def test_what_is_said_of_compiled_code_stands_above_the_text(folder):
     assert json.loads(document)["results"][0]["completion"] == silent.removeprefix(PROMPT)[:-1]
 
 
+@needs_compiler
 @pytest.mark.process
 def test_a_home_that_holds_nothing_says_so(folder):
     environment = os.environ | {"HOME": str(folder / "text.txt")}
