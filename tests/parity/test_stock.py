@@ -418,6 +418,18 @@ def test_what_deepseek_cannot_say_is_refused(tmp_path):
         assert why in str(caught.value)
 
 
+@pytest.mark.parametrize("engine", [None, "vllm", "transformers"])
+def test_rebuilt_keys_are_refused_by_name(engine, tmp_path):
+    """No way out is offered that ends in another refusal."""
+    made("Llama", BASE | {"num_key_value_heads": 2}, tmp_path / "gqa")
+    half, _ = rehead.convert(rehead.load(tmp_path / "gqa"), to="mla", kv_fraction=0.5)
+    rehead.save(half, tmp_path / "half")
+    with pytest.raises(ConfigError, match="keys are rebuilt from a latent") as caught:
+        export_folder(tmp_path / "half", tmp_path / "out", engine=engine)
+    assert "--for" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_width_that_the_llama_class_refuses_goes_out_as_mistral():
     """Theirs wants hidden_size to be a multiple of the heads; Mistral's, the same without a window, does not."""
     from dataclasses import replace

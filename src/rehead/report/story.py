@@ -73,7 +73,8 @@ def outcome(job: Job, found: Record) -> list[str]:
         return [f"{proof(found['read_back'])}."]
     certificate = found["certificate"]
     if certificate is None:
-        return [f"loss {found['val_loss']:.4f} nats per token on text it was not trained on"]
+        text = "the end of data.path" if job.kind == "given" else "text it was not trained on"
+        return [f"loss {found['val_loss']:.4f} nats per token on {text}"]
     before, after = certificate["kv_bytes_per_token"]
     size = f"KV cache {before:,} -> {after:,} bytes per token ({percent(after / before)})"
     logits = certificate["logits"]

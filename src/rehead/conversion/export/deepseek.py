@@ -83,6 +83,7 @@ def require_sayable(config: GPTConfig) -> None:
 
 def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """The attention of DeepSeek's class that has room for `layer`."""
+    _require_served(layer)
     layer = heads_of(layer)
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
@@ -97,7 +98,6 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
                 "scaled rope: vLLM's DeepseekV3ForCausalLM computes other angles. Use --for transformers, or --format "
                 "llama."
             )
-    _require_no_window(layer)
     if needed > RANK:
         raise ConfigError(
             f"its keys and values need {needed} numbers a token, engines take {RANK}: convert it first."
@@ -121,7 +121,7 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     Its heads are 4, 16, ... times as wide as the layer's: then the queries are multiplied by a power of
     two, which rounds nothing.
     """
-    _require_no_window(layer)
+    _require_served(layer)
     layer = heads_of(layer)
     width = layer.head_dim if isinstance(layer, GroupedConfig) else layer.qk_nope_head_dim
     least, rope, rotated = width, RopeConfig(), 2  # that part is there, and zero
@@ -145,10 +145,15 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     )
 
 
-def _require_no_window(layer: AttentionConfig) -> None:
+def _require_served(layer: AttentionConfig) -> None:
     if layer.window is not None:
         raise ConfigError(
             f"window={layer.window}: DeepseekV3ForCausalLM has no window. Use --format mistral."
+        )
+    if isinstance(layer, LatentConfig) and layer.rebuilds_keys:
+        raise ConfigError(
+            f"{layer.describe()}: no engine has a class whose keys are rebuilt from a latent and then rotated. Use it "
+            "with rehead (generate, eval), or convert its source to gqa or mqa, heal that and export it."
         )
 
 
