@@ -37,6 +37,9 @@ def show(
         least //= 2
     for some in _fitting(console, header, rows, texts, columns, keys, least):
         console.print(_table(header, rows, texts, some, least))
+    out = [name.replace("\n", "") for index, name in enumerate(header) if index not in columns]
+    if out:
+        console.print(f"A wider terminal has room for {', '.join(out)} too.", style="dim")
     if notes:
         console.print(" ".join(notes.split()), style="dim")
 
