@@ -28,7 +28,9 @@ def test_a_plan_is_one_table_with_its_reasons_below(width, monkeypatch, capsys):
     assert table.count("variant") == table.count("conversion") == shown.count("─ \n") == 1
     for name, least in (("share", 80), ("FLOPs/step", 80), ("parameters", 120), ("read/step", 120)):
         assert (name in table) == (width >= least)
-    left_out = "share, cache, parameters, FLOPs/step, read/step" if width < 80 else "cache, parameters, read/step"
+    left_out = (
+        "share, cache, parameters, FLOPs/step, read/step" if width < 80 else "cache, parameters, read/step"
+    )
     assert (f"A wider terminal has room for {left_out} too." in " ".join(shown.split())) == (width < 120)
     words, notes = table.split(), " ".join(shown.split())
     for row in found.rows:

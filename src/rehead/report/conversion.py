@@ -49,7 +49,9 @@ def present_certificate(certificate: Certificate, folder: Path) -> None:
     before, after = certificate.kv_bytes_per_token
     kind = "exact" if certificate.exact else "approximate"
     print(f"{first.source} -> {first.result}: {kind}")
-    print(f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({100 * after / before:.0f} %)")
+    print(
+        f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({100 * after / before:.0f} %)"
+    )
     if certificate.loss is not None:
         old, new = certificate.loss
         print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
