@@ -1,4 +1,8 @@
-"""Which kernel computes a call: the first of `ROSTER` that does not refuse it."""
+"""Which kernel computes a call of `forward`: the first of `ROSTER` that does not refuse it.
+
+A decoded token does not pass here: layers have a `step` for it (`attention/step.py`, `latent_token.py`), and
+`decoding/` may run all of a model in C++.
+"""
 
 from dataclasses import dataclass
 
