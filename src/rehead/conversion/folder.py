@@ -197,7 +197,7 @@ def _tell_unread(certificate: Certificate) -> None:
 
 def _refusal(certificate: Certificate, *, can_read: bool) -> str:
     logits = certificate.logits
-    flips = f"{100 * logits['argmax_flips']:.1f} % of the likeliest tokens change, KL {logits['kl']:.2e} nats"
+    flips = f"{100 * logits['argmax_flips']:.2f} % of the likeliest tokens change, KL {logits['kl']:.2e} nats"
     loss = ""
     if certificate.loss is not None:
         before, after = certificate.loss
