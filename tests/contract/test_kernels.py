@@ -17,6 +17,9 @@ from calls import by
 from rehead.attention import kernels
 from rehead.attention.kernels import Call, compiled, continued, windowed
 from rehead.attention.kernels.definition import Reference
+from rehead.attention.kernels.folded import Folded
+from rehead.attention.kernels.sdpa import SDPA
+from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import EMPTY, Mask
 from rehead.attention.score import Additive
 from rehead.native import NoKernel
@@ -41,6 +44,15 @@ def _small(monkeypatch):
     monkeypatch.setattr(windowed, "LONG", 7)
     monkeypatch.setattr(windowed, "CHUNK", 4)
     monkeypatch.setattr(compiled, "LONGEST", 24)
+
+
+def sample(dtype=torch.float64, **sizes):
+    """Queries, keys and values."""
+    sizes = SIZES | sizes
+    return [
+        torch.randn([sizes[letter] for letter in letters], dtype=dtype)
+        for letters in ("BLHE", "BSKE", "BSKV")
+    ]
 
 
 def made(mask, dtype=torch.float64, scale=0.3, score=None, seed=1, learns=False, **sizes):
@@ -128,6 +140,8 @@ def check(attend, call):
         assert ours.dtype == call.query.dtype
         assert ours.shape == right.shape
         assert (ours.double() - right).abs().max() <= BUDGETS[call.query.dtype][budget] * largest
+    if call.query.dtype == torch.float64:
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
     if dense is not None:
         assert not found[0][~dense.any(-1).expand(len(found[0]), -1)].any()
 
@@ -235,3 +249,79 @@ def test_a_wrong_kernel_of_the_roster_is_caught(kernel):
     check(by(kernel), call)
     with pytest.raises(AssertionError):
         check(lambda *tensors, scale, score: by(kernel)(*tensors, scale=1.1 * scale), call)
+
+
+# Closer still: as near as the reference of the same type
+
+
+@pytest.mark.parametrize("kernel", [by(Folded()), by(SDPA())], ids=["folded", "sdpa"])
+def test_gradients_are_the_reference(kernel):
+    """Also past queries that see nothing: no gradient flows there, and none is NaN."""
+    positions = torch.tensor([[0, 1, 2, EMPTY], [EMPTY] * 4, [3, 4, 5, 6]])
+    keys = torch.cat([positions, positions + 7, torch.full((3, 1), EMPTY)], 1)
+    for mask in (
+        Mask(n_query=4, n_key=9, window=3),
+        Mask(n_query=4, n_key=9, query_positions=positions, key_positions=keys),
+    ):
+        grads = []
+        for run in (lambda *a, m=mask: kernels.reference(*a, m.dense()), lambda *a, m=mask: kernel(*a, m)):
+            torch.manual_seed(1)
+            leaves = [t.requires_grad_() for t in sample()]
+            grads.append(torch.autograd.grad(run(*leaves).square().sum(), leaves))
+        for ours, wanted in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+DTYPES = {  # budgets: max, mean, phi out, phi grads, u
+    torch.float32: (1e-5, 1e-6, 3, 5, 1e-6),
+    torch.bfloat16: (2.5e-2, 2.5e-3, 2, 4, 8e-3),
+    torch.float16: (4e-3, 4e-4, 2, 4, 1e-3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "window"),
+    [
+        (by(Folded()), None),
+        (by(Folded()), 5),
+        (by(SDPA()), None),
+        (by(SDPA()), 5),
+        (by(Windowed()), 5),
+    ],
+)
+def test_low_precision_keeps_the_budget(kernel, dtype, window, monkeypatch):
+    """N14: a fast kernel is as near the float64 gold as the reference of the same type, outputs and gradients."""
+    monkeypatch.setattr(windowed, "CHUNK", 8)
+    most, on_average, for_outputs, for_gradients, unit = DTYPES[dtype]
+    low = sample(L=24, S=40, E=32, V=16, dtype=dtype)
+    mask = Mask(n_query=24, n_key=40, window=window)
+
+    def run(kernel, leaves):
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        out = kernel(*leaves)
+        grads = torch.autograd.grad(out.float().square().mean() * 100, leaves)
+        return [t.detach().double() for t in (out, *grads)]
+
+    def reference(q, k, v):
+        return kernels.reference(q, k, v, mask.dense())
+
+    def check(kernel):
+        gold, plain, fast = (
+            run(*call) for call in ((reference, [t.double() for t in low]), (reference, low), (kernel, low))
+        )
+        for i, (exact, b, a) in enumerate(zip(gold, plain, fast, strict=True)):
+            largest = exact.abs().max()
+            assert a.isfinite().all()
+            assert (a - b).abs().max() <= most * largest
+            assert (a - b).abs().mean() <= on_average * largest
+            allowed = (for_gradients if i else for_outputs) * max((b - exact).abs().max(), unit * largest)
+            assert (a - exact).abs().max() <= allowed
+
+    check(lambda q, k, v: kernel(q, k, v, mask))
+    for mutant in (
+        lambda q, k, v: kernel(q, k, v, mask, scale=32**-0.5 * (1.01 if dtype == torch.float32 else 1.3)),
+        lambda q, k, v: kernel(q, k, v, Mask(n_query=24, n_key=40, window=(window or 40) - 1)),
+    ):
+        with pytest.raises(AssertionError):
+            check(mutant)

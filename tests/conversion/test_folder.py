@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -239,6 +240,9 @@ def test_a_run_is_healed_from_any_folder(run, monkeypatch):
     )
 
 
+PROGRESS = r"converting .+|[a-z ]+  [\d,]+(/[\d,]+)? [a-z]+(  \d+:\d\d:\d\d left)?"
+
+
 @pytest.mark.process
 def test_several_calibrations_as_typed(run, capfd):
     """As a user types it, from a shell: equal shares of a file and of the model's own text; what is held out is
@@ -250,7 +254,9 @@ def test_several_calibrations_as_typed(run, capfd):
     def typed():
         command = [sys.executable, "-m", "rehead", "convert", *words, *texts, "--length", "12"]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, "rehead:" in done.stderr) == (0, False)  # it may say how far it is
+        assert done.returncode == 0
+        for line in done.stderr.splitlines():  # on a slow machine it says how far it is, and nothing else
+            assert re.fullmatch(PROGRESS, line), line
 
     typed()
     one = Certificate.read(Path("out/new"))

@@ -283,6 +283,23 @@ def test_sizes_that_do_not_fit_are_refused():
             native.attend(query, key, value, bad, True, 0, 5, 1.0)
 
 
+def test_one_context_for_several_texts():
+    """Keys of one sequence for queries of several go another way, as a user without shape checks calls it."""
+    code = """
+import torch
+from rehead.attention.kernels import Call, attend, reference
+from rehead.attention.kernels.compiled import Compiled
+from rehead.attention.mask import Mask
+query, key, value = torch.randn(3, 40, 4, 8), torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2, 8)
+mask = Mask(n_query=40, n_key=50, causal=False)
+print(Compiled().refuses(Call(query, key, value, mask, 1.0)))
+wanted = reference(query, key.expand(3, -1, -1, -1), value.expand(3, -1, -1, -1))
+print(torch.allclose(attend(query, key, value, mask), wanted, atol=1e-5))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["keys are shared by several sequences", "True"]
+
+
 @pytest.mark.parametrize("sizes", [(0, 9, 9, 2, 2, 4, 4), (2, 0, 9, 2, 2, 4, 4), (2, 9, 0, 2, 2, 4, 4)])
 def test_nothing_is_computed_of_nothing(sizes):
     tensors, mask = sample(sizes), rule(sizes, causal=False)

@@ -72,8 +72,7 @@ def _texts(attention: Attention, n_past: int | None, batch_size: int, longest: i
 def _against(found: Choice) -> str:
     """Why not the C++ kernel, where it is not the way."""
     reason = found.against.get(Compiled.name)
-    told = reason and not isinstance(found.kernel, Reference)
-    return f" (no {Compiled.words.removeprefix('the ')}: {reason})" if told else ""
+    return f" (no C++ kernel: {reason})" if reason and not isinstance(found.kernel, Reference) else ""
 
 
 def ranges(way: Callable[[int], Choice | None], longest: int) -> Iterator[tuple[int, int, Choice | None]]:

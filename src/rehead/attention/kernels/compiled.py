@@ -36,6 +36,8 @@ class Compiled(Kernel):
             return "positions are given"
         if query.dtype not in WIDENED or any(t.dtype != query.dtype for t in tensors):
             return "not in float32, bfloat16 or float16"
+        if any(len(t) != len(query) for t in tensors):
+            return "keys are shared by several sequences"
         if any(not t.numel() for t in tensors):
             return "nothing to compute"
         unserved = native.refuses(*tensors)

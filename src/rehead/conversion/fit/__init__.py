@@ -1,1 +1,1 @@
-"""What an approximation is fitted to and by: moments of a text, factors, alignments, ranks."""
+"""What an approximation is fitted to and by: moments of a text, pairs, factors, alignments."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -71,7 +72,7 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
     takes = GroupedConfig
     source, target = "mha, gqa", "gqa, mqa"
     costs = "The cache and the key and value weights shrink with the number of KV heads. Heal it."
-    methods = {"procrustes": (), "mean": (), "first": ()}  # noqa: RUF012
+    methods: ClassVar[dict[str, tuple[str, ...]]] = {"procrustes": (), "mean": (), "first": ()}
     fitted = frozenset({"procrustes"})
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -46,7 +47,11 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         "The cache shrinks to R numbers a token. With rope every step rebuilds the keys and values of the whole "
         "past, R times K (E + V) multiplications a token and layer: it saves memory, not time."
     )
-    methods = {"weighted": ("pair",), "whitened": ("inputs",), "svd": ()}  # noqa: RUF012
+    methods: ClassVar[dict[str, tuple[str, ...]]] = {
+        "weighted": ("pair",),
+        "whitened": ("inputs",),
+        "svd": (),
+    }
     fitted = frozenset({"weighted", "whitened"})
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
