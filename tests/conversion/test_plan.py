@@ -167,6 +167,14 @@ def test_deepseeks_shape_is_never_recommended():
     assert "deepseek" not in made.advice
 
 
+def test_an_export_names_what_the_class_lacks():
+    gpt = replace(shape(3, 4096, 32, 32, 128), norm="layernorm", mlp="gelu")
+    (row,) = [row for row in plan(gpt, context=2048).rows if "deepseek" in row.command]
+    assert row.verdict == "impossible"
+    lacking = "norm=layernorm, mlp=gelu, mlp_bias=False, learned_positions=False"
+    assert row.why == f"{lacking}, which no conversion changes"
+
+
 def test_rebuilding_is_pointed_out_where_keys_rotate(gpt):
     assert "Rebuilt keys save memory, not time" in plan(gpt(replace(GQA, rope=ROPE)).config, 11).advice
     assert "Rebuilt keys" not in plan(gpt(GQA).config, 11).advice

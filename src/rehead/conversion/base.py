@@ -23,6 +23,19 @@ Weights = dict[str, Tensor]
 """The float64 weights of one attention, by the names of its module."""
 
 
+def projections(weights: Weights, *names: str) -> Weights:
+    """The weights and biases of these projections."""
+    return {name: weight for name, weight in weights.items() if name.partition(".")[0] in names}
+
+
+class CannotConvert(ConfigError):
+    """No conversion gives what is asked for. `reason` is the first obstacle, without the way around it."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(frozen=True, kw_only=True)
 class Promise:
     """`exact`: the same function but for rounding, whatever the weights. `why` says the rule."""

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
-from rehead.attention import AttentionConfig
+from rehead.attention import AttentionConfig, LatentConfig
 from rehead.attention.grouped import divisors
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
-from rehead.conversion.base import heads_of
+from rehead.conversion.base import CannotConvert, heads_of
 from rehead.conversion.export.deepseek import require_sayable, stock_target
 from rehead.conversion.search import path
 from rehead.conversion.target import Wish
@@ -28,6 +28,15 @@ REBUILDING = (
     "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
     "them into all keys and values."
 )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A command, and the attention it makes of a layer. One that `exports` takes no approximation."""
+
+    command: str
+    target: Callable[[AttentionConfig], AttentionConfig]
+    exports: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +92,20 @@ def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dt
             why=why,
         )
 
-    rows = [row("", config, "present", "")]
+    variants: list[tuple[str, ModelConfig, Verdict, str]] = [("", config, "present", "")]
+    refused = ""
     try:
-        rows += [row(*found) for found in _others(config)]
-        advice = _advice(rows)
+        variants += _others(config)
     except ConfigError as error:
-        advice = str(error)
+        refused = str(error)
+    rows, latents = [row(*one) for one in variants], [_latent(one) for _, one, _, _ in variants]
+    rebuilds = any(latent is not None and latent.rebuilds_keys for latent in latents)
     return Plan(
         context=context,
         batch_size=batch_size,
         dtype=str(dtype).removeprefix("torch."),
         rows=rows,
-        advice=advice + (f" {REBUILDING}" if any("rebuilt" in row.variant for row in rows) else ""),
+        advice=(refused or _advice(rows, latents)) + (f" {REBUILDING}" if rebuilds else ""),
     )
 
 
@@ -103,6 +114,12 @@ def _variant(config: ModelConfig) -> str:
         return config.attention[0].describe()
     assert isinstance(config, RNNConfig)
     return f"rnn, a state of {config.n_layer} x {config.n_hidden}"
+
+
+def _latent(config: ModelConfig) -> LatentConfig | None:
+    """The first layer's attention, if it is MLA."""
+    first = config.attention[0] if isinstance(config, GPTConfig) else None
+    return first if isinstance(first, LatentConfig) else None
 
 
 def _layer(config: ModelConfig, context: int) -> Parts | None:
@@ -117,54 +134,55 @@ def _others(config: ModelConfig) -> Iterator[tuple[str, GPTConfig, Verdict, str]
             "tokens."
         )
     seen = {config.attention}
-    for command, wanted in _candidates(config).items():
+    for candidate in _candidates(config):
         try:
-            layers = tuple(wanted(layer) for layer in config.attention)
+            layers = tuple(candidate.target(layer) for layer in config.attention)
         except ConfigError:  # not to be meant of every layer, such as a head too many
             continue
         if layers not in seen:
             seen.add(layers)
             changed = replace(config, attention=layers)
-            yield command, changed, *_judge(config, changed, command)
+            yield candidate.command, changed, *_judge(config, changed, candidate)
 
 
-def _candidates(config: GPTConfig) -> dict[str, Callable[[AttentionConfig], AttentionConfig]]:
-    """Flags of `rehead convert`, and what they make of a layer."""
+def _candidates(config: GPTConfig) -> Iterator[Candidate]:
+    """Flags of `rehead convert`, and the export."""
 
-    def wish(**fields: object) -> Callable[[AttentionConfig], AttentionConfig]:
-        return lambda layer: Wish(**fields).target(layer, config.n_embd)  # type: ignore[arg-type]
+    def wish(**fields: object) -> Candidate:
+        command = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
+        return Candidate(command, lambda layer: Wish(**fields).target(layer, config.n_embd))  # type: ignore[arg-type]
 
     heads = heads_of(config.attention[0])
-    found = {"--to mha": wish(to="mha")}
+    yield wish(to="mha")
     for n_kv_head in reversed(divisors(heads.n_query_head)[1:-1]):
-        found[f"--to gqa --n-kv-head {n_kv_head}"] = wish(to="gqa", n_kv_head=n_kv_head)
-    found |= {"--to mqa": wish(to="mqa"), "--to mla": wish(to="mla")}
-    for fraction in FRACTIONS:
-        found[f"--to mla --kv-fraction {float(fraction)}"] = wish(to="mla", kv_fraction=float(fraction))
-    found["--to reduced"] = wish(to="reduced")
-    found[EXPORT] = lambda layer: stock_target(layer, config.n_embd)
-    return found
+        yield wish(to="gqa", n_kv_head=n_kv_head)
+    yield wish(to="mqa")
+    yield wish(to="mla")
+    for fraction in map(float, FRACTIONS):
+        yield wish(to="mla", kv_fraction=fraction)
+    yield wish(to="reduced")
+    yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
 
 
-def _judge(source: GPTConfig, result: GPTConfig, command: str) -> tuple[Verdict, str]:
+def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> tuple[Verdict, str]:
     """What becoming `result` would be. A conversion that does not shrink the cache is pointless."""
     before, after = (kv_bytes_per_token(config) for config in (source, result))
     try:
-        if command == EXPORT:
+        if candidate.exports:
             require_sayable(source)
         paths = [
             path(old, new, source.n_embd) for old, new in zip(source.attention, result.attention, strict=True)
         ]
-    except ConfigError as error:
+    except CannotConvert as error:
         if after > before:
             return "pointless", f"{_share(after, before)} of the present cache"
-        return "impossible", str(error).partition(": ")[2].partition("; ")[0].rstrip(".")
+        return "impossible", error.reason
     steps = [step for steps in paths for step in steps]
     exact = all(step.promise.exact for step in steps)
     if after >= before:
         kept = "exact, but " if exact else ""
         return "pointless", f"{kept}{_share(after, before)} of the present cache"
-    if command == EXPORT and not exact:
+    if candidate.exports and not exact:
         return "impossible", "its KV heads rotate in ways of their own"
     if any(
         step.result.kv_numbers() < new.kv_numbers()
@@ -183,8 +201,8 @@ def _share(after: int, before: int) -> str:
     return f"{100 * after / before:.0f} %"
 
 
-def _advice(rows: list[Row]) -> str:
-    """The smallest cache that costs nothing, and where to go on from there."""
+def _advice(rows: list[Row], latents: list[LatentConfig | None]) -> str:
+    """The smallest cache that costs nothing; where there is none, a latent of the largest."""
     exact = [row for row in rows if row.verdict == "exact"]
     lossy = [row for row in rows if row.verdict == "approximate"]
     if exact:
@@ -192,8 +210,7 @@ def _advice(rows: list[Row]) -> str:
         share = _share(best.kv_bytes_per_token, rows[0].kv_bytes_per_token)
         return f"{best.command} keeps every logit and {share} of the cache."
     if lossy:
-        best = max(
-            (row for row in lossy if "mla" in row.command), key=lambda row: row.cache_bytes, default=lossy[0]
-        )
+        wide = [row for row, latent in zip(rows, latents, strict=True) if latent is not None and row in lossy]
+        best = max(wide, key=lambda row: row.cache_bytes, default=lossy[0])
         return f"Nothing smaller is exact. {best.command} usually loses least; measure it with --calibration TEXT."
     return "Nothing smaller can be made of this model: keep it as it is."

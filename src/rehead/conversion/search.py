@@ -6,9 +6,8 @@ from itertools import count
 from typing import Any
 
 from rehead.attention import AttentionConfig, GroupedConfig
-from rehead.conversion.base import Conversion, Step, conversions
+from rehead.conversion.base import CannotConvert, Conversion, Step, conversions
 from rehead.conversion.steps.latent import full_rank, rank_on_the_way
-from rehead.errors import ConfigError
 
 NARROWEST = -(10**18)
 """Of the numbers per token, negated: that no approximation has been made yet."""
@@ -19,7 +18,7 @@ KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list[Step]:
     """The steps from `source` to `target`: fewest approximations, then fewest steps.
 
-    Of ways alike in that, one that squeezes the cache least on its way. Raises ConfigError where
+    Of ways alike in that, one that squeezes the cache least on its way. Raises CannotConvert where
     there is none, saying what stands in between.
     """
     order = count()
@@ -44,8 +43,10 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 least = narrowest if promise.exact else max(narrowest, -result.kv_numbers())
                 way = (lossy, len(steps) + 1, least, next(order), result, [*steps, step])
                 heapq.heappush(frontier, way)
-    stands = _obstacle(source, target, done, d_model)
-    raise ConfigError(f"no conversion leads from {source.name} to {target.name}: {stands}")
+    obstacles = _obstacles(source, target, done, d_model)
+    raise CannotConvert(
+        f"no conversion leads from {source.name} to {target.name}: {'; '.join(obstacles)}.", obstacles[0]
+    )
 
 
 def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
@@ -54,17 +55,17 @@ def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[st
     return [(name, one) for name, one in found if isinstance(source, one.takes) and one.serves(target)]
 
 
-def _obstacle(
+def _obstacles(
     source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
-) -> str:
+) -> list[str]:
     """Why there is no way, as far as the conversions can say."""
     if not any(isinstance(source, conversions[name].takes) for name in conversions):
-        return "no conversion starts from it. Keep it as it is."
+        return ["no conversion starts from it. Keep it as it is"]
     source = source.equivalent()
     there = {field.name: getattr(target, field.name) for field in fields(target)}
     for name in KEPT:
         if name in there and getattr(source, name, there[name]) != there[name]:
-            return f"{_change(source, name, there)} Keep it, or train a new model."
+            return [f"{_change(source, name, there)}. Keep it, or train a new model"]
     tied = getattr(source, "tie_kv", False) or there.get("tie_kv", False)
     on_the_way = [config for config in reached if tied or not getattr(config, "tie_kv", False)]
     refused = {
@@ -74,25 +75,23 @@ def _obstacle(
         if (text := conversion.refusal(config))
     }
     if refused:
-        return f"{'; '.join(sorted(refused))}."
+        return sorted(refused)
     if isinstance(source, GroupedConfig) and rank_on_the_way(target) > full_rank(source, d_model):
         full = full_rank(source, d_model)
-        return f"{full} numbers hold all its keys and values, {rank_on_the_way(target)} would hold zeros."
+        return [f"{full} numbers hold all its keys and values, {rank_on_the_way(target)} would hold zeros"]
 
     def likeness(config: AttentionConfig) -> int:
         return sum(getattr(config, name, None) == value for name, value in there.items())
 
     nearest = max(on_the_way, key=lambda config: (type(config) is type(target), likeness(config)))
-    return next(
-        (
-            _change(nearest, name, there)
-            for name, value in there.items()
-            if getattr(nearest, name, None) != value
-        ),
-        "it is the same.",
+    changes = (
+        _change(nearest, name, there)
+        for name, value in there.items()
+        if getattr(nearest, name, None) != value
     )
+    return [next(changes, "it is the same")]
 
 
 def _change(config: AttentionConfig, name: str, there: dict[str, object]) -> str:
     """That a field cannot become another."""
-    return f"{name}={getattr(config, name, None)!r:.120} cannot become {there[name]!r:.120}."
+    return f"{name}={getattr(config, name, None)!r:.120} cannot become {there[name]!r:.120}"

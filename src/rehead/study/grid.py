@@ -89,8 +89,8 @@ class _Grid:
         return parent.flags | {f"trainer.{key}": value for key, value in DEFAULTS.items()} | told
 
     def _job(self, name: str, variant: Variant, chosen: Flags, label: str, parent: Job | None) -> Job:
-        inherited = "" if parent is None else parent.variant.removeprefix(parent.of).removeprefix(", ")
-        title = ", ".join(filter(None, (name, inherited, label)))
+        choice = ", ".join(filter(None, ("" if parent is None else parent.choice, label)))
+        title = ", ".join(filter(None, (name, choice)))
         if not title:
             raise ConfigError(
                 "one variant is no study: give a key several values, like model.n_kv_head=[1,2,3]."
@@ -115,6 +115,7 @@ class _Grid:
             job = Job(
                 variant=title,
                 of=name,
+                choice=choice,
                 flags=chosen,
                 options=self._options(made),
                 kind=variant.kind,

@@ -23,13 +23,15 @@ WISHES = {field.name for field in fields(Wish)}
 class Job:
     """One model of a study: how it is made, and where.
 
-    `variant` is what it is called in the report, `of` the preset's name for it, `about` what the preset says
-    of it. `options` train it or, where it is not trained, say on what it is measured. `parent` is what it
-    starts from. `convert` and `export` are options of those commands.
+    `variant` is what it is called in the report: `of`, the preset's name for it, and `choice`, what it and
+    its parents took of lists, in words. `about` is what the preset says of it. `options` train it or, where
+    it is not trained, say on what it is measured. `parent` is what it starts from. `convert` and `export`
+    are options of those commands.
     """
 
     variant: str
     of: str
+    choice: str = ""
     flags: Flags
     options: RunOptions
     kind: Kind = "trained"

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rehead.attention import RopeConfig, scalings
 from rehead.attention.rope import LongRopeScaling, RopeScaling
@@ -42,6 +42,8 @@ class Family(ABC):
     """One kind of stock model. Both directions must agree: `read(write(config)) == config`."""
 
     architecture: str
+    deepseek_kernels: ClassVar[bool] = False
+    """Whether engines run it on the MLA kernels they have for DeepSeek."""
 
     @abstractmethod
     def read(self, fields: "Fields") -> GPTConfig:

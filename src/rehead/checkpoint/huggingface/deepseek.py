@@ -13,6 +13,7 @@ class DeepseekV3(LatentLike):
     """Every engine's MLA."""
 
     architecture = "DeepseekV3ForCausalLM"
+    deepseek_kernels = True
 
     def layout(self, fields: Fields) -> Layout:
         """Either."""

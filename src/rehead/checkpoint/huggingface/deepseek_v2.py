@@ -13,6 +13,7 @@ class DeepseekV2(LatentLike):
     """Its rotary part is interleaved, and its width is a multiple of its heads'."""
 
     architecture = "DeepseekV2ForCausalLM"
+    deepseek_kernels = True
 
     def layout(self, fields: Fields) -> Layout:
         """The one it has."""

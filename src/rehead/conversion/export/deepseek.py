@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
+from rehead.checkpoint import Family
 from rehead.checkpoint.files.deferred import changed
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
-from rehead.conversion.base import heads_of
+from rehead.conversion.base import CannotConvert, heads_of
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.converter import convert, random_blocks, require_heads
 from rehead.conversion.search import path
@@ -74,10 +75,13 @@ def require_sayable(config: GPTConfig) -> None:
     if config.norm != "rmsnorm" or config.mlp != "swiglu" or config.mlp_bias or config.learned_positions:
         gpt2 = config.norm == "layernorm" and config.mlp == "gelu" and config.learned_positions
         way = "convert it with --to mha for --format gpt2" if gpt2 else "train it with model.shape=llama"
-        raise ConfigError(
+        has = ", ".join(
+            f"{name}={getattr(config, name)}" for name in ("norm", "mlp", "mlp_bias", "learned_positions")
+        )
+        raise CannotConvert(
             "DeepseekV3ForCausalLM has RMSNorm, SwiGLU without biases and no learned positions; this model has "
-            f"norm={config.norm}, mlp={config.mlp}, mlp_bias={config.mlp_bias}, "
-            f"learned_positions={config.learned_positions}, which no conversion changes: {way}."
+            f"{has}, which no conversion changes: {way}.",
+            f"{has}, which no conversion changes",
         )
 
 
@@ -162,8 +166,8 @@ def for_vllm(model: LanguageModel) -> LanguageModel:
     return with_eps(model, NORM_EPS, tied=False)
 
 
-def require_vllm(config: GPTConfig, architecture: str) -> None:
-    """Refuse what vLLM's own class of this name has no place for, or would read as something else."""
+def require_vllm(config: GPTConfig, family: Family) -> None:
+    """Refuse what vLLM's own class of this family has no place for, or would read as something else."""
     first = config.attention[0]
     if not isinstance(first, LatentConfig):
         return
@@ -171,7 +175,7 @@ def require_vllm(config: GPTConfig, architecture: str) -> None:
     heads = (first.qk_nope_head_dim, first.qk_rope_head_dim, first.v_head_dim)
     row = first.kv_lora_rank + first.qk_rope_head_dim
     wrong = {
-        f"{architecture} (its kernels are DeepSeek's)": not architecture.startswith("Deepseek"),
+        f"{family.architecture} (its kernels are DeepSeek's)": not family.deepseek_kernels,
         f"kv_lora_rank + qk_rope_head_dim = {row} (it takes {_or(ROWS)})": row not in ROWS,
         f"heads of {heads} (it takes {_or(HEADS)})": heads not in HEADS,
         "scaled rope (it computes other angles)": first.rope.scaling is not None,

@@ -81,9 +81,9 @@ def _as_stock(
         except ConfigError as other:
             raise ConfigError(str(other) if kind == DEEPSEEK else f"{error} {other}") from error
         return model, families[DEEPSEEK], certificate
-    if family.architecture.startswith("Deepseek") and engine != "transformers":
+    if family.deepseek_kernels and engine != "transformers":
         model = for_vllm(model)
     if engine == "vllm":
         assert isinstance(model.config, GPTConfig)
-        require_vllm(model.config, family.architecture)
+        require_vllm(model.config, family)
     return model, family, None

@@ -12,7 +12,16 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.attention.rope import LongRopeScaling
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
+from rehead.conversion.base import (
+    Conversion,
+    Converted,
+    Evidence,
+    Promise,
+    Weights,
+    common,
+    conversions,
+    projections,
+)
 
 SMALL = -40
 """The latent is divided by two to this power before the identity norm; see `IdentityNorm`."""
@@ -92,7 +101,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
             "kv_a_proj_with_mqa.weight": torch.cat([weights["v_proj.weight"], key.flatten(0, 2)]),
             "kv_b_proj.weight": up.flatten(2).flatten(0, 1),
         }
-        return Converted(weights=made | {name: w for name, w in weights.items() if name.startswith("o_proj")})
+        return Converted(weights=made | projections(weights, "o_proj"))
 
 
 def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:

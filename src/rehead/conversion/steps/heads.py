@@ -11,7 +11,7 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import divisors
 from rehead.attention.score import ScaledDot
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions, projections
 from rehead.conversion.fit import align
 
 
@@ -52,10 +52,9 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
         """Copy the rows that make keys and values."""
         copies = result.n_kv_head // source.n_kv_head
         more = dict(weights)
-        for name in weights:
-            if name.startswith(("k_proj.", "v_proj.", "kv_b_proj.")):
-                heads = weights[name].unflatten(0, (source.n_kv_head, -1))
-                more[name] = heads.repeat_interleave(copies, dim=0).flatten(0, 1)
+        for name, weight in projections(weights, "k_proj", "v_proj", "kv_b_proj").items():
+            heads = weight.unflatten(0, (source.n_kv_head, -1))
+            more[name] = heads.repeat_interleave(copies, dim=0).flatten(0, 1)
         return Converted(weights=_with_scores(more, result))
 
 
@@ -160,7 +159,6 @@ def _with_scores(weights: Weights, result: GroupedConfig | LatentConfig) -> Weig
     """A learned score's weights, one per query head, grouped by the new KV heads."""
     grouped = {
         name: weight.flatten(0, 1).unflatten(0, (result.n_kv_head, -1))
-        for name, weight in weights.items()
-        if name.startswith("score.")
+        for name, weight in projections(weights, "score").items()
     }
     return weights | grouped

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.score import ScaledDot
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
+from rehead.conversion.base import (
+    Conversion,
+    Converted,
+    Evidence,
+    Promise,
+    Weights,
+    common,
+    conversions,
+    projections,
+)
 from rehead.conversion.fit.factor import factor
 
 TINY = 1e-300
@@ -93,7 +102,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
             result.kv_lora_rank,
             *evidence.weighing(self.methods.get(method, ())),
         )
-        made = {name: weight for name, weight in weights.items() if name[0] in "qo"}
+        made = projections(weights, "q_proj", "o_proj")
         made["kv_a_proj_with_mqa.weight"] = factors.down
         made["kv_b_proj.weight"] = _by_head(factors.up, source)
         if source.qkv_bias:

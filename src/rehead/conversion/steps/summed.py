@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rehead.attention import AttentionConfig, GroupedConfig, SummedConfig
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions
+from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions, projections
 
 
 @conversions.add("sum-queries")
@@ -31,7 +31,6 @@ class SumQueries(Conversion[SummedConfig, GroupedConfig]):
         """Sum rows of the query projection."""
         summed = {
             name: weight.unflatten(0, (source.n_kv_head, -1, source.head_dim)).sum(dim=1).flatten(0, 1)
-            for name, weight in weights.items()
-            if name.startswith("q_proj.")
+            for name, weight in projections(weights, "q_proj").items()
         }
         return Converted(weights=weights | summed)

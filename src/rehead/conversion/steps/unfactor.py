@@ -9,7 +9,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, common, conversions
+from rehead.conversion.base import (
+    Conversion,
+    Converted,
+    Evidence,
+    Promise,
+    Weights,
+    common,
+    conversions,
+    projections,
+)
 from rehead.conversion.fit.factor import either
 from rehead.errors import ConfigError
 
@@ -56,7 +65,7 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
         self, weights: Weights, source: LatentConfig, result: GroupedConfig, evidence: Evidence, method: str
     ) -> Converted:
         """W_UK W_DKV and W_UV W_DKV."""
-        made = {name: weight for name, weight in weights.items() if name[0] in "qo"}
+        made = projections(weights, "q_proj", "o_proj")
         down, names = weights["kv_a_proj_with_mqa.weight"], ("k_proj", "v_proj")
         for name, up in zip(names, ups(source, weights["kv_b_proj.weight"]), strict=True):
             made[f"{name}.weight"] = up.flatten(0, 1) @ down
