@@ -32,7 +32,7 @@ from rehead.measure import evaluate, kv_bytes_per_token
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.report.chart import COLOURS
-from rehead.tokenizer import Tokenizer
+from rehead.tokenizer import load_tokenizer
 from rehead.training import train
 from rehead.training.heal import heal_options
 
@@ -128,7 +128,7 @@ def main():
     model = rehead.load(source)
     assert isinstance(model.config, GPTConfig)
     options = flags.read([], (source / "config.yaml",))
-    tokenizer = read_at(source, Tokenizer.load)
+    tokenizer = load_tokenizer(source)
     ids = tokenize(source_of(options.data), tokenizer, results / "tokens.bin").ids
     texts = split(ids, model.config.block_size, options.data.val_fraction)
     full = sum(layer.kv_numbers() for layer in model.config.attention)

@@ -1,6 +1,7 @@
 """The library as a newcomer types it."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import rehead
 from rehead.config import ModelOptions
 from rehead.errors import InvalidInput
 from rehead.model import build
-from rehead.tokenizer import Tokenizer, train
+from rehead.tokenizer import Tokenizer, load_tokenizer, open_model, train
 
 PUBLIC = ["convert", "generate", "load", "load_tokenizer", "save"]
 TEXT = "to be, or not to be: that is the question"
@@ -66,6 +67,24 @@ def test_a_tokenizer_is_loaded_from_whatever_a_model_is(folder, tmp_path):
     rehead.save(tiny(5), tmp_path / "bare")
     with pytest.raises(InvalidInput, match=r"no file '.*bare/tokenizer\.json': give a tokenizer\.json"):
         rehead.load_tokenizer(tmp_path / "bare")
+
+
+def test_a_model_is_opened_with_its_tokenizer_and_special_ids(folder, tmp_path):
+    tokenizer = load_tokenizer(folder)
+    place, bare = tmp_path / "model", tmp_path / "bare"
+    generation = {"eos_token_id": 3, "pad_token_id": None, "temperature": 0.5}
+    shutil.copytree(folder, place)
+    (place / "MANIFEST.json").unlink()
+    (place / "generation_config.json").write_text(json.dumps(generation))
+    opened = open_model(str(place))
+    assert opened.require_tokenizer().to_json() == tokenizer.to_json()
+    assert opened.special == {"eos_token_id": 3}
+    assert torch.equal(opened.model.head.weight, rehead.load(folder).head.weight)
+    rehead.save(opened.model, bare)
+    opened = open_model(bare)
+    assert (opened.tokenizer, opened.special) == (None, {})
+    with pytest.raises(InvalidInput, match=r"no file '.*bare/tokenizer\.json': give a tokenizer\.json"):
+        opened.require_tokenizer()
 
 
 BAD_CALLS = """

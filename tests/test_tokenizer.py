@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from rehead import tokenizer as module
 from rehead.errors import ConfigError, InvalidInput
 from rehead.tokenizer import FILE, KINDS, Tokenizer, train
+from rehead.tokenizer import tokenizer as module
 
 HARD = "nul\0 tab\t cr\r\n \x85 \u2028 \x1c é e\u0301 שלום 👩‍👩‍👧 𝄞 \ufeff \ufffd"
 SAMPLE = "to be, or not to be:\nthat is the question.\n\n" * 3 + HARD

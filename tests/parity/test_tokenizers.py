@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rehead import tokenizer as module
 from rehead.cli import main
 from rehead.data import tokenize
 from rehead.errors import InvalidInput
 from rehead.tokenizer import Tokenizer
+from rehead.tokenizer import tokenizer as module
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -30,7 +30,6 @@ def inspect(
 
         rehead inspect out/run --text "Hope is a waking dream" --compare "Hope is a waking dream and"
     """
-    from rehead.checkpoint import load, read_at
     from rehead.checkpoint.files.publish import require_folders
     from rehead.data.files import write_whole
     from rehead.measure import inspection
@@ -38,11 +37,12 @@ def inspect(
     from rehead.report.inspection import present
     from rehead.report.page import is_page
     from rehead.report.progress import Board
-    from rehead.tokenizer import Tokenizer
+    from rehead.tokenizer import open_model
 
     if html is not None and html.is_file() and not is_page(html):
         raise InvalidInput(f"--html {html} exists and is not a page that rehead wrote: choose another name.")
-    read, tokenizer = read_at(model, lambda place: (load(place).float(), Tokenizer.load(place)))
+    opened = open_model(model)
+    read, tokenizer = opened.model.float(), opened.require_tokenizer()
     texts = [text] if compare is None else [text, compare]
     with Board(f"inspecting {model}"):
         seen = [inspection.inspect(read, tokenizer, one, max_tokens) for one in texts]

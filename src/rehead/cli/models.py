@@ -47,20 +47,20 @@ def generate(
     """
     import torch
 
-    from rehead.checkpoint import load, read_at
     from rehead.decoding import prepare
     from rehead.generation import stream
     from rehead.report.progress import Board
     from rehead.stages import staged
     from rehead.system.device import choose_device
-    from rehead.tokenizer import Tokenizer
+    from rehead.tokenizer import open_model
 
     if not 1 <= samples <= MOST_SAMPLES:
         raise UsageError(f"--samples {samples}: texts per prompt. Use 1 to {MOST_SAMPLES:,}.")
     if not 0 <= seed < 2**63 - samples:
         raise UsageError(f"--seed {seed}. Use 0 to {2**63 - 1 - samples}.")
     chosen = choose_device(device)
-    model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
+    opened = open_model(folder, device=chosen)
+    model, tokenizer = opened.model, opened.require_tokenizer()
     prompt = tuple(text for text in prompt for _ in range(samples))
     ids = [torch.from_numpy(tokenizer.encode(text, special_tokens=True)) for text in prompt]
     seeds = [seed + n for n in range(samples)] * (len(prompt) // samples)
@@ -112,17 +112,17 @@ def eval(
 
         rehead eval out/run --data input.txt
     """
-    from rehead.checkpoint import load, read_at
     from rehead.data import Source, evaluation_blocks, require_vocabulary, shown, tokenize
     from rehead.measure import evaluate
     from rehead.measure.quality import blocks_of, scores
     from rehead.report.progress import Board
     from rehead.system.device import choose_device
-    from rehead.tokenizer import Tokenizer
+    from rehead.tokenizer import open_model
     from rehead.training.seen import contains_training_text
 
     chosen = choose_device(device)
-    model, tokenizer = read_at(folder, lambda place: (load(place, device=chosen), Tokenizer.load(place)))
+    opened = open_model(folder, device=chosen)
+    model, tokenizer = opened.model, opened.require_tokenizer()
     with tempfile.TemporaryDirectory() as scratch, Board():
         tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
         require_vocabulary(tokens.ids, model.config.vocab_size)

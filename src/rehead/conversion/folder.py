@@ -1,14 +1,12 @@
 """A model folder into another one, with the certificate beside the weights."""
 
-import os
 import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint import load, own, publish, read_at
-from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint import own, publish, read_at
 from rehead.config import ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.converter import Converter, block_length, require_heads, require_seed
@@ -18,7 +16,7 @@ from rehead.conversion.reading import Reader
 from rehead.conversion.target import Wish
 from rehead.errors import InvalidInput, UsageError
 from rehead.system.allocator import return_freed_memory
-from rehead.tokenizer import Tokenizer
+from rehead.tokenizer import open_model
 
 
 class Opened:
@@ -41,19 +39,21 @@ class Opened:
         seed: int = 0,
     ) -> None:
         require_seed(seed)
-        self.source = source
-        model, self.tokenizer, self.special = read_at(
-            source,
-            lambda place: (load(place, in_memory=False), tokenizer_of(place), stock.special_ids(place)),
-        )
-        window = block_length(require_heads(model), length)
+        opened = open_model(source, in_memory=False)
+        self.source, self.tokenizer, self.special = source, opened.tokenizer, opened.special
+        window = block_length(require_heads(opened.model), length)
         reader = Reader(
-            source=source, model=model, tokenizer=self.tokenizer, length=window, seed=seed, scratch=scratch
+            source=source,
+            model=opened.model,
+            tokenizer=self.tokenizer,
+            length=window,
+            seed=seed,
+            scratch=scratch,
         )
         self.texts = reader.texts(calibration, test)
         self.named = bool(calibration)
         self.converter = Converter(
-            model, method, self.texts.calibration, length=window, seed=seed, scratch=scratch
+            opened.model, method, self.texts.calibration, length=window, seed=seed, scratch=scratch
         )
 
     def convert(
@@ -144,11 +144,6 @@ def require_apart(source: Path, destination: Path) -> None:
             f"{destination} is {source}, or one lies in the other: the source is never touched. Choose another "
             "folder for the result."
         )
-
-
-def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder, if it has one."""
-    return Tokenizer.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
 
 
 def _require_measurable(wish: Wish, max_loss: float | None) -> None:

@@ -1,15 +1,13 @@
 """What its texts are refused for before a study trains anything."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from rehead import checkpoint
 from rehead.data import source_of
 from rehead.errors import ConfigError, InvalidInput
 from rehead.study.grid import config_of
 from rehead.study.job import Job
 from rehead.study.preset import Preset
-from rehead.tokenizer import Tokenizer
+from rehead.tokenizer import load_tokenizer
 
 
 def require_texts(jobs: Sequence[Job], preset: Preset) -> None:
@@ -37,7 +35,7 @@ def _count(prompt: str, job: Job) -> int | None:
     before = job.options.model.folder or job.options.model.pretrained_folder
     if before is not None:
         try:
-            return len(Tokenizer.load(checkpoint.resolve(Path(before))).encode(prompt))
+            return len(load_tokenizer(before).encode(prompt))
         except InvalidInput:
             return None
     return {"char": len(prompt), "byte": len(prompt.encode())}.get(job.options.data.tokenizer)

@@ -12,7 +12,7 @@ from rehead.measure.attention_maps import attention_maps
 from rehead.model import GPT
 from rehead.study.job import Job
 from rehead.study.work import load
-from rehead.tokenizer import Tokenizer
+from rehead.tokenizer import load_tokenizer
 from rehead.training.folder import RunFolder
 from rehead.training.start import read_text
 
@@ -44,7 +44,7 @@ def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
     text = tokenizer.decode([int(token) for token in shown])
     found: dict[str, Maps] = {}
     for job, model in models:
-        own = Tokenizer.load(checkpoint.resolve(job.model))
+        own = load_tokenizer(job.model)
         ids = torch.from_numpy(own.encode(text)).long()[: model.config.block_size]
         found[job.variant] = Maps(
             tokens=[own.decode([int(token)]) for token in ids],

@@ -25,7 +25,7 @@ from rehead.study.preset import Preset
 from rehead.study.readback import read_back
 from rehead.study.sharing import Sharing
 from rehead.system.device import choose_device
-from rehead.tokenizer import Tokenizer
+from rehead.tokenizer import Tokenizer, open_model
 from rehead.training import train
 from rehead.training.folder import RunFolder
 from rehead.training.run import PROMPT_TOKENS
@@ -102,8 +102,8 @@ def _asked(job: Job, preset: Preset) -> Record:
 def _measure(job: Job, preset: Preset) -> Record:
     if job.export is not None and job.parent is not None:
         return {"read_back": read_back(load(job.parent), job.model, _texts(job).val)}
-    model = load(job)
-    tokenizer = Tokenizer.load(checkpoint.resolve(job.model))
+    opened = open_model(job.model, device=choose_device(job.options.trainer.device))
+    model = opened.model
     texts = _texts(job)
     found = read_metrics(job.folder / "metrics.jsonl")
     own = job.length
@@ -116,7 +116,7 @@ def _measure(job: Job, preset: Preset) -> Record:
         "curve": [(step + job.steps_before, *both) for step, *both in found.losses],
         "seconds_per_step": found.seconds_per_step,
         "torn_lines": found.torn,
-        "sample": _sample(model, tokenizer, preset, texts),
+        "sample": _sample(model, opened.require_tokenizer(), preset, texts),
         "certificate": _certificate(job),
     }
 

@@ -3,16 +3,17 @@
 import tempfile
 from pathlib import Path
 
-from rehead.checkpoint import Family, families, load, publish, read_at
+from rehead.checkpoint import Family, families, publish
 from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.deepseek import Engine, for_vllm, require_vllm, to_deepseek
-from rehead.conversion.folder import require_apart, tokenizer_of
+from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
+from rehead.tokenizer import open_model
 
 DEEPSEEK = "deepseek_v3"
 CARD = """\
@@ -49,11 +50,8 @@ def export_folder(
     require_apart(source, destination)
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
-        model, tokenizer, special = read_at(
-            source,
-            lambda place: (load(place, in_memory=False), tokenizer_of(place), stock.special_ids(place)),
-        )
-        model, family, certificate = _as_stock(model, kind, engine, Path(scratch))
+        opened = open_model(source, in_memory=False)
+        model, family, certificate = _as_stock(opened.model, kind, engine, Path(scratch))
         proof = ""
         if certificate is not None:
             proof = "\n" + page(certificate).replace("# Conversion", "## Conversion", 1)
@@ -61,9 +59,9 @@ def export_folder(
         files = {"README.md": card}
         if certificate is not None:
             files |= {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
-        if tokenizer is not None:
-            files["tokenizer.json"] = tokenizer.to_json()
-        stock.write(model, aside, family, files, special)
+        if opened.tokenizer is not None:
+            files["tokenizer.json"] = opened.tokenizer.to_json()
+        stock.write(model, aside, family, files, opened.special)
     return family.architecture, certificate
 
 

@@ -1,37 +1,30 @@
 """Text to ids and back, from one file: `tokenizer.json`, as Hugging Face writes it.
 
-rehead trains three kinds. char: each character of the training text is a token, as in the homework.
-byte: each UTF-8 byte is a token, and its value is its id; any text, 256 ids. bpe: bytes merged by
-frequency, as GPT-2; any text. It reads whatever the `tokenizers` library reads.
+rehead trains the kinds in `kinds.py` and reads whatever the `tokenizers` library reads.
 """
 
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import SupportsInt
 
 import numpy as np
 import tokenizers as hf
 from jaxtyping import Int64
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import models
 
-from rehead.checkpoint import read_at, read_config
+from rehead.checkpoint import read_config
 from rehead.checkpoint.files.shards import require_regular
-from rehead.checkpoint.find import path_of
 from rehead.errors import ConfigError, InvalidInput, ReheadError
-from rehead.registry import Registry
+from rehead.tokenizer.kinds import KINDS, MAX_VOCAB, UNITS, characters, single_bytes, valid_text
 
 FILE = "tokenizer.json"
 MAX_BYTES = 64 << 20  # of that file
-MAX_VOCAB = 4 << 20  # tokens
 AGAIN = "Save it again with `tokenizers`"
-KINDS: Registry[Callable[[Iterable[str], int | None], hf.Tokenizer]] = Registry("tokenizer")
 
-_UNITS = {"char": ("utf-32-le", "<u4"), "byte": ("utf-8", "u1")}  # where a token is one unit of an encoding
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Llama's spelling of a byte
 
 
@@ -71,10 +64,10 @@ class Tokenizer:
             head, ids = self.encode(after), self.encode(after + text)
             if np.array_equal(ids[: len(head)], head):
                 return ids[len(head) :]
-        if self.kind not in _UNITS:
-            return self._encoded(_sound(text), special_tokens)
-        codec, dtype = _UNITS[self.kind]
-        units = np.frombuffer(_sound(text).encode(codec), dtype=dtype)
+        if self.kind not in UNITS:
+            return self._encoded(valid_text(text), special_tokens)
+        codec, dtype = UNITS[self.kind]
+        units = np.frombuffer(valid_text(text).encode(codec), dtype=dtype)
         ids = np.asarray(self._table[np.minimum(units, len(self._table) - 1)])
         if (ids < 0).any():
             unseen = [repr(chr(unit)) for unit in np.unique(units[ids < 0])]
@@ -193,9 +186,9 @@ class Tokenizer:
                     '"dropout": null in it.'
                 )
             kind = type(inner.model).__name__.lower()
-            if kind == "bpe" and len(vocab) == 256 and inner.to_str() == _bytes().to_str():
+            if kind == "bpe" and len(vocab) == 256 and inner.to_str() == single_bytes().to_str():
                 kind = "byte"
-            if set(map(len, tokens)) == {1} and inner.to_str() == _characters(tokens).to_str():
+            if set(map(len, tokens)) == {1} and inner.to_str() == characters(tokens).to_str():
                 kind = "char"
             return cls(inner, kind)
 
@@ -208,7 +201,7 @@ class Tokenizer:
         with _guard(f"{path} is not a usable {FILE}", AGAIN):
             file = path / FILE if path.is_dir() else path
             if not file.is_file():
-                raise InvalidInput(f"no file {str(file)!r}: give a {FILE}, or a folder that has one.")
+                raise missing(file)
             require_regular(file)
             if (size := file.stat().st_size) > MAX_BYTES:
                 raise InvalidInput(f"{str(file)!r} has {size} bytes: a {FILE} has {MAX_BYTES} at most.")
@@ -225,15 +218,9 @@ class Tokenizer:
         return found
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of whatever `rehead.load` takes, of a folder with a tokenizer.json, or of that file.
-
-    `encode(text)` gives ids (N,), `decode(ids)` the text. Raises InvalidInput where there is none.
-    """
-    place = path_of(path)
-    if place.is_file() or (place / FILE).is_file():
-        return Tokenizer.load(place)
-    return read_at(place, Tokenizer.load)
+def missing(file: Path) -> InvalidInput:
+    """The error for a tokenizer.json that is not there."""
+    return InvalidInput(f"no file {str(file)!r}: give a {FILE}, or a folder that has one.")
 
 
 def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -> Tokenizer:
@@ -242,54 +229,11 @@ def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -
     `vocab_size` is for bpe alone: at most so many tokens, the 256 bytes included (a short text may not
     have as many pairs to merge). ConfigError when it is missing there, or given for another kind.
     """
-    if vocab_size is not None and kind in _UNITS:
+    if vocab_size is not None and kind in UNITS:
         rule = f"data.vocab_size={vocab_size}: a {kind} vocabulary has the size it has"
         raise ConfigError(f"{rule}. Leave it out, or use data.tokenizer=bpe.")
     chunks = [text] if isinstance(text, str) else text
-    return Tokenizer(KINDS[kind](map(_sound, chunks), vocab_size), kind)
-
-
-@KINDS.add("char")
-def _train_char(text: Iterable[str], vocab_size: int | None) -> hf.Tokenizer:
-    return _characters(sorted(set(chain.from_iterable(text))))
-
-
-@KINDS.add("byte")
-def _train_byte(text: Iterable[str], vocab_size: int | None) -> hf.Tokenizer:
-    return _bytes()
-
-
-@KINDS.add("bpe")
-def _train_bpe(text: Iterable[str], vocab_size: int | None) -> hf.Tokenizer:
-    if vocab_size is None or not 256 <= vocab_size <= MAX_VOCAB:
-        raise ConfigError(f"data.vocab_size={vocab_size}: bpe needs one in 256..{MAX_VOCAB}, such as 1024.")
-    inner = _byte_level(models.BPE())
-    bytes_first = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=bytes_first, show_progress=False)
-    inner.train_from_iterator(text, trainer)
-    return inner
-
-
-def _characters(characters: Sequence[str]) -> hf.Tokenizer:
-    inner = hf.Tokenizer(models.WordLevel({char: i for i, char in enumerate(characters)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    return inner
-
-
-def _bytes() -> hf.Tokenizer:
-    """No merges. GPT-2 spells a byte as its Latin-1 character if that prints, else from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = sorted(set(range(256)) - printable)
-    vocab = {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
-    return _byte_level(models.BPE(vocab, []))
-
-
-def _byte_level(model: models.BPE) -> hf.Tokenizer:
-    inner = hf.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return inner
+    return Tokenizer(KINDS[kind](map(valid_text, chunks), vocab_size), kind)
 
 
 def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
@@ -299,15 +243,6 @@ def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
     except (TypeError, ValueError):
         pass  # said below
     raise InvalidInput(f"ids are {ids!r:.40} ({type(ids).__name__}): expected whole numbers, (N,).")
-
-
-def _sound(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        where = f"the lone surrogate {text[error.start]!r} at character {error.start}"
-        raise InvalidInput(f"{where} is not text: read the source as UTF-8, or leave it out.") from None
-    return text
 
 
 @contextmanager

@@ -1,0 +1,7 @@
+"""Text to ids and back, from a tokenizer.json."""
+
+from rehead.tokenizer.kinds import KINDS
+from rehead.tokenizer.opened import OpenedModel, load_tokenizer, open_model
+from rehead.tokenizer.tokenizer import FILE, Tokenizer, train
+
+__all__ = ["FILE", "KINDS", "OpenedModel", "Tokenizer", "load_tokenizer", "open_model", "train"]

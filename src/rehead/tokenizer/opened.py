@@ -1,0 +1,54 @@
+"""A model together with its tokenizer and the ids of its special tokens, from one folder."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rehead.checkpoint import load, read_at
+from rehead.checkpoint.find import path_of
+from rehead.checkpoint.huggingface.stock import special_ids
+from rehead.model import LanguageModel
+from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """What a model folder holds. `special` has the ids that begin, end and fill a text, by their config keys."""
+
+    folder: Path
+    model: LanguageModel
+    tokenizer: Tokenizer | None
+    special: dict[str, Any]
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises InvalidInput where the folder has none."""
+        if self.tokenizer is None:
+            raise missing(self.folder / FILE)
+        return self.tokenizer
+
+
+def open_model(
+    path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True
+) -> OpenedModel:
+    """The model at `path` with what belongs to it; for the arguments see `rehead.load`."""
+
+    def read(folder: Path) -> OpenedModel:
+        model = load(folder, device=device, in_memory=in_memory)
+        tokenizer = Tokenizer.load(folder) if os.path.lexists(folder / FILE) else None
+        return OpenedModel(folder=folder, model=model, tokenizer=tokenizer, special=special_ids(folder))
+
+    return read_at(path_of(path), read)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of whatever `rehead.load` takes, of a folder with a tokenizer.json, or of that file.
+
+    `encode(text)` gives ids (N,), `decode(ids)` the text. Raises InvalidInput where there is none.
+    """
+    place = path_of(path)
+    if place.is_file() or (place / FILE).is_file():
+        return Tokenizer.load(place)
+    return read_at(place, Tokenizer.load)
