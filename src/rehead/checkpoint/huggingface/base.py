@@ -57,21 +57,9 @@ class Family(ABC):
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
         """All tensors of a model."""
 
-    def known_as(self, name: str) -> str | None:
+    def canonical_name(self, name: str) -> str | None:
         """A tensor's name as `weights` has it; None for one that is computed and not learned."""
         return name
-
-
-PARTS = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-"""Of every layer of Llama's kin, beside its attention."""
-
-
-def outside_layers(config: GPTConfig) -> Iterator[Weight]:
-    """What Llama's kin have outside their layers: our names with `model.` before them, and the head."""
-    yield Weight(theirs="model.embed_tokens.weight", ours=("embed_tokens.weight",))
-    yield Weight(theirs="model.norm.weight", ours=("norm.weight",))
-    if not config.tie_embeddings:
-        yield Weight(theirs="lm_head.weight", ours=("head.weight",))
 
 
 families: Registry[Family] = Registry("model family")

@@ -1,11 +1,10 @@
 """DeepSeek-V3 without experts: `first_k_dense_replace` is the number of layers."""
 
-from typing import Any
-
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.huggingface.base import Fields, Table, families, refuse
-from rehead.checkpoint.huggingface.mla import LatentLike, interleaved_or_not, require_dense
+from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.decoder import Sizes
+from rehead.checkpoint.huggingface.mla import LatentLike, has_layout, interleaved_or_not, require_dense
 from rehead.config import GPTConfig
 
 
@@ -16,20 +15,22 @@ class DeepseekV3(LatentLike):
     deepseek_kernels = True
 
     def layout(self, fields: Fields) -> Layout:
-        """Either."""
+        """The layout that config.json names."""
         return interleaved_or_not(fields)
 
-    def own(self, fields: Fields, n_layer: int, width: int) -> dict[str, Any]:
-        """No experts."""
-        require_dense(fields, n_layer, 3)
-        return {}
+    def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
+        """Refuses experts."""
+        require_dense(fields, sizes.n_layer, 3)
+        return super().extra_config(fields, sizes)
 
-    def said(self, config: GPTConfig, first: LatentConfig) -> Table:
+    def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
+        """Scales too."""
+        return super().unsupported(config, first) | {"scales": config.scaled}
+
+    def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
         """The layout, and experts that no layer has."""
-        refuse({"scales": config.scaled}, self.architecture)
-        assert first.rope is not None
-        return {
-            "rope_interleave": first.rope.layout == "interleaved",
+        return super().extra_json(config, first) | {
+            "rope_interleave": has_layout(first, "interleaved"),
             "first_k_dense_replace": config.n_layer,
             "n_routed_experts": 8,
             "n_shared_experts": 1,

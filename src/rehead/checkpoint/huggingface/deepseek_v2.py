@@ -1,11 +1,10 @@
 """DeepSeek-V2 without experts."""
 
-from typing import Any
-
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.huggingface.base import Fields, Table, families, refuse
-from rehead.checkpoint.huggingface.mla import LatentLike, require_dense
+from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.decoder import Sizes
+from rehead.checkpoint.huggingface.mla import LatentLike, has_layout, require_dense
 from rehead.config import GPTConfig
 
 
@@ -16,26 +15,25 @@ class DeepseekV2(LatentLike):
     deepseek_kernels = True
 
     def layout(self, fields: Fields) -> Layout:
-        """The one it has."""
+        """Interleaved, always."""
         return "interleaved"
 
-    def own(self, fields: Fields, n_layer: int, width: int) -> dict[str, Any]:
-        """No experts."""
-        require_dense(fields, n_layer, 0)
-        return {}
+    def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
+        """Refuses experts."""
+        require_dense(fields, sizes.n_layer, 0)
+        return super().extra_config(fields, sizes)
 
-    def said(self, config: GPTConfig, first: LatentConfig) -> Table:
+    def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
+        """The other layout, some widths, and scales too."""
+        return super().unsupported(config, first) | {
+            "rope_layout=half-split": not has_layout(first, "interleaved"),
+            "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
+            "scales": config.scaled,
+        }
+
+    def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
         """Experts that no layer has."""
-        assert first.rope is not None
-        refuse(
-            {
-                "rope_layout=half-split": first.rope.layout != "interleaved",
-                "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
-                "scales": config.scaled,
-            },
-            self.architecture,
-        )
-        return {
+        return super().extra_json(config, first) | {
             "first_k_dense_replace": config.n_layer,
             "n_routed_experts": 8,
             "n_shared_experts": 1,

@@ -109,7 +109,7 @@ class GPT2(Family):
                         transposed=end == "weight",
                     )
 
-    def known_as(self, name: str) -> str | None:
+    def canonical_name(self, name: str) -> str | None:
         """Files of the first release have no prefix, and the causal mask as a buffer."""
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             return None

@@ -1,22 +1,11 @@
 """Llama and those that share its names: Mistral, Qwen2 and Qwen3."""
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from rehead.attention import GroupedConfig
-from rehead.checkpoint.huggingface.base import (
-    PARTS,
-    Family,
-    Fields,
-    Table,
-    Weight,
-    families,
-    outside_layers,
-    refuse,
-    write_rope,
-)
+from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.decoder import Decoder, Sizes
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 
@@ -24,117 +13,56 @@ WINDOW = 4096
 """Of Mistral and Qwen where config.json does not name it."""
 
 
-class LlamaLike(Family):
-    """RMSNorm, SwiGLU, half-split rope; what differs between the four are biases, norms and windows.
+class LlamaLike(Decoder[GroupedConfig]):
+    """Half-split rope in all heads; what differs between the four are biases, norms and windows."""
 
-    Dropout outside the attention has no field in these classes and is not kept.
-    """
+    attention = GroupedConfig
+    attention_words = "attention"
 
-    def read(self, fields: Fields) -> GPTConfig:
-        """The config that a config.json describes."""
-        width, heads = fields.take("hidden_size", int), fields.take("num_attention_heads", int)
-        n_layer = fields.take("num_hidden_layers", int)
-        fields.expect("hidden_act", "silu")
-        bias = fields.take("mlp_bias", bool, False)
-        common: dict[str, Any] = {
-            "n_query_head": heads,
-            "n_kv_head": fields.take("num_key_value_heads", int, heads),
-            "head_dim": fields.take("head_dim", int, width // heads if heads > 0 else 0),
-            "attn_pdrop": fields.take("attention_dropout", float, 0.0),
-        }
-        eps = fields.take("rms_norm_eps", float, 1e-6)
-        length = fields.take("max_position_embeddings", int)
-        common["rope"] = fields.rope(length)
-        attention = tuple(self.layers(fields, common, eps, n_layer))
-        config = GPTConfig(
-            vocab_size=fields.take("vocab_size", int),
-            block_size=length,
-            n_embd=width,
-            attention=attention,
-            learned_positions=False,
-            norm="rmsnorm",
-            norm_eps=eps,
-            mlp="swiglu",
-            n_hidden=fields.take("intermediate_size", int),
-            mlp_bias=bias,
-            tie_embeddings=fields.take("tie_word_embeddings", bool, False),
+    def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
+        """The attention of every layer, all alike."""
+        kind = GroupedConfig(
+            **shared,
+            n_kv_head=fields.take("num_key_value_heads", int, sizes.n_query_head),
+            head_dim=fields.take("head_dim", int, sizes.head_dim),
+            **self.attention_fields(fields, sizes),
         )
-        fields.finish()
-        return config
+        return [kind] * sizes.n_layer
 
-    @abstractmethod
-    def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
-        """The attention of every layer."""
+    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
+        """Further fields of the attention."""
+        return {}
 
-    def write(self, config: GPTConfig) -> Table:
-        """The config.json of a model."""
-        first = _plain(config, self.architecture)
+    def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
+        """Biases of the MLP."""
+        return {"mlp_bias": fields.take("mlp_bias", bool, False)}
+
+    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """What no class of this kind can represent."""
         return {
-            "architectures": [self.architecture],
-            "model_type": families.name_of(self),
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.n_embd,
-            "intermediate_size": config.n_hidden,
-            "num_hidden_layers": config.n_layer,
-            "num_attention_heads": first.n_query_head,
-            "num_key_value_heads": first.n_kv_head,
-            "head_dim": first.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": config.block_size,
-            "rms_norm_eps": config.norm_eps,
-            "attention_dropout": first.attn_pdrop,
-            "tie_word_embeddings": config.tie_embeddings,
-            **write_rope(first.rope, config.block_size),
-            **self.said(config, first),
-        }
-
-    @abstractmethod
-    def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """What this family has fields of its own for; refuses the rest."""
-
-    def weights(self, config: GPTConfig) -> Iterator[Weight]:
-        """Names are ours with `model.` before them."""
-        yield from outside_layers(config)
-        for index, kind in enumerate(config.attention):
-            assert isinstance(kind, GroupedConfig)
-            names = [f"{part}.weight" for part in PARTS]
-            names += [f"self_attn.{part}_proj.weight" for part in "qkvo"]
-            names += [f"self_attn.{part}_proj.bias" for part in "qkv"] if kind.qkv_bias else []
-            names += ["self_attn.o_proj.bias"] if kind.o_bias else []
-            names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if kind.qk_norm_eps else []
-            names += [f"{part}.bias" for part in PARTS[2:]] if config.mlp_bias else []
-            for name in names:
-                yield Weight(theirs=f"model.layers.{index}.{name}", ours=(f"layers.{index}.{name}",))
-
-    def known_as(self, name: str) -> str | None:
-        """Old files keep the angles of every layer."""
-        return None if name.endswith("rotary_emb.inv_freq") else name
-
-
-def _plain(config: GPTConfig, architecture: str) -> GroupedConfig:
-    """The first layer's attention, after refusing what no class of this kind can say."""
-    first = config.attention[0]
-    refused = {
-        "attention": not all(isinstance(layer, GroupedConfig) for layer in config.attention),
-        "norm": config.norm != "rmsnorm",
-        "mlp": config.mlp != "swiglu",
-        "learned_positions": config.learned_positions,
-        "scales": config.scaled,
-    }
-    if isinstance(first, GroupedConfig):
-        refused |= {
+            "scales": config.scaled,
             "rope": first.rope is None or first.rope.layout != "half-split",
             "head_map": first.head_map != "contiguous" and 1 < first.n_kv_head < first.n_query_head,
             "score": first.score.n_parameters(1, 1) > 0,
             "tie_kv": first.tie_kv,
             "v_head_dim": first.v_head_dim != first.head_dim,
+            "layers, which differ,": len({replace(layer, window=None) for layer in config.attention}) > 1,
         }
-        refused["layers, which differ,"] = (
-            len({replace(layer, window=None) for layer in config.attention}) > 1
-        )
-    refuse(refused, architecture)
-    assert isinstance(first, GroupedConfig)
-    return first
+
+    def attention_json(self, first: GroupedConfig) -> Table:
+        """KV heads, and the width of all heads."""
+        return {"num_key_value_heads": first.n_kv_head, "head_dim": first.head_dim}
+
+    def attention_weights(self, layer: GroupedConfig) -> list[str]:
+        """Four projections, biases, and the norms of queries and keys."""
+        names = [f"{part}_proj.weight" for part in "qkvo"]
+        names += [f"{part}_proj.bias" for part in "qkv"] if layer.qkv_bias else []
+        names += ["o_proj.bias"] if layer.o_bias else []
+        return names + (["q_norm.weight", "k_norm.weight"] if layer.qk_norm_eps else [])
+
+    def canonical_name(self, name: str) -> str | None:
+        """None for the angles that old files keep of every layer."""
+        return None if name.endswith("rotary_emb.inv_freq") else name
 
 
 class Llama(LlamaLike):
@@ -142,23 +70,23 @@ class Llama(LlamaLike):
 
     architecture = "LlamaForCausalLM"
 
-    def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
-        """All alike."""
+    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
+        """Biases on all four projections, or on none."""
         bias = fields.take("attention_bias", bool, False)
         fields.expect("rope_interleaved", False)
-        return [GroupedConfig(**common, qkv_bias=bias, o_bias=bias)] * n_layer
+        return {"qkv_bias": bias, "o_bias": bias}
 
-    def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """Biases, all or none."""
-        refuse(
-            {
-                "window": any(layer.window for layer in config.attention),
-                "qk_norm_eps": first.qk_norm_eps is not None,
-                "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
-                "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
-            },
-            self.architecture,
-        )
+    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """Windows, norms in the heads, some biases without others."""
+        return super().unsupported(config, first) | {
+            "window": any(layer.window for layer in config.attention),
+            "qk_norm_eps": first.qk_norm_eps is not None,
+            "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
+            "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
+        }
+
+    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
+        """Biases."""
         return {"attention_bias": first.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
@@ -167,22 +95,27 @@ class Mistral(LlamaLike):
 
     architecture = "MistralForCausalLM"
 
-    def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
-        """All alike."""
-        window = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
-        return [GroupedConfig(**common, window=window)] * n_layer
-
-    def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
+    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
         """The window."""
-        refuse(
-            {
-                "windows, which differ,": len({layer.window for layer in config.attention}) > 1,
-                "qk_norm_eps": first.qk_norm_eps is not None,
-                "bias": first.qkv_bias or first.o_bias or config.mlp_bias,
-            },
-            self.architecture,
-        )
+        return {"window": window_of(fields)}
+
+    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """Windows that differ, norms in the heads, biases."""
+        return super().unsupported(config, first) | {
+            "windows, which differ,": len({layer.window for layer in config.attention}) > 1,
+            "qk_norm_eps": first.qk_norm_eps is not None,
+            "bias": first.qkv_bias or first.o_bias or config.mlp_bias,
+        }
+
+    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
+        """The window."""
         return {"sliding_window": first.window}
+
+
+def window_of(fields: Fields) -> int | None:
+    """`sliding_window`: null means none, a missing key the class's default."""
+    window: int | None = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
+    return window
 
 
 class Qwen2(LlamaLike):
@@ -190,37 +123,49 @@ class Qwen2(LlamaLike):
 
     architecture = "Qwen2ForCausalLM"
 
-    def layers(self, fields: Fields, common: Table, eps: float, n_layer: int) -> list[GroupedConfig]:
+    def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
         """With a window or not, layer by layer."""
-        kind = GroupedConfig(**common, **self.extras(fields, eps))
-        window = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
+        layers, window = super().layers(fields, sizes, shared), window_of(fields)
         if not fields.take("use_sliding_window", bool, False):
             window = None
         types = fields.take("layer_types", list, None)
         if types is None:
             full = fields.take("max_window_layers", int, 28)
-            types = ["full_attention" if index < full else "sliding_attention" for index in range(n_layer)]
-        if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
+            types = [
+                "full_attention" if index < full else "sliding_attention" for index in range(len(layers))
+            ]
+        if len(types) != len(layers) or not set(types) <= {"full_attention", "sliding_attention"}:
             raise InvalidInput(
-                f"{fields.where}: layer_types={types!r:.80}: expected {n_layer} full or sliding ones."
+                f"{fields.where}: layer_types={types!r:.80}: expected {len(layers)} full or sliding ones."
             )
-        return [replace(kind, window=window if name == "sliding_attention" else None) for name in types]
+        return [
+            replace(layer, window=window if name == "sliding_attention" else None)
+            for layer, name in zip(layers, types, strict=True)
+        ]
 
-    def extras(self, fields: Fields, eps: float) -> Table:
+    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
         """Biases on three of the four projections."""
         return {"qkv_bias": True}
 
-    def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
+    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """Several windows, and what `unsupported_heads` names."""
+        return super().unsupported(config, first) | {
+            "windows, which differ,": len({layer.window for layer in config.attention} - {None}) > 1,
+            "mlp_bias": config.mlp_bias,
+            **self.unsupported_heads(config, first),
+        }
+
+    def unsupported_heads(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """Norms in the heads, other biases, other widths."""
+        return {
+            "qk_norm_eps": first.qk_norm_eps is not None,
+            "bias": not first.qkv_bias or first.o_bias,
+            "head_dim": first.head_dim * first.n_query_head != config.n_embd,
+        }
+
+    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Which layers have the window."""
         windows = {layer.window for layer in config.attention} - {None}
-        refuse(
-            {
-                "windows, which differ,": len(windows) > 1,
-                "mlp_bias": config.mlp_bias,
-                **self.cannot(config, first),
-            },
-            self.architecture,
-        )
         types = ["sliding_attention" if layer.window else "full_attention" for layer in config.attention]
         return {
             "use_sliding_window": bool(windows),
@@ -229,35 +174,27 @@ class Qwen2(LlamaLike):
             "layer_types": types,
         }
 
-    def cannot(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Fields that only this one cannot say."""
-        return {
-            "qk_norm_eps": first.qk_norm_eps is not None,
-            "bias": not first.qkv_bias or first.o_bias,
-            "head_dim": first.head_dim * first.n_query_head != config.n_embd,
-        }
-
 
 class Qwen3(Qwen2):
     """Norms on queries and keys; biases on all four projections or on none."""
 
     architecture = "Qwen3ForCausalLM"
 
-    def extras(self, fields: Fields, eps: float) -> Table:
-        """Norms with the model's eps."""
+    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
+        """Biases, and norms with the model's eps."""
         bias = fields.take("attention_bias", bool, False)
-        return {"qkv_bias": bias, "o_bias": bias, "qk_norm_eps": eps}
+        return {"qkv_bias": bias, "o_bias": bias, "qk_norm_eps": sizes.norm_eps}
 
-    def cannot(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Fields that only this one cannot say."""
+    def unsupported_heads(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """No norms in the heads or of another eps, some biases without others."""
         return {
             "qk_norm_eps": first.qk_norm_eps != config.norm_eps,
             "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
         }
 
-    def said(self, config: GPTConfig, first: GroupedConfig) -> Table:
+    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Which layers have the window, and biases."""
-        return {**super().said(config, first), "attention_bias": first.qkv_bias}
+        return {**super().extra_json(config, first), "attention_bias": first.qkv_bias}
 
 
 for name, kind in (("llama", Llama), ("mistral", Mistral), ("qwen2", Qwen2), ("qwen3", Qwen3)):

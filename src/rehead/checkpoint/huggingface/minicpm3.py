@@ -1,12 +1,12 @@
 """MiniCPM3: MLA in a residual stream that is multiplied where it begins, at every layer and at its end."""
 
 import math
-from typing import Any
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.huggingface.base import Fields, Table, families, refuse
-from rehead.checkpoint.huggingface.mla import LatentLike
+from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.decoder import Sizes
+from rehead.checkpoint.huggingface.mla import LatentLike, has_layout
 from rehead.config import GPTConfig
 
 DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
@@ -23,11 +23,12 @@ class MiniCPM3(LatentLike):
     norm_eps = 1e-5
 
     def layout(self, fields: Fields) -> Layout:
-        """The one it has."""
+        """Half-split, always."""
         return "half-split"
 
-    def own(self, fields: Fields, n_layer: int, width: int) -> dict[str, Any]:
+    def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """The three scales."""
+        width, n_layer = sizes.width, sizes.n_layer
         neutral = {
             "scale_emb": 1.0,
             "scale_depth": math.sqrt(max(n_layer, 1)),
@@ -37,32 +38,36 @@ class MiniCPM3(LatentLike):
             name: fields.take(name, float, neutral[name] if fields.has(name) else default)
             for name, default in DEFAULTS.items()
         }
-        return {
+        return super().extra_config(fields, sizes) | {
             "embed_scale": given["scale_emb"],
             "residual_scale": given["scale_depth"] / math.sqrt(max(n_layer, 1)),
             "logit_scale": given["dim_model_base"] / width if width > 0 else 1.0,
         }
 
-    def said(self, config: GPTConfig, first: LatentConfig) -> Table:
+    def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
+        """The other layout, some widths and scales of the logits too."""
+        return super().unsupported(config, first) | {
+            "rope_layout=interleaved": not has_layout(first, "half-split"),
+            "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
+            "logit_scale, no whole number over n_embd,": _base(config) / config.n_embd != config.logit_scale,
+        }
+
+    def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
         """The three scales, as numbers that give them back."""
-        base, root = round(config.logit_scale * config.n_embd), math.sqrt(config.n_layer)
+        root = math.sqrt(config.n_layer)
         depth = config.residual_scale * root
         near = (float(f"{depth:.12g}"), depth, math.nextafter(depth, 0), math.nextafter(depth, math.inf))
-        assert first.rope is not None
-        refuse(
-            {
-                "rope_layout=interleaved": first.rope.layout != "half-split",
-                "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
-                "logit_scale, no whole number over n_embd,": base / config.n_embd != config.logit_scale,
-            },
-            self.architecture,
-        )
-        return {
+        return super().extra_json(config, first) | {
             "mlp_bias": False,
             "scale_emb": config.embed_scale,
             "scale_depth": next((one for one in near if one / root == config.residual_scale), depth),
-            "dim_model_base": base,
+            "dim_model_base": _base(config),
         }
+
+
+def _base(config: GPTConfig) -> int:
+    """`dim_model_base`, by which the logits are multiplied and the width divided."""
+    return round(config.logit_scale * config.n_embd)
 
 
 families.add("minicpm3")(MiniCPM3())

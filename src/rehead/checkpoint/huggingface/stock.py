@@ -55,7 +55,7 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     family = family_of(table, str(folder))
     shards = Shards(folder)
     require_plain(shards.entries, str(folder))
-    there = {known: name for name in shards.entries if (known := family.known_as(name)) is not None}
+    there = {known: name for name in shards.entries if (known := family.canonical_name(name)) is not None}
     wanted = {weight.theirs: weight for weight in family.weights(config)}
     for problem, names in (
         ("lacks", wanted.keys() - there.keys()),

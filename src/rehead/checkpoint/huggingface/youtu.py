@@ -2,8 +2,8 @@
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.huggingface.base import Fields, Table, families, refuse
-from rehead.checkpoint.huggingface.mla import LatentLike, interleaved_or_not
+from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.mla import LatentLike, has_layout, interleaved_or_not
 from rehead.config import GPTConfig
 
 
@@ -14,14 +14,16 @@ class Youtu(LatentLike):
     tied = True
 
     def layout(self, fields: Fields) -> Layout:
-        """Either."""
+        """The layout that config.json names."""
         return interleaved_or_not(fields)
 
-    def said(self, config: GPTConfig, first: LatentConfig) -> Table:
+    def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
+        """Scales too."""
+        return super().unsupported(config, first) | {"scales": config.scaled}
+
+    def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
         """The layout."""
-        refuse({"scales": config.scaled}, self.architecture)
-        assert first.rope is not None
-        return {"rope_interleave": first.rope.layout == "interleaved"}
+        return super().extra_json(config, first) | {"rope_interleave": has_layout(first, "interleaved")}
 
 
 families.add("youtu")(Youtu())

@@ -1,0 +1,141 @@
+"""What Llama's kin share: RMSNorm, SwiGLU, rope, and the names of sizes and weights."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+from rehead.attention import GroupedConfig, LatentConfig
+from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, write_rope
+from rehead.config import GPTConfig
+
+PARTS = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+"""Of every layer, beside its attention."""
+A = TypeVar("A", bound=GroupedConfig | LatentConfig)
+
+
+class Sizes(NamedTuple):
+    """Numbers of config.json on which the attention depends."""
+
+    width: int
+    n_query_head: int
+    n_layer: int
+    norm_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head where config.json does not give it."""
+        return self.width // self.n_query_head if self.n_query_head > 0 else 0
+
+
+class Decoder(Family, Generic[A]):
+    """A family whose layers have attentions of one class, `attention`.
+
+    `tied` and `norm_eps` are what config.json means where it does not give them. Dropout outside the
+    attention has no field in these classes and is not kept.
+    """
+
+    attention: type[A]
+    attention_words: ClassVar[str]
+    """The attention in a refusal."""
+    tied: ClassVar[bool] = False
+    norm_eps: ClassVar[float] = 1e-6
+
+    def read(self, fields: Fields) -> GPTConfig:
+        """The config that a config.json describes."""
+        fields.expect("hidden_act", "silu")
+        sizes = Sizes(
+            width=fields.take("hidden_size", int),
+            n_query_head=fields.take("num_attention_heads", int),
+            n_layer=fields.take("num_hidden_layers", int),
+            norm_eps=fields.take("rms_norm_eps", float, self.norm_eps),
+        )
+        length = fields.take("max_position_embeddings", int)
+        shared = {
+            "n_query_head": sizes.n_query_head,
+            "attn_pdrop": fields.take("attention_dropout", float, 0.0),
+            "rope": fields.rope(length),
+        }
+        model = {
+            "vocab_size": fields.take("vocab_size", int),
+            "block_size": length,
+            "n_embd": sizes.width,
+            "attention": tuple(self.layers(fields, sizes, shared)),
+            "learned_positions": False,
+            "norm": "rmsnorm",
+            "norm_eps": sizes.norm_eps,
+            "mlp": "swiglu",
+            "n_hidden": fields.take("intermediate_size", int),
+            "tie_embeddings": fields.take("tie_word_embeddings", bool, self.tied),
+        }
+        config = GPTConfig(**model, **self.extra_config(fields, sizes))
+        fields.finish()
+        return config
+
+    @abstractmethod
+    def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[A]:
+        """The attention of every layer. `shared` are fields of it that all classes read alike."""
+
+    @abstractmethod
+    def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
+        """The other fields of GPTConfig: `mlp_bias`, and what only this family has."""
+
+    def write(self, config: GPTConfig) -> Table:
+        """The config.json of a model. `rms_norm_eps` is that of the residual stream."""
+        first = config.attention[0]
+        refused = {
+            self.attention_words: not all(isinstance(layer, self.attention) for layer in config.attention),
+            "norm": config.norm != "rmsnorm",
+            "mlp": config.mlp != "swiglu",
+            "learned_positions": config.learned_positions,
+        }
+        if isinstance(first, self.attention):
+            refused |= self.unsupported(config, first)
+        refuse(refused, self.architecture)
+        assert isinstance(first, self.attention)
+        return {
+            "architectures": [self.architecture],
+            "model_type": families.name_of(self),
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.n_embd,
+            "intermediate_size": config.n_hidden,
+            "num_hidden_layers": config.n_layer,
+            "num_attention_heads": first.n_query_head,
+            **self.attention_json(first),
+            "hidden_act": "silu",
+            "max_position_embeddings": config.block_size,
+            "rms_norm_eps": config.norm_eps,
+            "attention_dropout": first.attn_pdrop,
+            "tie_word_embeddings": config.tie_embeddings,
+            **write_rope(first.rope, config.block_size),
+            **self.extra_json(config, first),
+        }
+
+    @abstractmethod
+    def unsupported(self, config: GPTConfig, first: A) -> dict[str, bool]:
+        """Which parts of a model config.json has no field for, by what they are called in a refusal."""
+
+    @abstractmethod
+    def attention_json(self, first: A) -> Table:
+        """The sizes of the attention."""
+
+    @abstractmethod
+    def extra_json(self, config: GPTConfig, first: A) -> Table:
+        """The keys that only this family has."""
+
+    def weights(self, config: GPTConfig) -> Iterator[Weight]:
+        """Names are ours with `model.` before them, the head's aside."""
+        yield Weight(theirs="model.embed_tokens.weight", ours=("embed_tokens.weight",))
+        yield Weight(theirs="model.norm.weight", ours=("norm.weight",))
+        if not config.tie_embeddings:
+            yield Weight(theirs="lm_head.weight", ours=("head.weight",))
+        for index, layer in enumerate(config.attention):
+            assert isinstance(layer, self.attention)
+            names = [f"{part}.weight" for part in PARTS]
+            names += [f"self_attn.{name}" for name in self.attention_weights(layer)]
+            names += [f"{part}.bias" for part in PARTS[2:]] if config.mlp_bias else []
+            for name in names:
+                yield Weight(theirs=f"model.layers.{index}.{name}", ours=(f"layers.{index}.{name}",))
+
+    @abstractmethod
+    def attention_weights(self, layer: A) -> list[str]:
+        """The weights and biases of one attention."""
