@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "rehead"
 FILES = sorted(SRC.rglob("*.py"))
+USERS = sorted(
+    file for place in ("benchmarks", "docs", "examples") for file in (TESTS.parent / place).rglob("*.py")
+)
+"""Code of ours that uses the package as anyone's may."""
 ROOMS = """
     errors fields registry stages system native nn attention config model decoding checkpoint tokenizer data
     sampling generation measure conversion training study report cli
@@ -54,6 +59,92 @@ def test_an_import_that_points_up_is_seen():
 
 def test_every_room_has_its_place():
     assert {room(path) for path in FILES} - {"__init__", "__main__", "presets"} <= set(ROOMS)
+
+
+def imported_names(tree):
+    """Module and name of everything imported from rehead, inside functions too; and private attributes of it."""
+    ours = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "rehead":
+                    yield alias.name, None
+                    ours.add(alias.asname or "rehead")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rehead":
+            for alias in node.names:
+                yield node.module, alias.name
+                ours.add(alias.asname or alias.name)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and getattr(node.value, "id", None) in ours
+            and is_private(node.attr)
+        ):
+            yield None, node.attr
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_there(module, name):
+    """Whether a module has a name, or is a package with such a module."""
+    if name is None or hasattr(importlib.import_module(module), name):
+        return True
+    try:
+        return importlib.import_module(f"{module}.{name}") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def wrong_imports(tree):
+    """Names of rehead that are private, or are not there."""
+    for module, name in imported_names(tree):
+        if name is not None and is_private(name):
+            yield name
+        elif not is_there(module, name):
+            yield f"{module}.{name}"
+
+
+@pytest.mark.parametrize("path", FILES + USERS, ids=lambda path: str(path.relative_to(TESTS.parent)))
+def test_what_is_imported_is_there_and_public(path):
+    assert not list(wrong_imports(ast.parse(path.read_text())))
+
+
+def test_private_and_missing_imports_are_seen():
+    code = "from rehead.model import GPT, _x\ndef f():\n  from rehead.data import gone\n  GPT._y, self._z, GPT.__doc__"
+    assert list(wrong_imports(ast.parse(code))) == ["_x", "rehead.data.gone", "_y"]
+
+
+SPEAKING = ("cli", "report")
+
+
+def spoken(tree):
+    """What goes to the user's terminal directly."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print":
+            yield "print"
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "sys":
+            yield from {node.attr} & {"stdout", "stderr"}
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "getLogger":
+            yield from {ast.unparse(argument) for argument in node.args} - {"'rehead'"}
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "warn":
+            yield from [] if any(word.arg == "stacklevel" for word in node.keywords) else ["warn"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if room(path) not in SPEAKING],
+    ids=lambda path: str(path.relative_to(SRC)),
+)
+def test_the_library_does_not_print(path):
+    """It logs events to the logger "rehead", and warns a caller of what the caller gave it."""
+    assert not list(spoken(ast.parse(path.read_text())))
+
+
+def test_what_is_printed_is_seen():
+    code = "print(1)\nprint(2, file=sys.stderr)\nlogging.getLogger('other').info('')\nwarnings.warn('')"
+    assert sorted(spoken(ast.parse(code))) == ["'other'", "print", "print", "stderr", "warn"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
