@@ -1,7 +1,7 @@
 import json
-import resource
 import os
 import re
+import resource
 from functools import cache
 
 import numpy as np
@@ -285,7 +285,15 @@ def changed(kind, **model):
         ('{"model":{"type":"BPE","vocab":{},"merges":[]}}', "json of 0 tokens"),
         ('{"model":{"type":"BPE","vocab":{"a":4000000000},"merges":[]}}', "json of 4000000001 tokens"),
         (
-            json.dumps({"model": {"type": "BPE", "vocab": {f"t{i}": i or 4_000_000_000 for i in range(256)}, "merges": []}}),
+            json.dumps(
+                {
+                    "model": {
+                        "type": "BPE",
+                        "vocab": {f"t{i}": i or 4_000_000_000 for i in range(256)},
+                        "merges": [],
+                    }
+                }
+            ),
             "json of 4000000001 tokens",
         ),
         (changed("bpe", dropout=0.5), r"dropout=0\.5: .* other ids each time\. Set \"dropout\": null"),
@@ -299,7 +307,9 @@ def test_a_malformed_file_is_refused_by_name(content, message, tmp_path):
     with pytest.raises(InvalidInput, match=message) as caught:
         Tokenizer.load(tmp_path)
     assert FILE in str(caught.value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 2**19  # KiB: an id of 4 billion takes none
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 2**19
+    )  # KiB: an id of 4 billion takes none
     assert "\n" not in str(caught.value)
 
 
