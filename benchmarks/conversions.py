@@ -21,9 +21,10 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig
 from rehead.checkpoint import read_at
 from rehead.config import GPTConfig, flags
-from rehead.conversion import Wish, factor
+from rehead.conversion import Target, factor
+from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.converter import TEST_TOKENS, blocks_of, with_layers
+from rehead.conversion.converter import with_layers
 from rehead.conversion.fit.moments import attentions, gather
 from rehead.conversion.folder import convert_folder
 from rehead.conversion.page import markdown
@@ -41,36 +42,36 @@ SVDS = ("svd", "whitened", "weighted")
 
 
 def points(ranks, kv_heads):
-    """Name, method and wish of every conversion."""
+    """Name, method and target of every conversion."""
     for rank in ranks:
         for method in SVDS:
-            yield f"mla-{rank}-{method}", method, Wish(to="mla", kv_rank=rank)
+            yield f"mla-{rank}-{method}", method, Target(to="mla", kv_rank=rank)
     for n_kv_head in kv_heads:
         to = {"to": "mqa"} if n_kv_head == 1 else {"to": "gqa", "n_kv_head": n_kv_head}
         for method in ("mean", "procrustes"):
-            yield f"kv{n_kv_head}-{method}", method, Wish(**to)
+            yield f"kv{n_kv_head}-{method}", method, Target(**to)
 
 
-def converted(source, folder, method, wish):
+def converted(source, folder, method, target):
     """The certificate of one point, made now unless it is there."""
     if not folder.exists():
-        convert_folder(source, folder, wish, method=method, allow_loss=True)
+        convert_folder(source, folder, target, method=method, allow_loss=True)
     return read_at(folder, Certificate.read)
 
 
 def separate(model, texts, rank):
     """Keys and values in latents of their own, half the rank each: (loss, KL to the source)."""
     seen = gather(model, blocks_of(model, texts.train), gradients=False)
-    target = Wish(to="mla", kv_rank=rank)
-    latents = [target.target(layer, model.config.n_embd) for layer in model.config.attention]
+    target = Target(to="mla", kv_rank=rank)
+    latents = [target.attention(layer, model.config.n_embd) for layer in model.config.attention]
     layers = []
-    for module, latent, evidence in zip(attentions(model), latents, seen, strict=True):
+    for module, latent, statistics in zip(attentions(model), latents, seen, strict=True):
         assert isinstance(module.config, GroupedConfig)
         assert isinstance(latent, LatentConfig)
-        assert evidence.inputs is not None
+        assert statistics.inputs is not None
         weights = {name: weight.detach().double() for name, weight in module.named_parameters()}
         key, value = (
-            factor(weights[f"{name}.weight"], share, evidence.inputs[:-1, :-1])
+            factor(weights[f"{name}.weight"], share, statistics.inputs[:-1, :-1])
             for name, share in (("k_proj", rank // 2), ("v_proj", rank - rank // 2))
         )
         heads = latent.n_kv_head
@@ -138,8 +139,8 @@ def main():
         size = kv_bytes_per_token(model.config) * rank * model.config.n_layer // full
         rows.append({"name": f"mla-{rank}-separate", "kv_bytes": size, "loss": loss, "kl": kl})
         print(rows[-1], flush=True)
-    for name, method, wish in points(arguments.ranks, arguments.kv_heads):
-        certificate = converted(source, results / name, method, wish)
+    for name, method, target in points(arguments.ranks, arguments.kv_heads):
+        certificate = converted(source, results / name, method, target)
         row = {
             "name": name,
             "kv_bytes": certificate.kv_bytes_per_token[1],

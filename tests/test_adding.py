@@ -114,7 +114,7 @@ class BagToHead(Conversion):
     def promise(self, source, result, d_model):
         return Promise(exact=True, why="the softmax of zeros is the mean")
 
-    def convert(self, weights, source, result, evidence, method):
+    def convert(self, weights, source, result, statistics, method):
         nothing = torch.zeros_like(weights["v_proj.weight"])
         return Converted(weights=weights | {"q_proj.weight": nothing, "k_proj.weight": nothing})
 

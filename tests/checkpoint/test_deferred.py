@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import rehead
 from rehead.attention import GroupedConfig
-from rehead.checkpoint.files.deferred import Deferred, changed, made
+from rehead.checkpoint.files.deferred import Deferred, map_deferred, materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_file, write_weights
 from rehead.config import GPTConfig
@@ -44,7 +44,7 @@ def test_the_same_function(folder):
     assert torch.allclose(outside(ids), inside(ids), rtol=0, atol=1e-13)
     assert outside.head.weight is outside.embed_tokens.weight
     for name, weight in inside.state_dict().items():
-        assert torch.equal(made(outside.state_dict()[name]), weight)
+        assert torch.equal(materialise(outside.state_dict()[name]), weight)
 
 
 def test_read_at_every_use_and_not_kept():
@@ -60,14 +60,14 @@ def test_read_at_every_use_and_not_kept():
     assert not calls
     assert (weight @ torch.ones(3)).tolist() == [3, 12]
     assert len(calls) == 1
-    turned = changed(lambda one, other: torch.cat([one, other]).T.double(), weight, torch.ones(1, 3))
+    turned = map_deferred(lambda one, other: torch.cat([one, other]).T.double(), weight, torch.ones(1, 3))
     assert isinstance(turned, Deferred)
     assert turned.shape == (3, 3)
     assert turned.dtype == torch.float64
     assert len(calls) == 1
-    assert made(turned).tolist() == [[0, 3, 1], [1, 4, 1], [2, 5, 1]]
+    assert materialise(turned).tolist() == [[0, 3, 1], [1, 4, 1], [2, 5, 1]]
     assert copy.deepcopy(turned) is turned
-    assert not isinstance(changed(torch.neg, torch.ones(2)), Deferred)
+    assert not isinstance(map_deferred(torch.neg, torch.ones(2)), Deferred)
 
 
 def test_files_stay_readable_when_their_folder_goes(folder):

@@ -124,10 +124,10 @@ def test_a_config_yaml_in_a_model_folder_names_no_text(folder, tmp_path):
     """It would make `rehead convert` read any file of this machine."""
     (tmp_path / "secret.txt").write_text("abc " * 999)
     (folder / "config.yaml").write_text(f"data: {{path: {tmp_path / 'secret.txt'}}}")
-    from rehead.conversion import Wish
+    from rehead.conversion import Target
     from rehead.conversion.folder import convert_folder
 
-    certificate = convert_folder(folder, tmp_path / "out", Wish(to="mha"))
+    certificate = convert_folder(folder, tmp_path / "out", Target(to="mha"))
     assert certificate.calibration == []
     assert certificate.test is None
 

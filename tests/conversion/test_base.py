@@ -14,7 +14,7 @@ from rehead.attention.rope import Layout
 from rehead.checkpoint import families
 from rehead.cli import conversion as commands
 from rehead.conversion import conversions, methods, targets
-from rehead.conversion.base import Evidence
+from rehead.conversion.base import Statistics
 from rehead.conversion.export.deepseek import Engine
 from rehead.errors import ConfigError
 
@@ -69,7 +69,7 @@ def test_what_every_step_keeps(conversion, source, result):
     for method in known or [""]:
         if known and known[method]:
             continue  # reads a text
-        done = conversion.convert(weights, source, result, Evidence(), method)
+        done = conversion.convert(weights, source, result, Statistics(), method)
         other = result.build(D).requires_grad_(False)
         other.load_state_dict(done.weights)
         assert 0 <= done.lost <= 2

@@ -9,8 +9,8 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.conversion import Certificate, Evidence, path
-from rehead.conversion.certificate import CERTIFICATE, Outcome, Text
+from rehead.conversion import Certificate, Statistics, path
+from rehead.conversion.certificate import CERTIFICATE, LayerRecord, Text
 from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError, InvalidInput
 
@@ -132,7 +132,7 @@ def test_output_error_by_hand(gpt, words):
     """RMS of the difference on the inputs each layer gets in the source, over the RMS of its output."""
     model, test = gpt(GQA), words(70)
     result, certificate = rehead.convert(model, to="mla", kv_rank=7, test=test)
-    from rehead.conversion.converter import blocks_of
+    from rehead.conversion.blocks import blocks_of
 
     (ids, _), *_ = blocks_of(model, test)
     x = model.embed_tokens(ids) + model.embed_positions(torch.arange(ids.shape[1]))
@@ -149,7 +149,7 @@ def test_logits_and_losses_by_hand(gpt, words):
     """KL of the source to the result, changed likeliest tokens, nats per token, each over every target."""
     model, test = gpt(GQA), words(70)
     result, certificate = rehead.convert(model, to="mla", kv_rank=7, test=test)
-    from rehead.conversion.converter import blocks_of
+    from rehead.conversion.blocks import blocks_of
 
     kl, flips, losses, largest, error = [], [], [], 0.0, 0.0
     for ids, targets in blocks_of(model, test):
@@ -258,7 +258,7 @@ def test_what_no_text_showed_is_still_lost():
     moment = torch.zeros(24, 24, dtype=torch.float64)
     moment[0, 0] = 1.0
     (step,) = path(source, replace(source, n_kv_head=1), 23)
-    done = step.conversion.convert(weights, step.source, step.result, Evidence(inputs=moment), "mean")
+    done = step.conversion.convert(weights, step.source, step.result, Statistics(inputs=moment), "mean")
     assert done.lost <= 1e-20
     assert done.residual > 0.1
-    assert not Outcome(steps=[step], methods=["mean"], converted=[done]).exact
+    assert not LayerRecord(steps=[step], methods=["mean"], converted=[done]).exact

@@ -11,7 +11,7 @@ import torch
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig
 from rehead.config import RNNConfig
-from rehead.conversion import Wish
+from rehead.conversion import Target
 from rehead.errors import ConfigError, InvalidInput, NumericError, ReheadError
 from rehead.model import build
 
@@ -33,22 +33,22 @@ def test_texts_that_do_not_fit_are_refused(gpt, words):
 
 REFUSED = {
     "two layers for three": (lambda model: [GQA] * 3, {}, "3 attentions for 2 layers"),
-    "a wish beside a config": (lambda model: MHA, {"n_kv_head": 3}, "n_kv_head beside a config"),
+    "an option beside a config": (lambda model: MHA, {"n_kv_head": 3}, "n_kv_head beside a config"),
     "another model": (
         lambda model: replace(model.config, n_hidden=99),
         {},
         "the two models differ beyond their attention",
     ),
-    "unknown wish": (lambda model: "mla", {"kv_rnak": 3}, "'kv_rnak'.*kv_rank"),
+    "unknown option": (lambda model: "mla", {"kv_rnak": 3}, "'kv_rnak'.*kv_rank"),
     "unknown target": (lambda model: "mlaa", {}, "unknown target 'mlaa'. Did you mean 'mla'"),
 }
 
 
-@pytest.mark.parametrize(("to", "wish", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_convert_refuses(to, wish, says, gpt):
+@pytest.mark.parametrize(("to", "options", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_convert_refuses(to, options, says, gpt):
     model = gpt(GQA)
     with pytest.raises(ConfigError, match=says):
-        rehead.convert(model, to(model), **wish)
+        rehead.convert(model, to(model), **options)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -82,7 +82,7 @@ def test_weights_that_overflow_are_not_written_as_exact(gpt):
 
 def test_a_result_that_is_not_finite_has_no_small_error(gpt, words):
     """NaN in one model is never an error of 0."""
-    from rehead.conversion.converter import blocks_of
+    from rehead.conversion.blocks import blocks_of
     from rehead.measure.fidelity import compare
 
     model, other = gpt(GQA), gpt(GQA)
@@ -106,7 +106,7 @@ def test_the_reduced_form_of_a_reduced_form_is_itself(gpt):
     model = gpt(MLA)
     reduced, _ = rehead.convert(model, to="reduced")
     (tied, _) = reduced.config.attention
-    assert Wish(to="reduced").target(tied, 23) == tied
+    assert Target(to="reduced").attention(tied, 23) == tied
 
 
 def test_layers_step_together(gpt, words):

@@ -19,7 +19,7 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.checkpoint import verify
 from rehead.cli import main
-from rehead.conversion import Certificate, Wish
+from rehead.conversion import Certificate, Target
 from rehead.conversion.folder import convert_folder
 from rehead.generation import generate
 from rehead.tokenizer import Tokenizer
@@ -288,7 +288,7 @@ def test_calibrated_on_itself_alone(run, model, capfd):
 
 
 def test_weights_and_text_are_read_once(run, monkeypatch):
-    """One conversion looks over the weights once and takes evidence once, also where ranks are measured."""
+    """One conversion looks over the weights once and takes statistics once, also where ranks are measured."""
     convert, seen = sys.modules["rehead.conversion.converter"], []
     for name in ("_require_finite", "gather"):
         original = getattr(convert, name)
@@ -319,7 +319,7 @@ def test_a_run_whose_text_and_tokens_are_gone(run, capfd):
 def test_tokens_that_are_not_the_models_are_refused(run, capfd):
     Path(run, "tokens.bin").write_bytes(b"\xff\xff" * 300)
     with pytest.warns(UserWarning, match="the run's own text cannot be read.*token id 65535"):
-        convert_folder(Path(run), Path("new"), Wish(to="mla"))
+        convert_folder(Path(run), Path("new"), Target(to="mla"))
 
 
 def test_ranks_by_measuring(run, capfd):

@@ -9,7 +9,7 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, scores
 from rehead.attention.rope import LinearScaling
 from rehead.conversion import PoolHeads, RepeatHeads
-from rehead.conversion.base import Evidence
+from rehead.conversion.base import Statistics
 from rehead.errors import ConfigError
 
 D, C = 23, 13
@@ -57,7 +57,7 @@ def turn(rope, width):
 def turned_copies(gqa, weights, n_kv_head):
     """The same function with each KV head as copies, every copy turned in its own way."""
     config = replace(gqa, n_kv_head=n_kv_head)
-    copies = RepeatHeads().convert(weights, gqa, config, Evidence(), "").weights
+    copies = RepeatHeads().convert(weights, gqa, config, Statistics(), "").weights
     keys = torch.stack([turn(gqa.rope, gqa.head_dim) for _ in range(n_kv_head)])
     values = torch.stack([turn(None, gqa.v_head_dim) for _ in range(n_kv_head)])
     made = dict(copies)
@@ -90,10 +90,10 @@ def test_turned_copies_of_a_head_are_one_head(rope, bias, before, calibrated):
     config, planted = turned_copies(gqa, weights, before)
     expected = output(gqa, weights, x)
     torch.testing.assert_close(output(config, planted, x), expected)
-    evidence = Evidence(inputs=y.mT @ y / 50 if calibrated else None)
+    statistics = Statistics(inputs=y.mT @ y / 50 if calibrated else None)
 
     def check(method):
-        done = PoolHeads().convert(planted, config, gqa, evidence, method)
+        done = PoolHeads().convert(planted, config, gqa, statistics, method)
         assert done.lost < 1e-20
         torch.testing.assert_close(output(gqa, done.weights, x), expected)
 
@@ -133,7 +133,7 @@ def test_one_head_of_each_group_of_neighbours(method, bias):
     """Contiguous: heads 0-2 make the first. `first` and `mean` are as plain as they sound."""
     config, result = replace(MHA, qkv_bias=bias), replace(GQA, qkv_bias=bias)
     weights = weights_of(config)
-    pooled = PoolHeads().convert(weights, config, result, Evidence(), method).weights
+    pooled = PoolHeads().convert(weights, config, result, Statistics(), method).weights
     for name in ("k_proj", "v_proj"):
         for part in ("weight", "bias") if bias else ("weight",):
             heads = weights[f"{name}.{part}"].unflatten(0, (2, 3, -1))
@@ -152,10 +152,10 @@ def test_what_is_lost_is_the_energy_of_the_differences(method):
     """For `mean` and `first`, by arithmetic: with a moment, E|(W - W') [x; 1]|^2 over E|W [x; 1]|^2."""
     config, result = replace(MHA, qkv_bias=True), replace(GQA, qkv_bias=True)
     weights, x = weights_of(config), torch.cat([torch.randn(40, D), torch.ones(40, 1)], 1)
-    evidence = Evidence(inputs=x.mT @ x / 40)
-    done = PoolHeads().convert(weights, config, result, evidence, method)
+    statistics = Statistics(inputs=x.mT @ x / 40)
+    done = PoolHeads().convert(weights, config, result, statistics, method)
     if method == "procrustes":
-        assert 0 < done.lost < PoolHeads().convert(weights, config, result, evidence, "mean").lost
+        assert 0 < done.lost < PoolHeads().convert(weights, config, result, statistics, "mean").lost
         return
     error = whole = 0.0
     for name in ("k_proj", "v_proj"):
@@ -181,7 +181,7 @@ def test_nearly_turned_copies_are_nearly_one(rope):
         x = torch.randn(2, 7, D)
         expected = output(config, noisy, x)
         for method in METHODS:
-            pooled = PoolHeads().convert(noisy, config, gqa, Evidence(), method).weights
+            pooled = PoolHeads().convert(noisy, config, gqa, Statistics(), method).weights
             distances[method] += float((output(gqa, pooled, x) - expected).square().sum())
     assert distances["procrustes"] < 0.5 * min(distances["mean"], distances["first"])
 
@@ -193,9 +193,9 @@ def test_a_learned_score_goes_along(score, method):
     mha = replace(MHA, score=scores[score]())
     gqa = replace(GQA, score=scores[score]())
     x, weights = torch.randn(3, 8, D), weights_of(gqa)
-    copies = RepeatHeads().convert(weights, gqa, mha, Evidence(), "").weights
+    copies = RepeatHeads().convert(weights, gqa, mha, Statistics(), "").weights
     torch.testing.assert_close(output(mha, copies, x), output(gqa, weights, x))
-    done = PoolHeads().convert(copies, mha, gqa, Evidence(), method)
+    done = PoolHeads().convert(copies, mha, gqa, Statistics(), method)
     assert done.lost < 1e-20
     torch.testing.assert_close(output(gqa, done.weights, x), output(gqa, weights, x))
 
@@ -205,7 +205,7 @@ def test_heads_of_a_latent_are_repeated_with_their_biases():
         n_query_head=6, n_kv_head=2, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5, qkv_bias=True
     )
     more, x, weights = replace(config, n_kv_head=6), torch.randn(3, 8, D), weights_of(config)
-    copies = RepeatHeads().convert(weights, config, more, Evidence(), "").weights
+    copies = RepeatHeads().convert(weights, config, more, Statistics(), "").weights
     torch.testing.assert_close(output(more, copies, x), output(config, weights, x))
     wrong = copies["kv_b_proj.weight"].unflatten(0, (6, -1))[[0, 1, 0, 1, 0, 1]].flatten(0, 1)
     with pytest.raises(AssertionError):  # another order of the copies
@@ -221,14 +221,14 @@ def test_cross_attention_is_pooled_and_repeated_too():
     config, planted = turned_copies(gqa, weights, 6)
     expected = output(gqa, weights, x, y)
     torch.testing.assert_close(output(config, planted, x, y), expected)
-    done = PoolHeads().convert(planted, config, gqa, Evidence(), "procrustes")
+    done = PoolHeads().convert(planted, config, gqa, Statistics(), "procrustes")
     torch.testing.assert_close(output(gqa, done.weights, x, y), expected)
 
 
 def test_heads_of_zeros_stay_finite():
     weights = {name: torch.zeros_like(weight) for name, weight in weights_of(MHA).items()}
     for method in METHODS:
-        done = PoolHeads().convert(weights, MHA, GQA, Evidence(), method)
+        done = PoolHeads().convert(weights, MHA, GQA, Statistics(), method)
         assert done.lost == 0
         assert all(weight.isfinite().all() for weight in done.weights.values())
 

@@ -10,7 +10,7 @@ import torch
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Factor, PadRank
-from rehead.conversion.base import Evidence
+from rehead.conversion.base import Statistics
 from rehead.conversion.fit.pair import Kept, kronecker_pair
 from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
@@ -40,7 +40,7 @@ def output(config, weights, *inputs):
         return module(*inputs)
 
 
-def evidence_of(n, width=D, seed=0):
+def statistics_of(n, width=D, seed=0):
     """Of n inputs of uneven directions and n gradients."""
     torch.manual_seed(seed)
     x = torch.randn(n, width) * torch.linspace(0.05, 2, width)
@@ -48,7 +48,7 @@ def evidence_of(n, width=D, seed=0):
     with tempfile.TemporaryDirectory() as folder:
         kept = Kept(Path(folder) / "kept")
         kept.add(x[:, :-1], g)
-        return x, g, Evidence(inputs=x.mT @ x / n, pair=kronecker_pair(kept))
+        return x, g, Statistics(inputs=x.mT @ x / n, pair=kronecker_pair(kept))
 
 
 @pytest.mark.parametrize("method", ["", *Factor.methods])
@@ -57,7 +57,7 @@ def test_full_rank_is_exact_whatever_the_evidence(method, rope):
     """Also where a text of 3 tokens left most directions unseen."""
     source, result = replace(GQA, rope=rope), replace(MLA, rope=rope)
     weights, x = weights_of(source), torch.randn(3, 8, D)
-    done = Factor().convert(weights, source, result, evidence_of(3)[2], method)
+    done = Factor().convert(weights, source, result, statistics_of(3)[2], method)
     torch.testing.assert_close(output(result, done.weights, x), output(source, weights, x))
     assert done.lost == 0
 
@@ -69,7 +69,7 @@ def test_cross_attention():
     result = replace(MLA, d_context=C, causal=False, kv_lora_rank=C)
     assert Factor().promise(source, result, D).exact
     weights, x, y = weights_of(source), torch.randn(3, 7, D), torch.randn(3, 10, C)
-    done = Factor().convert(weights, source, result, Evidence(), "")
+    done = Factor().convert(weights, source, result, Statistics(), "")
     torch.testing.assert_close(output(result, done.weights, x, y), output(source, weights, x, y))
 
 
@@ -85,14 +85,14 @@ def keys_and_values(config, weights, x):
 @pytest.mark.parametrize("rank", [1, 7, 17])
 def test_each_method_is_best_by_its_own_measure(rank):
     """`svd` in the weights, `whitened` on the text, `weighted` by what each error does to its loss; biases stay."""
-    x, g, evidence = evidence_of(60)
+    x, g, statistics = statistics_of(60)
     weights, result = weights_of(GQA), replace(MLA, kv_lora_rank=rank)
     before = keys_and_values(GQA, weights, x[:, :-1])
     stack = torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]])
     order = torch.cat([torch.arange(8).unflatten(0, (2, 4)), 8 + torch.arange(10).unflatten(0, (2, 5))], 1)
     measures = {"svd": {}, "whitened": {}, "weighted": {}}
     for method in Factor.methods:
-        done = Factor().convert(weights, GQA, result, evidence, method)
+        done = Factor().convert(weights, GQA, result, statistics, method)
         up = done.weights["kv_b_proj.weight"][order.flatten().argsort()]
         error = keys_and_values(result, done.weights, x[:, :-1]) - before
         matters = g[:, order.flatten()]
@@ -107,9 +107,9 @@ def test_each_method_is_best_by_its_own_measure(rank):
 
 @pytest.mark.parametrize("method", Factor.methods)
 def test_less_rank_never_loses_less(method):
-    weights, evidence = weights_of(GQA), evidence_of(60)[2]
+    weights, statistics = weights_of(GQA), statistics_of(60)[2]
     lost = [
-        Factor().convert(weights, GQA, replace(MLA, kv_lora_rank=rank), evidence, method).lost
+        Factor().convert(weights, GQA, replace(MLA, kv_lora_rank=rank), statistics, method).lost
         for rank in range(1, 19)
     ]
     assert lost == sorted(lost, reverse=True)
@@ -150,7 +150,7 @@ def test_padding_with_zeros_is_exact_to_the_bit(rope, rank):
     source = replace(MLA, kv_lora_rank=9, qk_rope_head_dim=rope, rope=RopeConfig() if rope else None)
     result = replace(source, kv_lora_rank=rank)
     weights, x = weights_of(source), torch.randn(3, 8, D)
-    done = PadRank().convert(weights, source, result, Evidence(), "")
+    done = PadRank().convert(weights, source, result, Statistics(), "")
     torch.testing.assert_close(
         output(result, done.weights, x), output(source, weights, x), rtol=1e-13, atol=1e-13
     )

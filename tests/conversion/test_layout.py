@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import HeadMap, RopeLayout
-from rehead.conversion.base import Evidence
+from rehead.conversion.base import Statistics
 from rehead.conversion.steps.layout import paired
 from rehead.errors import ConfigError
 
@@ -28,7 +28,7 @@ def numbered(config):
 
 def order(config):
     other = "contiguous" if config.head_map == "modular" else "modular"
-    done = HeadMap().convert(numbered(config), config, replace(config, head_map=other), Evidence(), "")
+    done = HeadMap().convert(numbered(config), config, replace(config, head_map=other), Statistics(), "")
     found = done.weights["q_proj.weight"][:: config.head_dim, 0]
     assert torch.equal(done.weights["o_proj.weight"][0, :: config.v_head_dim], found)
     return found.int().tolist()
@@ -105,7 +105,7 @@ def test_exactly_the_rotated_rows_move(config):
         weight.copy_(0.5 * torch.randn_like(weight))
     weights = dict(module.named_parameters())
     (result,) = RopeLayout().steps(config, config, D)
-    moved = RopeLayout().convert(weights, config, result, Evidence(), "").weights
+    moved = RopeLayout().convert(weights, config, result, Statistics(), "").weights
     other = result.build(D).requires_grad_(False)
 
     def check(change):

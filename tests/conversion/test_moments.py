@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.conversion.base import Evidence
-from rehead.conversion.fit.moments import Moment, attentions, gather
+from rehead.conversion.base import Statistics
+from rehead.conversion.fit.moments import SecondMoment, attentions, gather
 from rehead.data import IGNORE, evaluation_blocks
 from rehead.errors import ConfigError
 
@@ -32,7 +32,7 @@ def blocks_of(ids, length=16, batch=3):
     return list(evaluation_blocks(ids, length, batch))
 
 
-def evidence_of(model, blocks, *, gradients, seed=0):
+def statistics_of(model, blocks, *, gradients, seed=0):
     return gather(model, iter(blocks), gradients=gradients, seed=seed)
 
 
@@ -92,10 +92,10 @@ def stored(model, blocks, seed=0):
 
 def check(model, blocks, expected, seed=0):
     """Inputs to rounding; the pair to that of the predictions, which are in float32."""
-    found = evidence_of(model, blocks, gradients=True, seed=seed)
-    for evidence, inputs, pair in zip(found, *expected, strict=True):
-        torch.testing.assert_close(evidence.inputs, inputs)
-        torch.testing.assert_close(evidence.pair, pair, rtol=1e-4, atol=1e-6)
+    found = statistics_of(model, blocks, gradients=True, seed=seed)
+    for statistics, inputs, pair in zip(found, *expected, strict=True):
+        torch.testing.assert_close(statistics.inputs, inputs)
+        torch.testing.assert_close(statistics.pair, pair, rtol=1e-4, atol=1e-6)
 
 
 @kinds
@@ -141,17 +141,17 @@ def test_gradients_of_a_forward_by_hand(gpt, words):
     labels = labels_of(logits.detach(), np.random.default_rng(3).random(targets.numel()))
     loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
     g = torch.cat(torch.autograd.grad(loss, [key, value]), 2).flatten(0, 1)
-    (evidence,) = evidence_of(model, [(ids, targets)], gradients=True, seed=3)
+    (statistics,) = statistics_of(model, [(ids, targets)], gradients=True, seed=3)
     rows = normed.flatten(0, 1).detach()
-    torch.testing.assert_close(evidence.pair, likeliest_pair(rows, g), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(statistics.pair, likeliest_pair(rows, g), rtol=1e-4, atol=1e-6)
     rows = torch.cat([rows, torch.ones(len(g), 1)], 1)
-    torch.testing.assert_close(evidence.inputs, rows.mT @ rows / len(rows))
+    torch.testing.assert_close(statistics.inputs, rows.mT @ rows / len(rows))
 
 
 @kinds
 def test_however_it_is_batched(attention, gpt, words):
     model, ids = gpt(attention), words(130)
-    one, other = (evidence_of(model, blocks_of(ids, batch=size), gradients=True) for size in (1, 5))
+    one, other = (statistics_of(model, blocks_of(ids, batch=size), gradients=True) for size in (1, 5))
     for here, there in zip(one, other, strict=True):
         torch.testing.assert_close(here.inputs, there.inputs)
         torch.testing.assert_close(here.pair, there.pair, rtol=1e-3, atol=1e-5)
@@ -172,12 +172,12 @@ def test_what_is_no_target_does_not_count(gpt, words):
     targets[1, 9:] = IGNORE
     garbage = ids.clone()
     garbage[1, 9:] = 5
-    one, other = (evidence_of(model, [(some, targets)], gradients=True) for some in (ids, garbage))
+    one, other = (statistics_of(model, [(some, targets)], gradients=True) for some in (ids, garbage))
     for here, there in zip(one, other, strict=True):
         torch.testing.assert_close(here.inputs, there.inputs)
         torch.testing.assert_close(here.pair, there.pair)
     assert one[0].inputs[-1, -1] == 1  # the constant: the mean is over what counts
-    all_count = evidence_of(model, [(ids, targets.clamp(min=0))], gradients=False)
+    all_count = statistics_of(model, [(ids, targets.clamp(min=0))], gradients=False)
     assert not torch.allclose(all_count[0].inputs, one[0].inputs)
 
 
@@ -185,16 +185,16 @@ def test_without_gradients_none_are_taken(gpt, words):
     model = gpt(GQA)
     model.head.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     seen = []
-    for evidence in evidence_of(model, blocks_of(words(60)), gradients=False):
-        assert evidence.pair is None
-        assert evidence.inputs.shape == (24, 24)
+    for statistics in statistics_of(model, blocks_of(words(60)), gradients=False):
+        assert statistics.pair is None
+        assert statistics.inputs.shape == (24, 24)
     assert not any(seen)
 
 
 def test_a_latent_has_inputs_only(gpt, words):
-    for evidence in evidence_of(gpt(MLA), blocks_of(words(60)), gradients=False):
-        assert evidence.inputs.shape == (24, 24)
-        assert evidence.pair is None
+    for statistics in statistics_of(gpt(MLA), blocks_of(words(60)), gradients=False):
+        assert statistics.inputs.shape == (24, 24)
+        assert statistics.pair is None
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -210,23 +210,23 @@ def test_the_model_is_left_as_it_was(gradients, training, gpt, words):
         yield blocks_of(words(60))[0]
         raise InterruptedError
 
-    one = evidence_of(model, blocks_of(words(60)), gradients=gradients)
+    one = statistics_of(model, blocks_of(words(60)), gradients=gradients)
     with pytest.raises(InterruptedError):
-        evidence_of(model, broken(), gradients=gradients)
+        statistics_of(model, broken(), gradients=gradients)
     assert model.training is training
     assert [weight.requires_grad for weight in model.parameters()] == needed
     assert (model.head.weight.grad == 7).all()
     assert all(weight.grad is None for weight in model.layers.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.is_grad_enabled()
-    other = evidence_of(model.eval(), blocks_of(words(60)), gradients=gradients)
+    other = statistics_of(model.eval(), blocks_of(words(60)), gradients=gradients)
     for here, there in zip(one, other, strict=True):  # without dropout
         assert torch.equal(here.inputs, there.inputs)
 
 
 def test_in_float32_sums_are_float64(gpt, words):
-    for evidence in evidence_of(gpt(GQA).float(), blocks_of(words(60)), gradients=True):
-        assert {part.dtype for part in (evidence.inputs, *evidence.pair)} == {torch.float64}
+    for statistics in statistics_of(gpt(GQA).float(), blocks_of(words(60)), gradients=True):
+        assert {part.dtype for part in (statistics.inputs, *statistics.pair)} == {torch.float64}
 
 
 def test_activations_are_not_kept(gpt, words):
@@ -247,12 +247,12 @@ def test_activations_are_not_kept(gpt, words):
             alive.append([])
             yield block
 
-    evidence_of(model, blocks(), gradients=True)
+    statistics_of(model, blocks(), gradients=True)
     assert len(alive) == 5
 
 
 def test_a_moment_holds_one_matrix():
-    moment = Moment()
+    moment = SecondMoment()
     assert moment.mean() is None
     rows = torch.randn(50, 7)
     for some in rows.split(8):
@@ -263,10 +263,10 @@ def test_a_moment_holds_one_matrix():
 
 
 def test_evidence_that_is_not_there():
-    evidence = Evidence(inputs=torch.eye(4))
-    inputs, outputs = evidence.weighing(("inputs",))
+    statistics = Statistics(inputs=torch.eye(4))
+    inputs, outputs = statistics.weighing(("inputs",))
     assert torch.equal(inputs, torch.eye(3))
     assert outputs is None
-    assert evidence.weighing(()) == (None, None)
+    assert statistics.weighing(()) == (None, None)
     with pytest.raises(ConfigError, match=r"reads a text. Give a calibration text, or use method=svd"):
-        evidence.weighing(("pair",))
+        statistics.weighing(("pair",))

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rehead.attention import GroupedConfig, LatentConfig
-from rehead.conversion.converter import Converter, blocks_of
+from rehead.conversion.blocks import blocks_of
+from rehead.conversion.converter import Converter
 from rehead.conversion.ranks import PROBE_TOKENS, Allocation
 from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What a wish means, and which wishes mean nothing."""
+"""What a target means, and which targets mean nothing."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.conversion import Wish, targets
+from rehead.conversion import Target, targets
 from rehead.errors import ConfigError
 
 D = 23
@@ -21,46 +21,46 @@ TIED = GroupedConfig(
 )
 
 MEANT = {
-    "mha": (Wish(to="mha"), replace(GQA, n_kv_head=6)),
-    "mqa": (Wish(to="mqa"), replace(GQA, n_kv_head=1)),
-    "gqa": (Wish(to="gqa", n_kv_head=3), replace(GQA, n_kv_head=3)),
-    "the kind stays": (Wish(head_map="modular"), replace(GQA, head_map="modular")),
-    "mla, exact": (Wish(to="mla"), MLA),
-    "mla, rank": (Wish(to="mla", kv_rank=7), replace(MLA, kv_lora_rank=7)),
-    "mla, half": (Wish(to="mla", kv_fraction=0.5), replace(MLA, kv_lora_rank=9)),
-    "mla, of one head": (Wish(to="mla", n_kv_head=1), replace(MLA, kv_lora_rank=9, n_kv_head=1)),
-    "reduced": (Wish(to="reduced"), TIED),
-    "reduced, rank": (Wish(to="reduced", kv_rank=7), replace(TIED, head_dim=7, v_head_dim=7)),
+    "mha": (Target(to="mha"), replace(GQA, n_kv_head=6)),
+    "mqa": (Target(to="mqa"), replace(GQA, n_kv_head=1)),
+    "gqa": (Target(to="gqa", n_kv_head=3), replace(GQA, n_kv_head=3)),
+    "the kind stays": (Target(head_map="modular"), replace(GQA, head_map="modular")),
+    "mla, exact": (Target(to="mla"), MLA),
+    "mla, rank": (Target(to="mla", kv_rank=7), replace(MLA, kv_lora_rank=7)),
+    "mla, half": (Target(to="mla", kv_fraction=0.5), replace(MLA, kv_lora_rank=9)),
+    "mla, of one head": (Target(to="mla", n_kv_head=1), replace(MLA, kv_lora_rank=9, n_kv_head=1)),
+    "reduced": (Target(to="reduced"), TIED),
+    "reduced, rank": (Target(to="reduced", kv_rank=7), replace(TIED, head_dim=7, v_head_dim=7)),
 }
 
 
-@pytest.mark.parametrize(("wish", "target"), MEANT.values(), ids=MEANT)
-def test_meant(wish, target):
-    assert wish.target(GQA, D) == target
+@pytest.mark.parametrize(("target", "expected"), MEANT.values(), ids=MEANT)
+def test_meant(target, expected):
+    assert target.attention(GQA, D) == expected
 
 
 @pytest.mark.parametrize("to", list(targets))
 def test_from_a_latent_too(to):
-    again = Wish(to=to).target(MLA, D)
-    assert again == Wish(to=to).target(GQA, D)
+    again = Target(to=to).attention(MLA, D)
+    assert again == Target(to=to).attention(GQA, D)
 
 
 def test_a_layout_is_turned_beside_the_kind():
     rope, other = RopeConfig(), RopeConfig(layout="interleaved")
-    wish = Wish(to="mla", rope_layout="interleaved")
-    assert wish.target(replace(GQA, rope=rope), D) == replace(MLA, rope=other)
+    target = Target(to="mla", rope_layout="interleaved")
+    assert target.attention(replace(GQA, rope=rope), D) == replace(MLA, rope=other)
 
 
 @given(st.floats(0, 1, exclude_min=True), st.sampled_from([1, 2, 3, 6]))
 def test_a_fraction_is_never_exceeded_and_never_useless(fraction, n_kv_head):
     source = replace(GQA, n_kv_head=n_kv_head)
-    rank = Wish(to="mla", kv_fraction=fraction).target(source, D).kv_lora_rank
+    rank = Target(to="mla", kv_fraction=fraction).attention(source, D).kv_lora_rank
     assert 1 <= rank <= min(D, 9 * n_kv_head)
     assert rank == 1 or rank <= fraction * source.kv_numbers()
     assert rank + 1 > fraction * source.kv_numbers() or rank == min(D, 9 * n_kv_head)
 
 
-MEANINGLESS = {  # wish, what the message must name
+MEANINGLESS = {  # options, what the message must name
     "rank too large": ({"to": "mla", "kv_rank": 19}, ["kv_rank=19", "18", "Use 1 to 18"]),
     "rank too large, reduced": ({"to": "reduced", "kv_rank": 40}, ["kv_rank=40", "Use 1 to 18"]),
     "rank 0": ({"to": "mla", "kv_rank": 0}, ["kv_rank=0", "Use 1 to 18"]),
@@ -83,10 +83,10 @@ MEANINGLESS = {  # wish, what the message must name
 }
 
 
-@pytest.mark.parametrize(("wish", "says"), MEANINGLESS.values(), ids=MEANINGLESS)
-def test_meaningless(wish, says):
+@pytest.mark.parametrize(("options", "says"), MEANINGLESS.values(), ids=MEANINGLESS)
+def test_meaningless(options, says):
     with pytest.raises(ConfigError) as caught:
-        Wish(**wish).target(GQA, D)
+        Target(**options).attention(GQA, D)
     assert all(part in str(caught.value) for part in says), str(caught.value)
 
 
@@ -94,4 +94,4 @@ def test_mha_is_no_gqa_as_it_is():
     with pytest.raises(
         ConfigError, match=r"--to gqa needs --n-kv-head: how many KV heads\? Use one of \[2, 3\]"
     ):
-        Wish(to="gqa").target(replace(GQA, n_kv_head=6), D)
+        Target(to="gqa").attention(replace(GQA, n_kv_head=6), D)

@@ -8,7 +8,8 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig
-from rehead.conversion.converter import CALIBRATION_TOKENS, Converter
+from rehead.conversion.blocks import CALIBRATION_TOKENS
+from rehead.conversion.converter import Converter
 from rehead.conversion.texts import SELF, Passage, passages, sampled
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.generation import generate

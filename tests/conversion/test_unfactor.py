@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Expand, Reduce, path
-from rehead.conversion.base import Evidence
+from rehead.conversion.base import Statistics
 from rehead.errors import ConfigError
 
 D, C = 23, 13
@@ -35,7 +35,7 @@ def converted(conversion, config, weights):
     (result,) = conversion.steps(config, config, D)
     assert conversion.refusal(config) == ""
     assert conversion.promise(config, result, D).exact
-    done = conversion.convert(weights, config, result, Evidence(), "")
+    done = conversion.convert(weights, config, result, Statistics(), "")
     assert done.lost == 0
     return result, done.weights
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rehead.checkpoint.files.deferred import changed, made
+from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.checkpoint.files.publish import MANIFEST, publish, verify
 from rehead.checkpoint.files.shards import SINGLE, Shards, strict_json
 from rehead.checkpoint.files.writing import write_weights
@@ -167,14 +167,16 @@ def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memo
     widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
-        wide = weight if weight.dtype == widest else changed(lambda narrow: narrow.to(widest), weight)
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(made(wide) if in_memory else wide))
+        wide = weight if weight.dtype == widest else map_deferred(lambda narrow: narrow.to(widest), weight)
+        setattr(
+            model.get_submodule(owner), leaf, torch.nn.Parameter(materialise(wide) if in_memory else wide)
+        )
     model.tie()
 
 
 def _warn_of_damage(model: LanguageModel, folder: Path) -> None:
     """Say which weights hold NaN or infinity; what uses them will refuse to go on."""
-    ranges = ((name, torch.stack(made(weight).aminmax())) for name, weight in model.named_parameters())
+    ranges = ((name, torch.stack(materialise(weight).aminmax())) for name, weight in model.named_parameters())
     damaged = [name for name, range_ in ranges if not range_.isfinite().all()]
     if damaged:
         listed = ", ".join(sorted(damaged)[:10])

@@ -115,12 +115,12 @@ def convert(
 
         rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
     """
-    from rehead.conversion import Wish
+    from rehead.conversion import Target
     from rehead.conversion.folder import convert_folder
     from rehead.report.conversion import present_certificate
     from rehead.report.progress import Board
 
-    wish = Wish(
+    target = Target(
         to=to,
         n_kv_head=n_kv_head,
         kv_rank=kv_rank,
@@ -132,7 +132,7 @@ def convert(
         certificate = convert_folder(
             source,
             destination,
-            wish,
+            target,
             method=method,
             calibration=calibration,
             test=test,

@@ -1,6 +1,6 @@
 """One attention into another, each step with its promise. Importing a module here registers its steps."""
 
-from rehead.conversion.base import Conversion, Evidence, Promise, Step, conversions, methods
+from rehead.conversion.base import Conversion, Promise, Statistics, Step, conversions, methods
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.converter import convert
 from rehead.conversion.fit.factor import Factors, SharedLatent, factor, gqa_to_mla
@@ -11,13 +11,12 @@ from rehead.conversion.steps.latent import Factor, PadRank
 from rehead.conversion.steps.layout import HeadMap, RopeLayout
 from rehead.conversion.steps.summed import SumQueries
 from rehead.conversion.steps.unfactor import Expand, Reduce, Reduced, reduced_matrices
-from rehead.conversion.target import Wish, targets
+from rehead.conversion.target import Target, targets
 
 __all__ = [
     "Certificate",
     "Conversion",
     "Decouple",
-    "Evidence",
     "Expand",
     "Factor",
     "Factors",
@@ -32,9 +31,10 @@ __all__ = [
     "RepeatHeads",
     "RopeLayout",
     "SharedLatent",
+    "Statistics",
     "Step",
     "SumQueries",
-    "Wish",
+    "Target",
     "conversions",
     "convert",
     "factor",

@@ -1,7 +1,7 @@
 """The contract of a conversion: from one attention to another, with a promise.
 
-A conversion knows one step. Steps are found and put in a row by `path.py`, applied to a model by
-`convert.py`, and what came of it is stated, in the same way for all, by `certificate.py`.
+A conversion knows one step. `search.py` finds a sequence of steps, `converter.py` applies it to a model,
+and `certificate.py` reports the result, in the same way for all.
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ class Promise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Statistics:
     """What a text showed of one layer: second moments, summed in float64 over its tokens.
 
     `inputs` is E[x x^T] of x, what the keys and values are made from, with a constant 1 as its last
@@ -97,7 +97,7 @@ class Conversion(ABC, Generic[S, R]):
     costs: ClassVar[str]
     """What it does to cache, parameters and speed, in a sentence."""
     methods: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """For an approximation: its methods, the preferred first, and which `Evidence` each one needs."""
+    """For an approximation: its methods, the preferred first, and which `Statistics` each one needs."""
     fitted: ClassVar[frozenset[str]] = frozenset()
     """Those of its methods whose weights depend on a text, where there is one."""
 
@@ -110,7 +110,9 @@ class Conversion(ABC, Generic[S, R]):
         """What holds for every model."""
 
     @abstractmethod
-    def convert(self, weights: Weights, source: S, result: R, evidence: Evidence, method: str) -> Converted:
+    def convert(
+        self, weights: Weights, source: S, result: R, statistics: Statistics, method: str
+    ) -> Converted:
         """The weights of `result`. `method` is one of `methods`, or empty where there are none."""
 
     def serves(self, target: AttentionConfig) -> bool:

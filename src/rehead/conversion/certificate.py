@@ -129,14 +129,14 @@ class Certificate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class LayerRecord:
     """What was done to one layer."""
 
     steps: Sequence[Step]
     methods: Sequence[str]
     converted: Sequence[Converted]
 
-    def after(self, method: str, done: Converted) -> "Outcome":
+    def after(self, method: str, done: Converted) -> "LayerRecord":
         """With one more step taken; its weights are not kept."""
         return replace(
             self, methods=[*self.methods, method], converted=[*self.converted, replace(done, weights={})]
@@ -165,7 +165,7 @@ class Outcome:
 def certify(
     source: LanguageModel,
     result: LanguageModel,
-    outcomes: Sequence[Outcome],
+    records: Sequence[LayerRecord],
     blocks: Sequence[tuple[Tensor, Tensor]],
     *,
     calibration: Sequence[Text],
@@ -183,20 +183,20 @@ def certify(
     losses = logits.pop("losses")
     layers = [
         Layer(
-            steps=[step.name for step in outcome.steps],
-            methods=[method for method in outcome.methods if method],
-            why=[step.promise.why for step in outcome.steps],
+            steps=[step.name for step in record.steps],
+            methods=[method for method in record.methods if method],
+            why=[step.promise.why for step in record.steps],
             source=old.describe(),
             result=new.describe(),
             kv_numbers=[old.kv_numbers(), new.kv_numbers()],
-            lost_energy=outcome.lost,
+            lost_energy=record.lost,
             output_error=error,
         )
-        for outcome, old, new, error in zip(outcomes, before.attention, after.attention, errors, strict=True)
+        for record, old, new, error in zip(records, before.attention, after.attention, errors, strict=True)
     ]
     dtype = result.head.weight.dtype
     return Certificate(
-        exact=all(outcome.exact for outcome in outcomes),
+        exact=all(record.exact for record in records),
         layers=layers,
         source=encode(before),
         result=encode(after),

@@ -3,40 +3,32 @@
 import copy
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rehead.attention import Attention, AttentionConfig
-from rehead.checkpoint.files.deferred import changed, made
+from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
-from rehead.config import GPTConfig, ModelConfig
-from rehead.conversion.base import Converted, Evidence, Step, Weights, require_method
-from rehead.conversion.certificate import Certificate, Outcome, Text, certify, require_different
+from rehead.config import GPTConfig
+from rehead.conversion.base import Converted, Statistics, Step, Weights, require_method
+from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, block_length, blocks_of, random_blocks
+from rehead.conversion.certificate import Certificate, LayerRecord, Text, certify, require_different
 from rehead.conversion.fit.moments import attentions, gather
 from rehead.conversion.search import path
-from rehead.conversion.target import Wish, targets
+from rehead.conversion.target import layers_of
 from rehead.conversion.texts import Passage, passage, passages
-from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary, shown
+from rehead.data import Batch, Ids, shown
 from rehead.errors import ConfigError, NumericError
 from rehead.model import LanguageModel, skeleton
 from rehead.model.base import require_model
-from rehead.registry import nearest
 from rehead.stages import staged
 
-CALIBRATION_TOKENS = 49_152
-TEST_TOKENS = 65_536
-"""At most, of all texts together; windows are spread evenly over each."""
-WINDOW = 1024
-"""Tokens a text is read in, where the model reads more and nothing else is wished."""
-BATCH_TOKENS, BATCH_LOGITS = 4096, 2**27
-RANDOM_BLOCKS = 4
 FEW = 2**22
 """Numbers looked at together."""
 
@@ -53,12 +45,12 @@ def convert(
     length: int | None = None,
     seed: int = 0,
     scratch: Path | None = None,
-    **wish: Any,
+    **options: Any,
 ) -> tuple[LanguageModel, Certificate]:
     """Turn every layer of a GPT into the attention asked for; the source is left as it is.
 
     `to` is a config for all layers, one per layer, a model config, or a name: mha, gqa, mqa, mla or
-    reduced, with the fields of `Wish` (`n_kv_head`, `kv_rank`, `kv_fraction`, `head_map`,
+    reduced, with the fields of `Target` (`n_kv_head`, `kv_rank`, `kv_fraction`, `head_map`,
     `rope_layout`) beside it. `calibration` and `test` are token ids (N,); approximations fit themselves to
     the first, the certificate measures on the second (without it, logits on random tokens). Instead of
     ids, `calibration` may be "self", a text sampled from the model, or a list of texts, read in equal
@@ -71,11 +63,11 @@ def convert(
     require_model(model)
     require_seed(seed)
     config, window = require_heads(model), block_length(model.config, length)
-    wished = _targets(config, to, wish)
+    layers = layers_of(config, to, options)
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed)
     converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
     measured = None if test is None else passage(test, model)
-    return converter.convert(wished, measured)
+    return converter.convert(layers, measured)
 
 
 def require_seed(seed: int) -> None:
@@ -96,39 +88,10 @@ def require_heads(model: LanguageModel) -> GPTConfig:
 def _require_finite(model: LanguageModel) -> None:
     weights = list(model.named_parameters())
     for name, weight in staged(weights, "looking over the weights", len(weights), "tensors"):
-        if not _finite(made(weight)):
+        if not _finite(materialise(weight)):
             raise NumericError(
                 f"{name} holds NaN or infinity: this model is damaged. Go back to one that is not."
             )
-
-
-def blocks_of(
-    model: LanguageModel, ids: Ids, limit: int = CALIBRATION_TOKENS, length: int | None = None
-) -> list[Batch]:
-    """Blocks of `length`, by default as in `block_length`, at most `limit` tokens spread over a text."""
-    require_vocabulary(ids, model.config.vocab_size)
-    length = block_length(model.config, length)
-    most = min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocab_size)
-    return list(evaluation_blocks(ids, length, max(1, most // length), max(1, limit // length)))
-
-
-def block_length(config: ModelConfig, wished: int | None = None) -> int:
-    """Tokens read at once. Raises ConfigError for more than the model reads."""
-    if wished is None:
-        return min(config.block_size, WINDOW)
-    if not isinstance(wished, Integral) or not 1 <= wished <= config.block_size:
-        raise ConfigError(
-            f"length={wished!r:.40}: tokens of a window, of which the model reads {config.block_size} at most. "
-            f"Use 1 to {config.block_size}."
-        )
-    return wished
-
-
-def random_blocks(config: GPTConfig, seed: int, length: int | None = None) -> list[Batch]:
-    """Tokens without meaning, for a model without a text."""
-    length = block_length(config, length)
-    ids = np.random.default_rng(seed).integers(config.vocab_size, size=RANDOM_BLOCKS * length + 1)
-    return list(evaluation_blocks(ids, length, 1 if length >= WINDOW else RANDOM_BLOCKS))
 
 
 def _finite(weight: Tensor) -> bool:
@@ -139,45 +102,11 @@ def _finite(weight: Tensor) -> bool:
 def _require_holds(weights: Weights, dtype: torch.dtype, where: str) -> None:
     """Refuse new weights that the model's dtype cannot hold."""
     for name, weight in weights.items():
-        if not _finite(made(weight).to(dtype)):
+        if not _finite(materialise(weight).to(dtype)):
             kind = str(dtype).removeprefix("torch.")
             raise NumericError(
                 f"{where}.{name} leaves the range of {kind}: convert the model in bfloat16 or float32."
             )
-
-
-def _targets(
-    config: GPTConfig, to: str | AttentionConfig | Sequence[AttentionConfig] | GPTConfig, wish: dict[str, Any]
-) -> Sequence[AttentionConfig]:
-    known = [field.name for field in fields(Wish)]
-    for name in wish:
-        if name not in known:
-            raise ConfigError(f"unknown field {name!r} of a wish.{nearest(name, known)}")
-    if isinstance(to, str):
-        asked = Wish(to=to, **wish)
-        return [asked.target(layer, config.n_embd) for layer in config.attention]
-    if wish:
-        raise ConfigError(f"{', '.join(wish)} beside a config: the config says it all. Give one of them.")
-    if isinstance(to, GPTConfig):
-        if replace(to, attention=config.attention) != config:
-            raise ConfigError(
-                "the two models differ beyond their attention: conversions change nothing else."
-            )
-        return to.attention
-    several = to if isinstance(to, Sequence) else [to]
-    layers = [one for one in several if isinstance(one, AttentionConfig)]
-    if len(layers) != len(several):
-        raise ConfigError(
-            f"to={to!r:.80}: expected a name ({', '.join(targets)}), an attention's config, one per layer, or a "
-            'model\'s config. Use "mla", for example.'
-        )
-    if isinstance(to, AttentionConfig):
-        layers *= config.n_layer
-    if len(layers) != config.n_layer:
-        raise ConfigError(
-            f"{len(layers)} attentions for {config.n_layer} layers: give one per layer, or one."
-        )
-    return layers
 
 
 class Converter:
@@ -199,7 +128,7 @@ class Converter:
         self.length = block_length(self.config, length)
         _require_finite(model)
         self.blocks = self.read(CALIBRATION_TOKENS)
-        self._evidence: dict[bool, list[Evidence]] = {}
+        self._statistics: dict[bool, list[Statistics]] = {}
 
     def read(self, limit: int) -> list[Batch]:
         """Equal shares of all calibration texts, at most `limit` tokens together."""
@@ -224,16 +153,16 @@ class Converter:
         calibration = [Text.of(text, share) for text in self.calibration]
         measured = None if test is None else Text.of(test, TEST_TOKENS)
         require_different(calibration, measured)
-        shared, outcomes = self.follow(targets)
+        shared, records = self.follow(targets)
         blocks = random_blocks(self.config, self.seed, self.length)
         if test is not None:
             blocks = blocks_of(self.model, test.ids, TEST_TOKENS, self.length)
-        fitted = ranked or any(outcome.fitted for outcome in outcomes)
+        fitted = ranked or any(record.fitted for record in records)
         result = copy.deepcopy(shared)
         return result, certify(
             self.model,
             result,
-            outcomes,
+            records,
             blocks,
             calibration=calibration if fitted else [],
             test=measured,
@@ -242,7 +171,7 @@ class Converter:
             seed=self.seed,
         )
 
-    def follow(self, targets: Sequence[AttentionConfig]) -> tuple[LanguageModel, list[Outcome]]:
+    def follow(self, targets: Sequence[AttentionConfig]) -> tuple[LanguageModel, list[LayerRecord]]:
         """The model with `targets` for attentions, sharing all other weights with the source.
 
         All layers take their first step together, then their second, so that an approximation further
@@ -255,13 +184,13 @@ class Converter:
             (
                 one.config,
                 {
-                    name: changed(Tensor.double, weight.detach().cpu())
+                    name: map_deferred(Tensor.double, weight.detach().cpu())
                     for name, weight in one.named_parameters()
                 },
             )
             for one in attentions(self.model)
         ]
-        outcomes = [Outcome(steps=steps, methods=[], converted=[]) for steps in paths]
+        records = [LayerRecord(steps=steps, methods=[], converted=[]) for steps in paths]
         for turn in range(max(map(len, paths))):
             at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
             chosen = {i: step.method(self.method, calibrated=bool(self.blocks)) for i, step in at.items()}
@@ -269,17 +198,17 @@ class Converter:
             needs = {need for i in readers for need in at[i].conversion.methods[chosen[i]]}
             found = self._gather(layers, turn, gradients="pair" in needs) if readers else []
             for index, step in staged(at.items(), "converting", len(at), "layers"):
-                seen = found[index] if index in readers else Evidence()
+                seen = found[index] if index in readers else Statistics()
                 done = self._take(step, layers[index][1], seen, chosen[index])
                 if step is paths[index][-1]:
                     _require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
                 layers[index] = step.result, done.weights
-                outcomes[index] = outcomes[index].after(chosen[index], done)
-        return with_layers(self.model, layers), outcomes
+                records[index] = records[index].after(chosen[index], done)
+        return with_layers(self.model, layers), records
 
-    def _take(self, step: Step, weights: Weights, seen: Evidence, method: str) -> Converted:
+    def _take(self, step: Step, weights: Weights, seen: Statistics, method: str) -> Converted:
         """One step of one layer; its weights in memory, or in a file that goes away with the last of them."""
-        weights = {name: made(weight) for name, weight in weights.items()}
+        weights = {name: materialise(weight) for name, weight in weights.items()}
         done = step.conversion.convert(weights, step.source, step.result, seen, method)
         if self.scratch is None:
             return done
@@ -288,16 +217,16 @@ class Converter:
             shards = Shards(Path(folder))
         return replace(done, weights={name: shards.deferred(name) for name in shards.entries})
 
-    def _gather(self, layers: Layers, turn: int, *, gradients: bool) -> list[Evidence]:
+    def _gather(self, layers: Layers, turn: int, *, gradients: bool) -> list[Statistics]:
         if not self.blocks:
-            return [Evidence()] * len(layers)
+            return [Statistics()] * len(layers)
         if turn > 0:
             return self._seen(with_layers(self.model, layers), gradients)
-        if gradients not in self._evidence:
-            self._evidence[gradients] = self._seen(self.model, gradients)
-        return self._evidence[gradients]
+        if gradients not in self._statistics:
+            self._statistics[gradients] = self._seen(self.model, gradients)
+        return self._statistics[gradients]
 
-    def _seen(self, model: LanguageModel, gradients: bool) -> list[Evidence]:
+    def _seen(self, model: LanguageModel, gradients: bool) -> list[Statistics]:
         blocks = shown(self.blocks, "reading what to fit to")
         return gather(model, blocks, gradients=gradients, seed=self.seed, scratch=self.scratch)
 
@@ -316,7 +245,7 @@ def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, We
     }
     for prefix, (_, weights) in zip(names.values(), layers, strict=True):
         state |= {
-            f"{prefix}.{name}": changed(lambda exact: exact.to(dtype), weight).to(device)
+            f"{prefix}.{name}": map_deferred(lambda exact: exact.to(dtype), weight).to(device)
             for name, weight in weights.items()
         }
     other.load_state_dict(state, assign=True)

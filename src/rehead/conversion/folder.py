@@ -8,18 +8,19 @@ from pathlib import Path
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
 from rehead.config import ModelConfig, flags
+from rehead.conversion.blocks import block_length
 from rehead.conversion.certificate import CERTIFICATE, Certificate
-from rehead.conversion.converter import Converter, block_length, require_heads, require_seed
+from rehead.conversion.converter import Converter, require_heads, require_seed
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
-from rehead.conversion.target import Wish
+from rehead.conversion.target import Target
 from rehead.errors import InvalidInput, UsageError
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
 
-class Opened:
+class FolderConverter:
     """A model folder read once, to be converted several times: its texts, and what they show of it.
 
     `scratch` is a folder that stays as long as this is used. Each `calibration` is a file, a folder, one
@@ -59,14 +60,14 @@ class Opened:
     def convert(
         self,
         aside: Path,
-        wish: Wish,
+        target: Target,
         *,
         measured_ranks: bool = False,
         max_loss: float | None = None,
         allow_loss: bool = False,
     ) -> Certificate:
         """Write the converted model into the folder `aside`; for the rest see `convert_folder`."""
-        to = _layers(self.converter, wish, measured_ranks, max_loss)
+        to = _layers(self.converter, target, measured_ranks, max_loss)
         ranked = measured_ranks or max_loss is not None
         result, certificate = self.converter.convert(
             to, self.texts.test, held_out=self.texts.held_out, ranked=ranked
@@ -87,7 +88,7 @@ class Opened:
 def convert_folder(
     source: Path,
     destination: Path,
-    wish: Wish,
+    target: Target,
     *,
     method: str | None = None,
     calibration: Sequence[str | Path] = (),
@@ -100,17 +101,17 @@ def convert_folder(
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
-    For the texts see `Opened`. `max_loss` accepts the loss it names. Raises UsageError for another lossy
+    For the texts see `FolderConverter`. `max_loss` accepts the loss it names. Raises UsageError for another lossy
     result without `allow_loss`, with the loss it would have; then, as after any failure, nothing is left at
     `destination`.
     """
     require_apart(source, destination)
     require_seed(seed)
     if measured_ranks or max_loss is not None:
-        _require_measurable(wish, max_loss)
+        _require_measurable(target, max_loss)
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
-        opened = Opened(
+        opened = FolderConverter(
             source,
             Path(scratch),
             method=method,
@@ -120,7 +121,7 @@ def convert_folder(
             seed=seed,
         )
         return opened.convert(
-            aside, wish, measured_ranks=measured_ranks, max_loss=max_loss, allow_loss=allow_loss
+            aside, target, measured_ranks=measured_ranks, max_loss=max_loss, allow_loss=allow_loss
         )
 
 
@@ -146,29 +147,29 @@ def require_apart(source: Path, destination: Path) -> None:
         )
 
 
-def _require_measurable(wish: Wish, max_loss: float | None) -> None:
-    """Refuse a wish that leaves no ranks to measure, or says twice how many."""
+def _require_measurable(target: Target, max_loss: float | None) -> None:
+    """Refuse a target that leaves no ranks to measure, or says twice how many."""
     if max_loss is not None:
         require_loss(max_loss)
-    if wish.to != "mla" or wish.kv_rank is not None or (wish.kv_fraction is None) == (max_loss is None):
+    if target.to != "mla" or target.kv_rank is not None or (target.kv_fraction is None) == (max_loss is None):
         raise UsageError(
             "ranks are measured for --to mla with either --kv-fraction or --max-loss. Give one of them."
         )
 
 
 def _layers(
-    converter: Converter, wish: Wish, measured: bool, max_loss: float | None
+    converter: Converter, target: Target, measured: bool, max_loss: float | None
 ) -> Sequence[AttentionConfig]:
-    """The attention wished for each layer: all alike, or each with a rank of its own."""
+    """The attention of each layer: all alike, or each with a rank of its own."""
     if not measured and max_loss is None:
-        return [wish.target(layer, converter.config.n_embd) for layer in converter.config.attention]
+        return [target.attention(layer, converter.config.n_embd) for layer in converter.config.attention]
     if not converter.calibration:
         raise UsageError("ranks are measured on a text: give --calibration TEXT.")
-    allocation = Allocation(converter, wish.n_kv_head)
+    allocation = Allocation(converter, target.n_kv_head)
     if max_loss is not None:
         return allocation.at_loss(max_loss)
-    assert wish.kv_fraction is not None
-    return allocation.within(wish.kv_fraction)
+    assert target.kv_fraction is not None
+    return allocation.within(target.kv_fraction)
 
 
 def _tell_loss(most: float, before: float, after: float) -> None:

@@ -13,7 +13,7 @@ from rehead.config import GPTConfig, ModelConfig, RNNConfig
 from rehead.conversion.base import CannotConvert, heads_of
 from rehead.conversion.export.deepseek import require_sayable, stock_target
 from rehead.conversion.search import path
-from rehead.conversion.target import Wish
+from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
 from rehead.measure.parts import Parts, parts
@@ -148,19 +148,19 @@ def _others(config: ModelConfig) -> Iterator[tuple[str, GPTConfig, Verdict, str]
 def _candidates(config: GPTConfig) -> Iterator[Candidate]:
     """Flags of `rehead convert`, and the export."""
 
-    def wish(**fields: object) -> Candidate:
+    def candidate(**fields: object) -> Candidate:
         command = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
-        return Candidate(command, lambda layer: Wish(**fields).target(layer, config.n_embd))  # type: ignore[arg-type]
+        return Candidate(command, lambda layer: Target(**fields).attention(layer, config.n_embd))  # type: ignore[arg-type]
 
     heads = heads_of(config.attention[0])
-    yield wish(to="mha")
+    yield candidate(to="mha")
     for n_kv_head in reversed(divisors(heads.n_query_head)[1:-1]):
-        yield wish(to="gqa", n_kv_head=n_kv_head)
-    yield wish(to="mqa")
-    yield wish(to="mla")
+        yield candidate(to="gqa", n_kv_head=n_kv_head)
+    yield candidate(to="mqa")
+    yield candidate(to="mla")
     for fraction in map(float, FRACTIONS):
-        yield wish(to="mla", kv_fraction=fraction)
-    yield wish(to="reduced")
+        yield candidate(to="mla", kv_fraction=fraction)
+    yield candidate(to="reduced")
     yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
 
 

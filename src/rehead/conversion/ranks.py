@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.conversion.converter import Converter
-from rehead.conversion.target import Wish
+from rehead.conversion.target import Target
 from rehead.data import Batch
 from rehead.errors import ConfigError
 from rehead.measure.fidelity import Comparison, compare
@@ -32,8 +32,8 @@ class Allocation:
     def __init__(self, converter: Converter, n_kv_head: int | None = None) -> None:
         self.converter, self.config = converter, converter.config
         self.probe: list[Batch] = converter.read(PROBE_TOKENS)
-        wish = Wish(to="mla", n_kv_head=n_kv_head)
-        self.grids = [_grid(wish.target(layer, self.config.n_embd)) for layer in self.config.attention]
+        target = Target(to="mla", n_kv_head=n_kv_head)
+        self.grids = [_grid(target.attention(layer, self.config.n_embd)) for layer in self.config.attention]
         tries = [(index, latent) for index, grid in enumerate(self.grids) for latent in grid]
         self.damages: list[list[float]] = [[] for _ in self.grids]
         for index, latent in staged(tries, "measuring each layer at each rank", len(tries), "conversions"):

@@ -9,7 +9,7 @@ import numpy as np
 
 from rehead.checkpoint.find import is_run
 from rehead.config import flags
-from rehead.conversion.converter import CALIBRATION_TOKENS
+from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.texts import SELF, Passage, sampled
 from rehead.data import TOKENS, Source, named, read_ids, source_of, split, tokenize
 from rehead.errors import InvalidInput, ReheadError

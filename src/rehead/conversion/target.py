@@ -1,21 +1,23 @@
 """What a user asks for, as the attention it means: `--to mla --kv-fraction 0.5` for one layer."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import HeadMap, divisors
 from rehead.attention.rope import Layout
+from rehead.config import GPTConfig
 from rehead.conversion.base import common, heads_of
 from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.fields import require_types
-from rehead.registry import Registry
+from rehead.registry import Registry, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class Target:
     """What the result shall be; what is left open stays as it is.
 
     `to` names it (`targets`), `n_kv_head` says how many KV heads, `kv_rank` or `kv_fraction` (of the
@@ -38,8 +40,8 @@ class Wish:
                 f"kv_fraction={self.kv_fraction}: a share of the source's cache. Use a number above 0 up to 1."
             )
 
-    def target(self, source: AttentionConfig, d_model: int) -> AttentionConfig:
-        """The attention wished for in place of `source`. Raises ConfigError for what cannot be meant."""
+    def attention(self, source: AttentionConfig, d_model: int) -> AttentionConfig:
+        """The attention that takes the place of `source`. Raises ConfigError where there is none."""
         self._refuse_unread()
         made = source if self.to is None else targets[self.to](self, source, d_model)
         if self.head_map is not None:
@@ -62,7 +64,7 @@ class Wish:
                 )
 
     def rank(self, source: GroupedConfig | LatentConfig, n_kv_head: int, d_model: int) -> int:
-        """Numbers of the latent; that at which it is exact unless something else is wished."""
+        """Numbers of the latent: as many as an exact one needs, unless given."""
         full = full_rank(replace(source, n_kv_head=min(n_kv_head, source.n_kv_head)), d_model)
         if self.kv_rank is not None and self.kv_fraction is not None:
             raise ConfigError(
@@ -79,7 +81,7 @@ class Wish:
 
 
 LATENT = ("mla", "reduced")
-targets: Registry[Callable[[Wish, AttentionConfig, int], AttentionConfig]] = Registry("target")
+targets: Registry[Callable[[Target, AttentionConfig, int], AttentionConfig]] = Registry("target")
 
 
 def _grouped(source: AttentionConfig, n_kv_head: int) -> GroupedConfig:
@@ -90,26 +92,26 @@ def _grouped(source: AttentionConfig, n_kv_head: int) -> GroupedConfig:
 
 
 @targets.add("mha")
-def _mha(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+def _mha(target: Target, source: AttentionConfig, d_model: int) -> AttentionConfig:
     return _grouped(source, heads_of(source).n_query_head)
 
 
 @targets.add("mqa")
-def _mqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+def _mqa(target: Target, source: AttentionConfig, d_model: int) -> AttentionConfig:
     return _grouped(source, 1)
 
 
 @targets.add("gqa")
-def _gqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+def _gqa(target: Target, source: AttentionConfig, d_model: int) -> AttentionConfig:
     heads = heads_of(source)
-    n_kv_head = heads.n_kv_head if wish.n_kv_head is None else wish.n_kv_head
+    n_kv_head = heads.n_kv_head if target.n_kv_head is None else target.n_kv_head
     if not 1 < n_kv_head < heads.n_query_head:
         between = divisors(heads.n_query_head)[1:-1]
         if not between:
             raise ConfigError(
                 f"between one and {heads.n_query_head} KV heads there is none. Use --to mqa or --to mha."
             )
-        if wish.n_kv_head is None:  # and the source is none either
+        if target.n_kv_head is None:  # and the source is none either
             raise ConfigError(f"--to gqa needs --n-kv-head: how many KV heads? Use one of {between}.")
         raise ConfigError(
             f"n_kv_head={n_kv_head} is no gqa of {heads.n_query_head} query heads. Use one of {between}."
@@ -118,26 +120,26 @@ def _gqa(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
 
 
 @targets.add("mla")
-def _mla(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConfig:
     heads = heads_of(source)
-    n_kv_head = heads.n_kv_head if wish.n_kv_head is None else wish.n_kv_head
+    n_kv_head = heads.n_kv_head if target.n_kv_head is None else target.n_kv_head
     if isinstance(heads, LatentConfig):
-        exact = wish.kv_rank is None and wish.kv_fraction is None
-        rank = heads.kv_lora_rank if exact else wish.rank(heads, n_kv_head, d_model)
+        exact = target.kv_rank is None and target.kv_fraction is None
+        rank = heads.kv_lora_rank if exact else target.rank(heads, n_kv_head, d_model)
         return replace(heads, n_kv_head=n_kv_head, kv_lora_rank=rank)
     return LatentConfig(
         **common(heads),
         n_kv_head=n_kv_head,
-        kv_lora_rank=wish.rank(heads, n_kv_head, d_model),
+        kv_lora_rank=target.rank(heads, n_kv_head, d_model),
         qk_nope_head_dim=heads.head_dim,
         latent_norm=False,
     )
 
 
 @targets.add("reduced")
-def _reduced(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConfig:
+def _reduced(target: Target, source: AttentionConfig, d_model: int) -> AttentionConfig:
     """The latent of `mla`, multiplied out."""
-    latent = _mla(wish, source, d_model)
+    latent = _mla(target, source, d_model)
     assert isinstance(latent, LatentConfig)
     wide = common(latent) | {"v_head_dim": latent.kv_lora_rank, "rope": None}
     return GroupedConfig(
@@ -146,3 +148,40 @@ def _reduced(wish: Wish, source: AttentionConfig, d_model: int) -> AttentionConf
         head_dim=latent.kv_lora_rank,
         tie_kv=True,
     )
+
+
+def layers_of(
+    config: GPTConfig,
+    to: str | AttentionConfig | Sequence[AttentionConfig] | GPTConfig,
+    options: dict[str, Any],
+) -> Sequence[AttentionConfig]:
+    """The attention of every layer that `rehead.convert` is asked for, by name or as configs."""
+    known = [field.name for field in fields(Target)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}.{nearest(name, known)}")
+    if isinstance(to, str):
+        asked = Target(to=to, **options)
+        return [asked.attention(layer, config.n_embd) for layer in config.attention]
+    if options:
+        raise ConfigError(f"{', '.join(options)} beside a config: the config says it all. Give one of them.")
+    if isinstance(to, GPTConfig):
+        if replace(to, attention=config.attention) != config:
+            raise ConfigError(
+                "the two models differ beyond their attention: conversions change nothing else."
+            )
+        return to.attention
+    several = to if isinstance(to, Sequence) else [to]
+    layers = [one for one in several if isinstance(one, AttentionConfig)]
+    if len(layers) != len(several):
+        raise ConfigError(
+            f"to={to!r:.80}: expected a name ({', '.join(targets)}), an attention's config, one per layer, or a "
+            'model\'s config. Use "mla", for example.'
+        )
+    if isinstance(to, AttentionConfig):
+        layers *= config.n_layer
+    if len(layers) != config.n_layer:
+        raise ConfigError(
+            f"{len(layers)} attentions for {config.n_layer} layers: give one per layer, or one."
+        )
+    return layers

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rehead.checkpoint.files.deferred import made
+from rehead.checkpoint.files.deferred import materialise
 from rehead.data import Ids, require_vocabulary
 from rehead.errors import InvalidInput, UsageError
 from rehead.generation import stream
@@ -79,7 +79,7 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
 
 def _in_memory(model: LanguageModel) -> LanguageModel:
     """A model to decode with: every step reads all weights."""
-    state = {name: made(weight.detach()) for name, weight in model.state_dict().items()}
+    state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
     held = skeleton(model.config)
     held.load_state_dict(state, assign=True)
     held.tie()

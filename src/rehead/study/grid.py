@@ -176,7 +176,7 @@ def _check(job: Job) -> None:
         config = config_of(job.parent)
         if isinstance(config, GPTConfig):
             for layer in config.attention:
-                job.wish.target(layer, config.n_embd)
+                job.target.attention(layer, config.n_embd)
     elif job.export is not None:
         for key, known in (("format", ("auto", *families)), ("for", get_args(Engine))):
             if job.export.get(key, known[0]) not in known:

@@ -10,13 +10,13 @@ from typing import Any
 from rehead import checkpoint
 from rehead.checkpoint.find import is_run
 from rehead.config import RunOptions
-from rehead.conversion import Wish
+from rehead.conversion import Target
 from rehead.data.text import EMBEDDED
 from rehead.study.preset import Flags, Kind
 from rehead.training.heal import DEFAULTS
 
 SOURCE = "{source}"
-WISHES = {field.name for field in fields(Wish)}
+TARGET_OPTIONS = {field.name for field in fields(Target)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +92,18 @@ class Job:
         return self.kind == "trained" and (self.parent is None or self.parent.follows_flags)
 
     @property
-    def wish(self) -> Wish:
+    def target(self) -> Target:
         """What a conversion is to give."""
-        return Wish(**{key: value for key, value in (self.convert or {}).items() if key in WISHES})
+        return Target(**{key: value for key, value in (self.convert or {}).items() if key in TARGET_OPTIONS})
 
     @property
     def reading(self) -> dict[str, Any]:
-        """How and on which texts it is converted: options of `rehead convert` beyond the wish.
+        """How and on which texts it is converted: options of `rehead convert` beyond the target.
 
         In the name of a text, `{source}` is the folder of the model all began with. A source that is not a
         run names no text of its own; it is fitted to the study's text, of which the last tenth is held out.
         """
-        told = {key: value for key, value in (self.convert or {}).items() if key not in WISHES}
+        told = {key: value for key, value in (self.convert or {}).items() if key not in TARGET_OPTIONS}
         root = self
         while root.parent is not None:
             root = root.parent
@@ -146,8 +146,8 @@ class Job:
             return shlex.join([*words, *_flags(self.export or {})])
         if self.parent is not None and self.kind == "converted":
             words = ["rehead", "convert", str(self.parent.model), str(self.model), "--allow-loss"]
-            wish = {key: value for key, value in (self.convert or {}).items() if key in WISHES}
-            return shlex.join([*words, *_flags(wish | self.reading | {"seed": self.seed})])
+            target = {key: value for key, value in (self.convert or {}).items() if key in TARGET_OPTIONS}
+            return shlex.join([*words, *_flags(target | self.reading | {"seed": self.seed})])
         default, table = asdict(RunOptions()), asdict(self.options)
         table["trainer"]["resume"] = default["trainer"]["resume"]
         words = ["rehead", "train"]

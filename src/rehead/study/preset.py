@@ -10,7 +10,7 @@ import yaml
 
 from rehead.config import RunOptions
 from rehead.config.strict_yaml import first_line, parse
-from rehead.conversion import Wish
+from rehead.conversion import Target
 from rehead.errors import InvalidInput
 from rehead.registry import nearest
 
@@ -24,7 +24,7 @@ GROUPS = tuple(KEYS)
 PANELS = ("loss", "frontier", "memory", "speed")
 """What a question can be answered with."""
 CONVERT = {
-    **{one.name: object for one in fields(Wish)},
+    **{one.name: object for one in fields(Target)},
     "method": str,
     "calibration": str | list,
     "test": str,

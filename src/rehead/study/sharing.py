@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint.files.publish import publish
-from rehead.conversion.folder import Opened, require_apart
+from rehead.conversion.folder import FolderConverter, require_apart
 from rehead.study.job import Job
 
 
@@ -19,7 +19,7 @@ class Sharing:
         self._place = place
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._key: Any = None
-        self._opened: Opened | None = None
+        self._opened: FolderConverter | None = None
 
     def __enter__(self) -> "Sharing":
         return self
@@ -33,15 +33,15 @@ class Sharing:
         require_apart(job.parent.model, job.model)
         opened = self._open(job, job.parent.model)
         with publish(job.model) as aside:
-            opened.convert(aside, job.wish, allow_loss=True)
+            opened.convert(aside, job.target, allow_loss=True)
 
-    def _open(self, job: Job, source: Path) -> Opened:
+    def _open(self, job: Job, source: Path) -> FolderConverter:
         key = (source, job.reading, job.seed)
         if self._opened is None or key != self._key:
             self._close()
             self._place.mkdir(parents=True, exist_ok=True)
             self._folder = tempfile.TemporaryDirectory(prefix=".tmp-", dir=self._place)
-            self._opened = Opened(source, Path(self._folder.name), seed=job.seed, **job.reading)
+            self._opened = FolderConverter(source, Path(self._folder.name), seed=job.seed, **job.reading)
             self._key = key
         return self._opened
 

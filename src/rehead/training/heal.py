@@ -8,8 +8,8 @@ from typing import Any
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import is_run
 from rehead.config import ModelConfig, RunOptions, decode, flags
+from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
-from rehead.conversion.converter import TEST_TOKENS, blocks_of
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage

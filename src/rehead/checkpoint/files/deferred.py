@@ -34,16 +34,16 @@ class Deferred(Tensor):
         """Any operation but a mere copy of the reference, on the numbers."""
         if operation is torch.ops.aten.detach.default:
             return cls(args[0].make, args[0].shape, args[0].dtype)
-        args, kwargs = tree_map_only(cls, made, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, materialise, (args, kwargs or {}))
         return operation(*args, **kwargs)
 
 
-def made(weight: Tensor) -> Tensor:
+def materialise(weight: Tensor) -> Tensor:
     """A weight's numbers, in memory."""
     return weight.make() if isinstance(weight, Deferred) else weight
 
 
-def changed(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
+def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     """`change(*weights)`, deferred if one of them is: later, every time it is read.
 
     `change` is also asked once about tensors without numbers, to learn the shape and dtype of what it makes.
@@ -52,4 +52,4 @@ def changed(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
         return change(*weights)
     with torch.device("meta"):
         like = change(*(torch.empty(weight.shape, dtype=weight.dtype) for weight in weights))
-    return Deferred(lambda: change(*map(made, weights)), like.shape, like.dtype)
+    return Deferred(lambda: change(*map(materialise, weights)), like.shape, like.dtype)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rehead.checkpoint.files.deferred import made
+from rehead.checkpoint.files.deferred import materialise
 from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, bytes_of
 
 MOST_BYTES = 5 * 10**9
@@ -55,7 +55,7 @@ def write_file(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def _bytes(name: str, weight: Tensor) -> memoryview:
-    tensor = made(weight).detach().cpu().contiguous()
+    tensor = materialise(weight).detach().cpu().contiguous()
     assert (tensor.shape, tensor.dtype) == (weight.shape, weight.dtype), name
     return bytes_of(tensor)
 

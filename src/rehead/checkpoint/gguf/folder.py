@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rehead.checkpoint.files.deferred import changed
+from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.gguf.names import read_config, read_weights
 from rehead.checkpoint.gguf.tokenizer import Vocabulary
@@ -44,7 +44,7 @@ def import_file(path: Path, folder: Path, dtype: torch.dtype = torch.float32) ->
     model = skeleton(config)
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     weights = {
-        name: changed(lambda numbers, name=name: _rounded(numbers, dtype, f"{path}: {name}"), weight)
+        name: map_deferred(lambda numbers, name=name: _rounded(numbers, dtype, f"{path}: {name}"), weight)
         for name, weight in read_weights(file, config, shapes).items()
     }
     assign(model, weights, str(path), in_memory=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rehead.attention import GroupedConfig
 from rehead.attention.rope import Llama3Scaling
-from rehead.checkpoint.files.deferred import changed
+from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import Fields, Table, families
@@ -179,7 +179,7 @@ def read_weights(file: File, config: GPTConfig, shapes: Mapping[str, torch.Size]
         if file.facts["general.architecture"] == "llama" and (".attn_q." in name or ".attn_k." in name):
             first = config.attention[0]
             assert isinstance(first, GroupedConfig)
-            found[ours] = changed(partial(half_split, head_dim=first.head_dim), found[ours])
+            found[ours] = map_deferred(partial(half_split, head_dim=first.head_dim), found[ours])
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rehead.checkpoint.files.deferred import changed
+from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.files.publish import publish
 from rehead.checkpoint.files.shards import Shards, strict_json
 from rehead.checkpoint.files.writing import write_weights
@@ -76,7 +76,7 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
                 f"{folder}: {theirs} has shape {list(tensor.shape)}, expected {len(weight.ours)} equal parts."
             )
         for index, name in enumerate(weight.ours):
-            found[name] = changed(partial(_part, weight=weight, index=index), tensor)
+            found[name] = map_deferred(partial(_part, weight=weight, index=index), tensor)
     return found
 
 
@@ -114,7 +114,7 @@ def write(
     table = family.write(model.config) | {"dtype": dtype} | ids
     state = model.state_dict()
     weights = {
-        weight.theirs: changed(
+        weight.theirs: map_deferred(
             partial(_whole, transposed=weight.transposed), *(state[name] for name in weight.ours)
         )
         for weight in family.weights(model.config)

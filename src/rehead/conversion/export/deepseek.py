@@ -14,12 +14,13 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.checkpoint import Family
-from rehead.checkpoint.files.deferred import changed
+from rehead.checkpoint.files.deferred import map_deferred
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
 from rehead.conversion.base import CannotConvert, heads_of
+from rehead.conversion.blocks import random_blocks
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.converter import convert, random_blocks, require_heads
+from rehead.conversion.converter import convert, require_heads
 from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import side_by_side
 from rehead.conversion.steps.latent import full_rank
@@ -210,7 +211,7 @@ def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
     for name, weight in state.items():
         writes = ".o_proj." in name or ".down_proj." in name
         scale = factor * config.residual_scale if writes else times.get(name, 1.0)
-        state[name] = changed(partial(_times, scale=scale), weight)
+        state[name] = map_deferred(partial(_times, scale=scale), weight)
     plain: Any = dict.fromkeys(SCALES, 1.0)
     scaled = skeleton(replace(config, norm_eps=eps, tie_embeddings=False, **plain))
     scaled.load_state_dict(state, assign=True)

@@ -13,23 +13,23 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-Moment = Float64[Tensor, "C C"] | None
+Covariance = Float64[Tensor, "C C"] | None
 Aligned = tuple[Float64[Tensor, "M E C"], Float64[Tensor, "M E E"], Float64[Tensor, "E C"]]
 ROUNDS = 30
 """Of aligning to the mean and taking the mean again; it stops improving long before."""
 
 
-def energy(rows: Float64[Tensor, "*M E C"], moment: Moment) -> Float64[Tensor, "*M E"]:
+def energy(rows: Float64[Tensor, "*M E C"], moment: Covariance) -> Float64[Tensor, "*M E"]:
     """E[(w.x)^2] of every row w."""
     return (_seen(rows, moment) * rows).sum(dim=-1)
 
 
-def _seen(rows: Tensor, moment: Moment) -> Tensor:
+def _seen(rows: Tensor, moment: Covariance) -> Tensor:
     """Rows times the moment: what their products with other rows are taken of."""
     return rows if moment is None else rows @ moment
 
 
-def procrustes(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligned:
+def procrustes(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
     """Any orthogonal turn: the nearest to the mean, by SVD."""
     turned, turns = heads, torch.eye(heads.shape[1], dtype=heads.dtype).repeat(len(heads), 1, 1)
     mean, seen = heads[0], _seen(heads, moment).mT
@@ -41,7 +41,7 @@ def procrustes(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligned:
     return turned, turns, _restored(turned, mean, moment, per_row=False)
 
 
-def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligned:
+def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
     """An angle per pair (i, i + E/2)."""
     width = heads.shape[1]
     pairs = torch.complex(heads[:, : width // 2], heads[:, width // 2 :])
@@ -54,7 +54,7 @@ def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligne
     return rows, turns, _restored(rows, rows.mean(dim=0), moment, per_row=True)
 
 
-def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Moment) -> Aligned:
+def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
     """An angle per pair (2i, 2i + 1)."""
     width = heads.shape[1]
     order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
@@ -63,7 +63,7 @@ def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Moment) -> Align
     return rows[:, back], turns[:, back][:, :, back], one[back]
 
 
-def _planar(pairs: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
+def _planar(pairs: Tensor, moment: Covariance) -> tuple[Tensor, Tensor]:
     """Complex rows (M F C) turned by a phase each, and the phases (M F)."""
     mean, turned, phases = pairs[0], pairs, torch.ones_like(pairs[..., 0])
     seen = torch.complex(_seen(pairs.real, moment), -_seen(pairs.imag, moment))
@@ -76,7 +76,7 @@ def _planar(pairs: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
     return turned, phases
 
 
-def _restored(heads: Tensor, mean: Tensor, moment: Moment, *, per_row: bool) -> Tensor:
+def _restored(heads: Tensor, mean: Tensor, moment: Covariance, *, per_row: bool) -> Tensor:
     """`mean` with the energy the heads have on average: of each rotated pair, or of the head."""
     have, want = energy(mean, moment), energy(heads, moment).mean(dim=0)
     if per_row:

@@ -37,7 +37,7 @@ class Factors(NamedTuple):
         return math.fsum(energy[self.down.shape[0] :]) / total if total else 0.0
 
 
-def either(function: Callable[P, T]) -> Callable[P, T]:
+def accepts_arrays(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function of tensors take NumPy arrays, and then give NumPy arrays."""
 
     @functools.wraps(function)
@@ -57,7 +57,7 @@ def _tensor(value: Any) -> Any:
     )  # any strides, any owner
 
 
-@either
+@accepts_arrays
 def factor(
     weight: Num[Tensor, "N C"],
     rank: int,
@@ -127,7 +127,7 @@ def gqa_to_mla(weight: Any, n_copy: int | None = None) -> SharedLatent:
     return SharedLatent(up, down, mse.item())
 
 
-@either
+@accepts_arrays
 def _tiled(weight: Num[Tensor, "..."], n_copy: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """The two factors and the mean squared error of their product."""
     if weight.dim() != 2:

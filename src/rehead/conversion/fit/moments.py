@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rehead.attention import Attention, GroupedAttention
-from rehead.checkpoint.files.deferred import made
-from rehead.conversion.base import Evidence
+from rehead.checkpoint.files.deferred import materialise
+from rehead.conversion.base import Statistics
 from rehead.conversion.fit.pair import Kept, kronecker_pair
 from rehead.data import IGNORE
 from rehead.model import LanguageModel, evaluating
@@ -23,7 +23,7 @@ LOGITS = 2**23
 """Numbers held at a time, of a large vocabulary."""
 
 
-class Moment:
+class SecondMoment:
     """A sum of x x^T over tokens."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ def gather(
     gradients: bool,
     seed: int = 0,
     scratch: Path | None = None,
-) -> list[Evidence]:
-    """The evidence of every layer over a text; its `pair` only with `gradients`.
+) -> list[Statistics]:
+    """The statistics of every layer over a text; its `pair` only with `gradients`.
 
     The gradient is that of the summed loss, so a key answers for every later token that reads it. Its
     labels are drawn from the model's own predictions, seeded (the true Fisher information), not taken
@@ -63,7 +63,7 @@ def gather(
     and g are kept in files below `scratch` while the text is read: (C + N) numbers a token and layer.
     """
     layers = attentions(model)
-    inputs = [Moment() for _ in layers]
+    inputs = [SecondMoment() for _ in layers]
     noise = np.random.default_rng(seed)
     with TemporaryDirectory(dir=scratch) as folder, _observing(model, gradients=gradients):
         kept = [Kept(Path(folder) / f"{index}") for index in range(len(layers))]
@@ -84,11 +84,11 @@ def gather(
             for file, x, stack in zip(kept, rows, stacks, strict=True):
                 if stack:
                     file.add(x, torch.cat([next(found) for _ in stack], dim=2).flatten(0, 1)[counts])
-        pairs: Iterable[tuple[Moment, Kept]] = zip(inputs, kept, strict=True)
+        pairs: Iterable[tuple[SecondMoment, Kept]] = zip(inputs, kept, strict=True)
         if gradients:
             pairs = staged(pairs, "weighing what was read", len(layers), "layers")
         return [
-            Evidence(inputs=one.mean(), pair=kronecker_pair(file) if file.width else None)
+            Statistics(inputs=one.mean(), pair=kronecker_pair(file) if file.width else None)
             for one, file in pairs
         ]
 
@@ -97,7 +97,7 @@ def gather(
 def _pull(model: LanguageModel, hidden: Tensor, counts: Tensor, noise: Tensor) -> Tensor:
     """The gradient of the loss with respect to `hidden` (B, L, D), for labels drawn by `noise` (B L,)."""
     pull = torch.zeros_like(hidden).flatten(0, 1)
-    flat, weight = hidden.flatten(0, 1), made(model.head.weight)
+    flat, weight = hidden.flatten(0, 1), materialise(model.head.weight)
     for at in counts.nonzero()[:, 0].split(max(1, LOGITS // len(weight))):
         likely = probabilities(model.head(flat[at]))
         label = draw(likely, noise[at].to(likely.device))

@@ -15,8 +15,8 @@ from rehead.attention.rope import LongRopeScaling
 from rehead.conversion.base import (
     Conversion,
     Converted,
-    Evidence,
     Promise,
+    Statistics,
     Weights,
     common,
     conversions,
@@ -27,7 +27,7 @@ SMALL = -40
 """The latent is divided by two to this power before the identity norm; see `IdentityNorm`."""
 
 
-def stock(target: AttentionConfig) -> LatentConfig | None:
+def as_deepseek(target: AttentionConfig) -> LatentConfig | None:
     """`target`, if it is in DeepSeek's shape: decoupled rotary part, latent norm, heads of their own."""
     if isinstance(target, LatentConfig) and target.qk_rope_head_dim and target.latent_norm:
         return target
@@ -51,7 +51,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """As wide as the heads; several only where the target's rotary part is that of several."""
-        wanted = stock(target)
+        wanted = as_deepseek(target)
         if wanted is None or source.rope is None:
             return
         rope = side_by_side(source.rope, source.n_kv_head, source.head_dim)
@@ -68,7 +68,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
 
     def serves(self, target: AttentionConfig) -> bool:
         """DeepSeek's shape only."""
-        return stock(target) is not None
+        return as_deepseek(target) is not None
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
         """The same products in other places."""
@@ -83,7 +83,12 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         return "tie_kv=True" if source.tie_kv else ""
 
     def convert(
-        self, weights: Weights, source: GroupedConfig, result: LatentConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: GroupedConfig,
+        result: LatentConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Queries get a zero part and the new scale's root; the expansion gives the latent back."""
         nope, width, n_head = result.qk_nope_head_dim, source.head_dim, source.n_query_head
@@ -92,12 +97,12 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         halves = (2, -1) if source.rope.layout == "half-split" else (1, -1)
         query = weights["q_proj.weight"].unflatten(0, (n_head, -1)) * _rescale(result, width)
         key = weights["k_proj.weight"].unflatten(0, (source.n_kv_head, *halves)).transpose(0, 1)
-        spread = query.new_zeros(n_head, *key.shape)  # H 2 K E/2 D, or H 1 K E D
-        spread[torch.arange(n_head), :, own] = query.unflatten(1, halves)
+        wide = query.new_zeros(n_head, *key.shape)  # H 2 K E/2 D, or H 1 K E D
+        wide[torch.arange(n_head), :, own] = query.unflatten(1, halves)
         up = query.new_zeros(n_head, nope + source.v_head_dim, source.n_kv_head, source.v_head_dim)
         up[torch.arange(n_head), nope:, own] = torch.eye(source.v_head_dim, dtype=query.dtype)
         made = {
-            "q_proj.weight": F.pad(spread.flatten(1, 3), (0, 0, nope, 0)).flatten(0, 1),
+            "q_proj.weight": F.pad(wide.flatten(1, 3), (0, 0, nope, 0)).flatten(0, 1),
             "kv_a_proj_with_mqa.weight": torch.cat([weights["v_proj.weight"], key.flatten(0, 2)]),
             "kv_b_proj.weight": up.flatten(2).flatten(0, 1),
         }
@@ -135,7 +140,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """All sizes at once."""
-        wanted = stock(target)
+        wanted = as_deepseek(target)
         if wanted is None or source.rebuilds_keys or source.n_kv_head != source.n_query_head:
             return
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
@@ -149,7 +154,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
 
     def serves(self, target: AttentionConfig) -> bool:
         """DeepSeek's shape only."""
-        return stock(target) is not None
+        return as_deepseek(target) is not None
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
         """Zeros add nothing."""
@@ -165,7 +170,12 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         return "a rotary part with scaled angles is not widened" if scaled else ""
 
     def convert(
-        self, weights: Weights, source: LatentConfig, result: LatentConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: LatentConfig,
+        result: LatentConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Zeros at the end of every part, between the pairs of the rotary one."""
         heads, nope, v = source.n_query_head, source.qk_nope_head_dim, source.v_head_dim
@@ -173,7 +183,10 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         more_nope, more_v = result.qk_nope_head_dim - nope, result.v_head_dim - v
         query = weights["q_proj.weight"].unflatten(0, (heads, -1))
         query = query * _rescale(result, nope + source.qk_rope_head_dim)
-        parts = [F.pad(query[:, :nope], (0, 0, 0, more_nope)), spread(query[:, nope:], result, source)]
+        parts = [
+            F.pad(query[:, :nope], (0, 0, 0, more_nope)),
+            interleave_rows(query[:, nope:], result, source),
+        ]
         down = weights["kv_a_proj_with_mqa.weight"]
         latent, rope = down[: source.kv_lora_rank], down[source.kv_lora_rank :]
         keys, values = weights["kv_b_proj.weight"].unflatten(0, (heads, -1)).split([nope, v], dim=1)
@@ -182,7 +195,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         wider = {
             "q_proj.weight": torch.cat(parts, dim=1).flatten(0, 1),
             "kv_a_proj_with_mqa.weight": torch.cat(
-                [F.pad(latent, (0, 0, 0, more_rank)), spread(rope[None], result, source)[0]]
+                [F.pad(latent, (0, 0, 0, more_rank)), interleave_rows(rope[None], result, source)[0]]
             ),
             "kv_b_proj.weight": torch.cat(up, dim=1).flatten(0, 1),
             "o_proj.weight": F.pad(output, (0, more_v)).flatten(1),
@@ -190,7 +203,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         return Converted(weights=weights | wider)
 
 
-def spread(
+def interleave_rows(
     rows: Float[Tensor, "H P D"], result: LatentConfig, source: LatentConfig
 ) -> Float[Tensor, "H Q D"]:
     """Rotated rows in a wider part: pair f in place c f, where c is how many times wider it is."""
@@ -221,12 +234,12 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """With the norm."""
-        if stock(target) is not None:
+        if as_deepseek(target) is not None:
             yield replace(source, latent_norm=True)
 
     def serves(self, target: AttentionConfig) -> bool:
         """DeepSeek's shape only."""
-        return stock(target) is not None
+        return as_deepseek(target) is not None
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
         """Below rounding."""
@@ -237,7 +250,12 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
         return "latent_norm=True already" if source.latent_norm else ""
 
     def convert(
-        self, weights: Weights, source: LatentConfig, result: LatentConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: LatentConfig,
+        result: LatentConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Cached numbers keep about the size they had: the norm's weight is a power of two."""
         rank, root = source.kv_lora_rank, math.sqrt(NORM_EPS)

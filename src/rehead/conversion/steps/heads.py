@@ -11,7 +11,15 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import divisors
 from rehead.attention.score import ScaledDot
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions, projections
+from rehead.conversion.base import (
+    Conversion,
+    Converted,
+    Promise,
+    Statistics,
+    Weights,
+    conversions,
+    projections,
+)
 from rehead.conversion.fit import align
 
 
@@ -46,7 +54,7 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
         weights: Weights,
         source: GroupedConfig | LatentConfig,
         result: GroupedConfig | LatentConfig,
-        evidence: Evidence,
+        statistics: Statistics,
         method: str,
     ) -> Converted:
         """Copy the rows that make keys and values."""
@@ -91,11 +99,16 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
         return "tie_kv=True makes keys and values one" if source.tie_kv else ""
 
     def convert(
-        self, weights: Weights, source: GroupedConfig, result: GroupedConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: GroupedConfig,
+        result: GroupedConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Pool keys and values of every group of neighbours."""
         pooled = dict(weights)
-        moment = evidence.inputs
+        moment = statistics.inputs
         readers = {"k_proj": ("q_proj", 0), "v_proj": ("o_proj", 1)}
         lost = energy = apart = size = 0.0
         for name, (reader, side) in readers.items():
@@ -123,7 +136,7 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
 
 
 def _aligned(
-    heads: Float64[Tensor, "K M E C"], moment: align.Moment, source: GroupedConfig, *, keys: bool
+    heads: Float64[Tensor, "K M E C"], moment: align.Covariance, source: GroupedConfig, *, keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turned heads, the turn of each as an E x E matrix, and the one head that stands for a group."""
     if keys and not isinstance(source.score, ScaledDot):  # a learned score would have to turn too

@@ -13,8 +13,8 @@ from rehead.attention.score import ScaledDot
 from rehead.conversion.base import (
     Conversion,
     Converted,
-    Evidence,
     Promise,
+    Statistics,
     Weights,
     common,
     conversions,
@@ -93,14 +93,19 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         return "tie_kv=True has one latent per head already" if source.tie_kv else ""
 
     def convert(
-        self, weights: Weights, source: GroupedConfig, result: LatentConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: GroupedConfig,
+        result: LatentConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Factor the stack; biases of keys and values are added after the expansion."""
         stack = torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]])
         factors = factor(
             stack,
             result.kv_lora_rank,
-            *evidence.weighing(self.methods.get(method, ())),
+            *statistics.weighing(self.methods.get(method, ())),
         )
         made = projections(weights, "q_proj", "o_proj")
         made["kv_a_proj_with_mqa.weight"] = factors.down
@@ -144,7 +149,12 @@ class PadRank(Conversion[LatentConfig, LatentConfig]):
         return "latent_norm=True would average over the zeros" if source.latent_norm else ""
 
     def convert(
-        self, weights: Weights, source: LatentConfig, result: LatentConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: LatentConfig,
+        result: LatentConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Zero rows below the latent's, zero columns in the expansion."""
         more = result.kv_lora_rank - source.kv_lora_rank

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, grouped
 from rehead.attention.rope import Layout
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions
+from rehead.conversion.base import Conversion, Converted, Promise, Statistics, Weights, conversions
 
 
 @conversions.add("head-map")
@@ -34,7 +34,12 @@ class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
         return Promise(exact=True, why="heads are renumbered")
 
     def convert(
-        self, weights: Weights, source: GroupedConfig, result: GroupedConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: GroupedConfig,
+        result: GroupedConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Permute query rows and output columns by head."""
         order = torch.arange(source.n_query_head)  # position -> the head of `source` that goes there
@@ -86,7 +91,7 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
         weights: Weights,
         source: AttentionConfig,
         result: AttentionConfig,
-        evidence: Evidence,
+        statistics: Statistics,
         method: str,
     ) -> Converted:
         """Permute the rotated rows of queries and keys."""

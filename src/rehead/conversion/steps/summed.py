@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from rehead.attention import AttentionConfig, GroupedConfig, SummedConfig
-from rehead.conversion.base import Conversion, Converted, Evidence, Promise, Weights, conversions, projections
+from rehead.conversion.base import (
+    Conversion,
+    Converted,
+    Promise,
+    Statistics,
+    Weights,
+    conversions,
+    projections,
+)
 
 
 @conversions.add("sum-queries")
@@ -26,7 +34,12 @@ class SumQueries(Conversion[SummedConfig, GroupedConfig]):
         return Promise(exact=True, why="the sum of a group's scores is the score of its summed query")
 
     def convert(
-        self, weights: Weights, source: SummedConfig, result: GroupedConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: SummedConfig,
+        result: GroupedConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Sum rows of the query projection."""
         summed = {

@@ -12,18 +12,18 @@ from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.conversion.base import (
     Conversion,
     Converted,
-    Evidence,
     Promise,
+    Statistics,
     Weights,
     common,
     conversions,
     projections,
 )
-from rehead.conversion.fit.factor import either
+from rehead.conversion.fit.factor import accepts_arrays
 from rehead.errors import ConfigError
 
 
-def stands_between(source: LatentConfig) -> str:
+def obstacle(source: LatentConfig) -> str:
     """What keeps the projections of a latent attention from being multiplied out, empty if nothing."""
     if source.latent_norm:
         return "latent_norm=True stands between the down and the up projection"
@@ -34,7 +34,7 @@ def stands_between(source: LatentConfig) -> str:
     return ""
 
 
-def ups(config: LatentConfig, rows: Float[Tensor, "N *R"]) -> tuple[Tensor, Tensor]:
+def up_projections(config: LatentConfig, rows: Float[Tensor, "N *R"]) -> tuple[Tensor, Tensor]:
     """The rows of `kv_b_proj` that make keys (K E *R), and those that make values (K V *R)."""
     per_head = rows.unflatten(0, (config.n_kv_head, -1))
     keys, values = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
@@ -59,18 +59,23 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
 
     def refusal(self, source: LatentConfig) -> str:
         """What stands between."""
-        return stands_between(source)
+        return obstacle(source)
 
     def convert(
-        self, weights: Weights, source: LatentConfig, result: GroupedConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: LatentConfig,
+        result: GroupedConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """W_UK W_DKV and W_UV W_DKV."""
         made = projections(weights, "q_proj", "o_proj")
         down, names = weights["kv_a_proj_with_mqa.weight"], ("k_proj", "v_proj")
-        for name, up in zip(names, ups(source, weights["kv_b_proj.weight"]), strict=True):
+        for name, up in zip(names, up_projections(source, weights["kv_b_proj.weight"]), strict=True):
             made[f"{name}.weight"] = up.flatten(0, 1) @ down
         if source.qkv_bias:
-            for name, bias in zip(names, ups(source, weights["kv_b_proj.bias"]), strict=True):
+            for name, bias in zip(names, up_projections(source, weights["kv_b_proj.bias"]), strict=True):
                 made[f"{name}.bias"] = bias.flatten()
         return Converted(weights=made)
 
@@ -104,16 +109,21 @@ class Reduce(Conversion[LatentConfig, GroupedConfig]):
     def refusal(self, source: LatentConfig) -> str:
         """A rotation between the two factors keeps them apart."""
         rotated = "rope=True: the rotation of rebuilt keys stands between W_UK and W_Q"
-        return stands_between(source) or (rotated if source.rope is not None else "")
+        return obstacle(source) or (rotated if source.rope is not None else "")
 
     def convert(
-        self, weights: Weights, source: LatentConfig, result: GroupedConfig, evidence: Evidence, method: str
+        self,
+        weights: Weights,
+        source: LatentConfig,
+        result: GroupedConfig,
+        statistics: Statistics,
+        method: str,
     ) -> Converted:
         """Fold the expansion into queries and output projection."""
         n_head, group = source.n_query_head, source.n_query_head // source.n_kv_head
 
         def per_query_head(rows: Tensor) -> list[Tensor]:
-            return [up.repeat_interleave(group, dim=0).flatten(0, 1) for up in ups(source, rows)]
+            return [up.repeat_interleave(group, dim=0).flatten(0, 1) for up in up_projections(source, rows)]
 
         key_up, value_up = per_query_head(weights["kv_b_proj.weight"])
         names = ("kv_a_proj_with_mqa", "q_proj", "o_proj")
@@ -140,7 +150,7 @@ class Reduced(NamedTuple):
     output: Tensor
 
 
-@either
+@accepts_arrays
 def reduced_matrices(
     down: Float[Tensor, "R C"],
     key_up: Float[Tensor, "HE R"],
