@@ -14,7 +14,7 @@ import rehead
 from rehead import tokenizer
 from rehead.cli import main
 from rehead.config import ModelOptions
-from rehead.measure.inspection import compare, inspect
+from rehead.measure.inspection import compare, equal_rows, inspect
 from rehead.model import build
 from rehead.report import shades
 
@@ -86,6 +86,9 @@ def test_a_run_folder_on_the_terminal(run, capsys, monkeypatch):
     assert first[2].split() == ["H", "o", "p", "e", "·", "i", "s"]
     assert first[3].split() == ["0", "H", "█1.0000"]
     assert [len(line.split()) for line in first[4:10]] == [4, 5, 5, 5, 5, 5]  # a window of 3
+    second = first[first.index("layer 0, head 0 (gqa, window 3)", 1) :]
+    assert [line[4] for line in second[3:16]] == ["="] * 7 + [" "] * 6
+    assert "= the same row as in the first text" in "\n".join(second)
     assert "shared prefix of 7 tokens: rows unchanged" in out
     assert "entropy (nats)" in out
     assert "distance (tokens)" in out
@@ -149,8 +152,11 @@ def test_a_change_is_told_from_rounding():
     assert compare(first, second).unchanged
     with pytest.warns(UserWarning, match="the first 2 are looked at"):
         assert compare(inspect(model, words, "abcd", max_tokens=2), first).n_token == 2
+    assert equal_rows(first, second, 3, 0, 1) == [True] * 3
     second.maps[0][1, 1, 0] += 1e-4
     assert not compare(first, second).unchanged
+    assert equal_rows(first, second, 3, 0, 1) == [True, False, True]
+    assert equal_rows(first, second, 3, 0, 0) == [True] * 3
 
 
 def test_many_heads_are_summed_up(run, capsys, monkeypatch):

@@ -83,7 +83,7 @@ def test_a_lossy_promise_that_lost_nothing_is_exact(gpt):
         _, certificate = rehead.convert(copies, GQA, method=method)
         assert certificate.exact is True
         assert certificate.layers[0].lost_energy <= 1e-20
-        assert certificate.layers[0].why == ["3 KV heads become one"]
+        assert certificate.layers[0].why == ["6 KV heads become 2"]
     _, certificate = rehead.convert(gpt(MHA), GQA)
     assert certificate.exact is False
 

@@ -176,8 +176,44 @@ def test_an_export_names_what_the_class_lacks():
 
 
 def test_rebuilding_is_pointed_out_where_keys_rotate(gpt):
-    assert "Rebuilt keys save memory, not time" in plan(gpt(replace(GQA, rope=ROPE)).config, 11).advice
-    assert "Rebuilt keys" not in plan(gpt(GQA).config, 11).advice
+    assert (
+        plan(gpt(replace(GQA, rope=ROPE)).config, 11)
+        .notes[0]
+        .startswith("Rebuilt keys save memory, not time")
+    )
+    assert not [note for note in plan(gpt(GQA).config, 11).notes if "Rebuilt" in note]
+
+
+def test_notes_explain_the_words_of_the_rows(gpt):
+    """Nothing but words that occur; `reduce` stands in the way of a rotated model alone."""
+    rotated, plain = (plan(gpt(layer).config, 11) for layer in (replace(GQA, rope=ROPE), GQA))
+    assert [note.partition(":")[0] for note in rotated.notes[1:]] == ["tied", "reduce"]
+    assert any(row.why.startswith("reduce: ") for row in rotated.rows)
+    assert "reduce: The reduced form of MLA" in rotated.notes[2]
+    assert [note.partition(":")[0] for note in plain.notes] == ["tied"]
+    assert any(row.variant.endswith(", tied") for row in plain.rows)
+    assert (
+        plan(gpt(replace(MLA, qk_rope_head_dim=6, rope=ROPE, latent_norm=True)).config, 11)
+        .notes[-1]
+        .startswith("expand: ")
+    )
+
+
+def test_a_context_longer_than_the_models_own_is_noted(gpt):
+    config = gpt(GQA).config
+    note = f"The model was made for {config.block_size:,} tokens: with a context of {config.block_size + 1:,}"
+    assert plan(config, config.block_size + 1).notes[-1].startswith(note)
+    assert not [note for note in plan(config, config.block_size).notes if "made for" in note]
+
+
+def test_a_way_through_copies_is_told(gpt):
+    """From 3 KV heads to 2 by way of 6."""
+    rows = plan(gpt(replace(GQA, n_kv_head=3)).config, 11).rows
+    whys = {row.command: row.why for row in rows}
+    assert whys["--to gqa --n-kv-head 2"] == (
+        "3 KV heads are copied to 6, so every query head reads what it read; 6 KV heads become 2"
+    )
+    assert whys["--to mqa"] == "3 KV heads become one"
 
 
 def test_layers_may_differ(gpt):

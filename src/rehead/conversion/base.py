@@ -29,11 +29,14 @@ def projections(weights: Weights, *names: str) -> Weights:
 
 
 class CannotConvert(ConfigError):
-    """No conversion gives what is asked for. `reason` is the first obstacle, without the way around it."""
+    """No conversion gives what is asked for.
 
-    def __init__(self, message: str, reason: str = "") -> None:
+    `reason` is the first obstacle, without the way around it; `step` the conversion that meets it, if one does.
+    """
+
+    def __init__(self, message: str, reason: str = "", step: str = "") -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.step = reason, step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,11 @@ def common(config: GroupedConfig | LatentConfig) -> dict[str, Any]:
 
 
 conversions: Registry[type[Conversion[Any, Any]]] = Registry("conversion")
+
+
+def summary(name: str) -> str:
+    """What a conversion does, in a sentence: the first of its docstring."""
+    return (conversions[name].__doc__ or "").partition("\n\n")[0]
 
 
 def heads_of(config: AttentionConfig) -> GroupedConfig | LatentConfig:

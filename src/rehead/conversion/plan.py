@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
-from rehead.attention import AttentionConfig, LatentConfig
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped import divisors
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
-from rehead.conversion.base import CannotConvert, heads_of
+from rehead.conversion.base import CannotConvert, Step, heads_of, summary
 from rehead.conversion.export.deepseek import require_sayable, stock_target
 from rehead.conversion.search import path
 from rehead.conversion.target import Target
@@ -22,11 +22,13 @@ from rehead.measure.size import decode_bytes, decode_flops
 Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
 FRACTIONS = (Fraction(1, 2), Fraction(3, 8), Fraction(1, 4), Fraction(3, 16))
 
-
 EXPORT = "export --format deepseek_v3"
 REBUILDING = (
     "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
     "them into all keys and values."
+)
+TIED = (
+    "tied: keys and values are the same numbers, cached once, as in the reduced form of MLA (--to reduced)."
 )
 
 
@@ -37,6 +39,22 @@ class Candidate:
     command: str
     target: Callable[[AttentionConfig], AttentionConfig]
     exports: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model, and what becoming it would be. `step` is the conversion that would have to be possible."""
+
+    command: str
+    config: ModelConfig
+    verdict: Verdict
+    why: str
+    step: str = ""
+
+    @property
+    def attention(self) -> AttentionConfig | None:
+        """That of the first layer."""
+        return self.config.attention[0] if isinstance(self.config, GPTConfig) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +79,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All variants, the present one first, and which of them to choose."""
+    """All variants, the present one first, which of them to choose, and what is to be known about them."""
 
     context: int
     batch_size: int
     dtype: str
     rows: list[Row]
     advice: str
+    notes: list[str]
 
 
 def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dtype = torch.float32) -> Plan:
@@ -78,56 +97,48 @@ def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dt
         if size < 1:
             raise ConfigError(f"{name}={size}. Use 1 or more.")
 
-    def row(command: str, changed: ModelConfig, verdict: Verdict, why: str) -> Row:
-        return Row(
-            variant=_variant(changed),
-            command=command,
-            parameters=parameters(changed),
-            kv_bytes_per_token=kv_bytes_per_token(changed, dtype),
-            cache_bytes=cache_bytes(changed, context, batch_size, dtype),
-            decode_flops=decode_flops(changed, context) * batch_size,
-            decode_bytes=decode_bytes(changed, context, batch_size, dtype),
-            layer=_layer(changed, context),
-            verdict=verdict,
-            why=why,
-        )
-
-    variants: list[tuple[str, ModelConfig, Verdict, str]] = [("", config, "present", "")]
+    variants = [Variant(command="", config=config, verdict="present", why="")]
     refused = ""
     try:
         variants += _others(config)
     except ConfigError as error:
         refused = str(error)
-    rows, latents = [row(*one) for one in variants], [_latent(one) for _, one, _, _ in variants]
-    rebuilds = any(latent is not None and latent.rebuilds_keys for latent in latents)
+    rows = [_row(variant, context, batch_size, dtype) for variant in variants]
     return Plan(
         context=context,
         batch_size=batch_size,
         dtype=str(dtype).removeprefix("torch."),
         rows=rows,
-        advice=(refused or _advice(rows, latents)) + (f" {REBUILDING}" if rebuilds else ""),
+        advice=refused or _advice(rows, variants),
+        notes=list(_notes(variants, context)),
     )
 
 
-def _variant(config: ModelConfig) -> str:
+def _row(variant: Variant, context: int, batch_size: int, dtype: torch.dtype) -> Row:
+    config, layer = variant.config, variant.attention
+    return Row(
+        variant=_name(config),
+        command=variant.command,
+        parameters=parameters(config),
+        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
+        cache_bytes=cache_bytes(config, context, batch_size, dtype),
+        decode_flops=decode_flops(config, context) * batch_size,
+        decode_bytes=decode_bytes(config, context, batch_size, dtype),
+        layer=None if layer is None else parts(layer, config.n_embd, context),
+        verdict=variant.verdict,
+        why=variant.why,
+    )
+
+
+def _name(config: ModelConfig) -> str:
     if isinstance(config, GPTConfig):
         return config.attention[0].describe()
     assert isinstance(config, RNNConfig)
     return f"rnn, a state of {config.n_layer} x {config.n_hidden}"
 
 
-def _latent(config: ModelConfig) -> LatentConfig | None:
-    """The first layer's attention, if it is MLA."""
-    first = config.attention[0] if isinstance(config, GPTConfig) else None
-    return first if isinstance(first, LatentConfig) else None
-
-
-def _layer(config: ModelConfig, context: int) -> Parts | None:
-    return parts(config.attention[0], config.n_embd, context) if isinstance(config, GPTConfig) else None
-
-
-def _others(config: ModelConfig) -> Iterator[tuple[str, GPTConfig, Verdict, str]]:
-    """What else the model could be: the command, the result, and what becoming it would be."""
+def _others(config: ModelConfig) -> Iterator[Variant]:
+    """What else the model could be."""
     if not isinstance(config, GPTConfig):
         raise ConfigError(
             f"a model of type {config.model_type} has no heads to convert: its state is as large after any number of "
@@ -141,8 +152,7 @@ def _others(config: ModelConfig) -> Iterator[tuple[str, GPTConfig, Verdict, str]
             continue
         if layers not in seen:
             seen.add(layers)
-            changed = replace(config, attention=layers)
-            yield candidate.command, changed, *_judge(config, changed, candidate)
+            yield _judge(config, replace(config, attention=layers), candidate)
 
 
 def _candidates(config: GPTConfig) -> Iterator[Candidate]:
@@ -164,9 +174,13 @@ def _candidates(config: GPTConfig) -> Iterator[Candidate]:
     yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
 
 
-def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> tuple[Verdict, str]:
+def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Variant:
     """What becoming `result` would be. A conversion that does not shrink the cache is pointless."""
     before, after = (kv_bytes_per_token(config) for config in (source, result))
+
+    def judged(verdict: Verdict, why: str, step: str = "") -> Variant:
+        return Variant(command=candidate.command, config=result, verdict=verdict, why=why, step=step)
+
     try:
         if candidate.exports:
             require_sayable(source)
@@ -175,42 +189,69 @@ def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> tuple[
         ]
     except CannotConvert as error:
         if after > before:
-            return "pointless", f"{_share(after, before)} of the present cache"
-        return "impossible", error.reason
+            return judged("pointless", f"{_share(after, before)} of the present cache")
+        return judged("impossible", error.reason, error.step)
     steps = [step for steps in paths for step in steps]
     exact = all(step.promise.exact for step in steps)
     if after >= before:
         kept = "exact, but " if exact else ""
-        return "pointless", f"{kept}{_share(after, before)} of the present cache"
+        return judged("pointless", f"{kept}{_share(after, before)} of the present cache")
     if candidate.exports and not exact:
-        return "impossible", "its KV heads rotate in ways of their own"
+        return judged("impossible", "its KV heads rotate in ways of their own")
     if any(
         step.result.kv_numbers() < new.kv_numbers()
         for steps, new in zip(paths, result.attention, strict=True)
         for step in steps
     ):
-        return (
+        return judged(
             "pointless",
             "its heads would be copies: fewer KV heads are the same model with a smaller cache",
         )
-    why = "; ".join(dict.fromkeys(step.promise.why for step in steps if step.promise.exact == exact))
-    return ("exact" if exact else "approximate"), why
+    reasons = dict.fromkeys(why for steps in paths for why in _reasons(steps, exact))
+    return judged("exact" if exact else "approximate", "; ".join(reasons))
+
+
+def _reasons(steps: list[Step], exact: bool) -> list[str]:
+    """Why the steps are exact; where some are not, of all up to the last of these."""
+    last = max((place for place, step in enumerate(steps) if step.promise.exact == exact), default=-1)
+    return [step.promise.why for step in steps[: last + 1]]
 
 
 def _share(after: int, before: int) -> str:
     return f"{100 * after / before:.0f} %"
 
 
-def _advice(rows: list[Row], latents: list[LatentConfig | None]) -> str:
+def _advice(rows: list[Row], variants: list[Variant]) -> str:
     """The smallest cache that costs nothing; where there is none, a latent of the largest."""
     exact = [row for row in rows if row.verdict == "exact"]
-    lossy = [row for row in rows if row.verdict == "approximate"]
+    lossy = [
+        (row, isinstance(variant.attention, LatentConfig))
+        for row, variant in zip(rows, variants, strict=True)
+        if row.verdict == "approximate"
+    ]
     if exact:
         best = min(exact, key=lambda row: (row.cache_bytes, row.parameters))
         share = _share(best.kv_bytes_per_token, rows[0].kv_bytes_per_token)
         return f"{best.command} keeps every logit and {share} of the cache."
     if lossy:
-        wide = [row for row, latent in zip(rows, latents, strict=True) if latent is not None and row in lossy]
-        best = max(wide, key=lambda row: row.cache_bytes, default=lossy[0])
+        latents = (row for row, latent in lossy if latent)
+        best = max(latents, key=lambda row: row.cache_bytes, default=lossy[0][0])
         return f"Nothing smaller is exact. {best.command} usually loses least; measure it with --calibration TEXT."
     return "Nothing smaller can be made of this model: keep it as it is."
+
+
+def _notes(variants: list[Variant], context: int) -> Iterator[str]:
+    """What a reader of the rows has to know: their words, and how long a text the model was made for."""
+    layers = [variant.attention for variant in variants]
+    if any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in layers):
+        yield REBUILDING
+    if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
+        yield TIED
+    for step in dict.fromkeys(variant.step for variant in variants if variant.step):
+        yield f"{step}: {summary(step)}"
+    limit = variants[0].config.context_limit
+    if limit is not None and context > limit:
+        yield (
+            f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
+            "trained for so many."
+        )

@@ -44,8 +44,11 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 way = (lossy, len(steps) + 1, least, next(order), result, [*steps, step])
                 heapq.heappush(frontier, way)
     obstacles = _obstacles(source, target, done, d_model)
+    texts = [f"{step}: {why}" if step else why for step, why in obstacles]
     raise CannotConvert(
-        f"no conversion leads from {source.name} to {target.name}: {'; '.join(obstacles)}.", obstacles[0]
+        f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.",
+        reason=texts[0],
+        step=obstacles[0][0],
     )
 
 
@@ -57,28 +60,29 @@ def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[st
 
 def _obstacles(
     source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
-) -> list[str]:
-    """Why there is no way, as far as the conversions can say."""
+) -> list[tuple[str, str]]:
+    """Why there is no way, as far as the conversions can say: the one that refuses, if one does, and its reason."""
     if not any(isinstance(source, conversions[name].takes) for name in conversions):
-        return ["no conversion starts from it. Keep it as it is"]
+        return [("", "no conversion starts from it. Keep it as it is")]
     source = source.equivalent()
     there = {field.name: getattr(target, field.name) for field in fields(target)}
     for name in KEPT:
         if name in there and getattr(source, name, there[name]) != there[name]:
-            return [f"{_change(source, name, there)}. Keep it, or train a new model"]
+            return [("", f"{_change(source, name, there)}. Keep it, or train a new model")]
     tied = getattr(source, "tie_kv", False) or there.get("tie_kv", False)
     on_the_way = [config for config in reached if tied or not getattr(config, "tie_kv", False)]
     refused = {
-        f"{name}: {text}"
+        (name, why)
         for config in on_the_way
         for name, conversion in _starting(config, target)
-        if (text := conversion.refusal(config))
+        if (why := conversion.refusal(config))
     }
     if refused:
         return sorted(refused)
     if isinstance(source, GroupedConfig) and rank_on_the_way(target) > full_rank(source, d_model):
         full = full_rank(source, d_model)
-        return [f"{full} numbers hold all its keys and values, {rank_on_the_way(target)} would hold zeros"]
+        hold = f"{full} numbers hold all its keys and values, {rank_on_the_way(target)} would hold zeros"
+        return [("", hold)]
 
     def likeness(config: AttentionConfig) -> int:
         return sum(getattr(config, name, None) == value for name, value in there.items())
@@ -89,7 +93,7 @@ def _obstacles(
         for name, value in there.items()
         if getattr(nearest, name, None) != value
     )
-    return [next(changes, "it is the same")]
+    return [("", next(changes, "it is the same"))]
 
 
 def _change(config: AttentionConfig, name: str, there: dict[str, object]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -112,6 +113,15 @@ def compare(first: Inspection, second: Inspection) -> PrefixChange:
             "texts that share their first tokens."
         )
     return PrefixChange(n_token=n_token, layers=prefix_change(first.maps, second.maps, n_token))
+
+
+def equal_rows(first: Inspection, second: Inspection, n_token: int, layer: int, head: int) -> list[bool]:
+    """For each of the first `n_token` tokens, whether its row of a map is the same in both texts up to rounding."""
+    one, other = (inspection.head(layer, head)[:n_token] for inspection in (first, second))
+    width = max(one.shape[1], other.shape[1])
+    one, other = (F.pad(rows, (0, width - rows.shape[1])) for rows in (one, other))
+    same: list[bool] = ((one - other).abs().amax(dim=1) <= UNCHANGED).tolist()
+    return same
 
 
 def document(

@@ -17,13 +17,15 @@ LEAST_NEEDED = (2, 5, 4, 3, 6)
 
 
 def present_plan(plan: Plan) -> None:
-    """The table of all variants, and which to choose."""
+    """The table of all variants with the reasons below, which to choose, and notes on what is in it."""
     title = f"{plan.rows[0].variant}: context {plan.context:,}, batch {plan.batch_size}, {plan.dtype}"
     full = plan.rows[0].kv_bytes_per_token
     show(title, HEADER, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
     console = Console(highlight=False)
-    for line in (*(f"{row.variant}: {row.why}" for row in plan.rows if row.why), "", plan.advice):
-        console.print(_filled(line, console.width, "" if line == plan.advice else "  "))
+    for line in (f"{row.variant}: {row.why}" for row in plan.rows if row.why):
+        console.print(_filled(line, console.width, "  "))
+    for line in ("", plan.advice, *plan.notes):
+        console.print(_filled(line, console.width, ""))
 
 
 def present_parts(plan: Plan) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 from textwrap import fill
 
-from rehead.measure.inspection import Inspection, PrefixChange
+from rehead.measure.inspection import Inspection, PrefixChange, equal_rows
 from rehead.report import maps, page
 from rehead.report.labels import labels
 from rehead.report.shades import picture
@@ -19,12 +19,12 @@ PREFIX = (
 
 def present(inspections: Sequence[Inspection], change: PrefixChange | None, layer: int, head: int) -> None:
     """One map of every text, the figures of all heads of the first, and what became of a shared prefix."""
-    columns = shutil.get_terminal_size().columns
+    columns, first = shutil.get_terminal_size().columns, inspections[0]
     for one in inspections:
-        weights = one.head(layer, head)
+        equal = [] if one is first or change is None else equal_rows(first, one, change.n_token, layer, head)
         print(f"layer {layer}, head {head} ({one.variants[layer]}{_window(one.windows[layer])})\n")
-        print("\n".join(picture(labels(one.tokens), weights, columns)) + "\n")
-    spreads = inspections[0].spreads
+        print("\n".join(picture(labels(one.tokens), one.head(layer, head), columns, equal)) + "\n")
+    spreads = first.spreads
     for unit, name, place in (("nats", "entropy", 0), ("tokens", "distance", 1)):
         figures = [getattr(one, name) for one in spreads]
         head_names, rows = _rows(figures, columns)

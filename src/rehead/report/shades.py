@@ -13,10 +13,13 @@ LONGEST = 14
 """Characters of a row's label."""
 
 
-def picture(labels: Sequence[str], weights: Float[Tensor, "L L"], columns: int) -> list[str]:
+def picture(
+    labels: Sequence[str], weights: Float[Tensor, "L L"], columns: int, equal: Sequence[bool] = ()
+) -> list[str]:
     """The lines of a map, as many first tokens as `columns` characters hold; numbers where they fit too.
 
-    Rows are queries. What is exactly 0 is left blank: a mask hides it.
+    Rows are queries. What is exactly 0 is left blank: a mask hides it. The first rows are marked = where they are
+    `equal` to those of another text.
     """
     signs = BLOCKS if _can_say(BLOCKS) else LETTERS
     names = [_fit(label, LONGEST) for label in labels]
@@ -27,9 +30,12 @@ def picture(labels: Sequence[str], weights: Float[Tensor, "L L"], columns: int) 
     lines = [" " * margin + "".join(_heads(names[:shown], width))]
     for i, row in enumerate(weights[:shown, :shown].tolist()):
         cells = (_cell(weight, signs, numbers) for weight in row)
-        lines.append(f"{i:>4} {names[i]:<{margin - 5}}{''.join(cells)}".rstrip())
+        mark = "=" if i < len(equal) and equal[i] else " "
+        lines.append(f"{i:>4}{mark}{names[i]:<{margin - 5}}{''.join(cells)}".rstrip())
     bands = [f"{sign} <{bound}" for sign, bound in zip(signs, BOUNDS, strict=False)]
     lines.append(" " * margin + "  ".join([*bands, f"{signs[-1]} more"]))
+    if any(equal):
+        lines.append(" " * margin + "= the same row as in the first text")
     if shown < len(labels):
         lines.append(" " * margin + f"the first {shown} of {len(labels)} tokens; --html shows all")
     return lines

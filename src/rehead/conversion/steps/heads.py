@@ -25,7 +25,7 @@ from rehead.conversion.fit import align
 
 @conversions.add("repeat-heads")
 class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | LatentConfig]):
-    """Give each KV head as many copies as it takes: MQA is a GQA is an MHA (A8).
+    """Give each KV head as many copies as it takes: MQA is a GQA is an MHA.
 
     The heads a latent expands to are repeated in the same way; the latent stays as it is.
     """
@@ -47,7 +47,10 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
         self, source: GroupedConfig | LatentConfig, result: GroupedConfig | LatentConfig, d_model: int
     ) -> Promise:
         """Copies."""
-        return Promise(exact=True, why="every query head reads a copy of what it read")
+        return Promise(
+            exact=True,
+            why=f"{source.n_kv_head} KV heads are copied to {result.n_kv_head}, so every query head reads what it read",
+        )
 
     def convert(
         self,
@@ -89,8 +92,8 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
 
     def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
         """Heads that differ cannot be one."""
-        group = source.n_kv_head // result.n_kv_head
-        return Promise(exact=False, why=f"{group} KV heads become one")
+        left = "one" if result.n_kv_head == 1 else str(result.n_kv_head)
+        return Promise(exact=False, why=f"{source.n_kv_head} KV heads become {left}")
 
     def refusal(self, source: GroupedConfig) -> str:
         """Tied heads are keys and values at once and cannot be aligned as both."""

@@ -27,7 +27,7 @@ TINY = 1e-300
 
 
 def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
-    """The rank at which one latent holds all keys and values: min(K (E + V), D) (A11)."""
+    """The rank at which one latent holds all keys and values: min(K (E + V), D)."""
     key = config.head_dim if isinstance(config, GroupedConfig) else config.qk_nope_head_dim
     value = 0 if isinstance(config, GroupedConfig) and config.tie_kv else config.v_head_dim
     return min(config.n_kv_head * (key + value), config.d_context or d_model)
@@ -45,7 +45,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
     """Remember one latent per token, from which the keys and values of all heads are rebuilt.
 
     [W_K; W_V] is factored as one matrix, so keys and values share the latent. Exact from the rank of
-    that stack on, K (E + V) or the model's width, whichever is less (A11, E5). With rope the rebuilt
+    that stack on, K (E + V) or the model's width, whichever is less. With rope the rebuilt
     keys are rotated where they are read, so no rotation is lost. `weighted` keeps what moves the predictions
     (by their gradients on a text), `whitened` what varies on a text, `svd` what is large in the weights.
     """

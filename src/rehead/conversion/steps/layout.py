@@ -16,7 +16,7 @@ from rehead.conversion.base import Conversion, Converted, Promise, Statistics, W
 class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
     """Reorder the query heads so that those that read one KV head lie together, or apart.
 
-    Contiguous is Hugging Face's order, h // (H/K); modular the olympiad's, h mod K (A5). Rows of the
+    Contiguous is Hugging Face's order, h // (H/K); modular the olympiad's, h mod K. Rows of the
     query projection and columns of the output projection move.
     """
 
@@ -61,7 +61,7 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
     """Reorder the numbers of each head so that rotated pairs are half a head apart, or neighbours.
 
     half-split pairs (i, i + E/2) as Hugging Face does, interleaved pairs (2i, 2i + 1) as the paper and
-    Meta's own files (B14, B15). Rows of the query and key projections move.
+    Meta's own files. Rows of the query and key projections move.
     """
 
     takes = GroupedConfig | LatentConfig

@@ -43,7 +43,7 @@ def up_projections(config: LatentConfig, rows: Float[Tensor, "N *R"]) -> tuple[T
 
 @conversions.add("expand")
 class Expand(Conversion[LatentConfig, GroupedConfig]):
-    """Multiply the up projections out: every head gets keys and values of its own again (A14)."""
+    """Multiply the up projections out: every head gets keys and values of its own again."""
 
     takes = LatentConfig
     source, target = "mla without latent norm", "mha, gqa, mqa"
@@ -82,7 +82,7 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
 
 @conversions.add("reduce")
 class Reduce(Conversion[LatentConfig, GroupedConfig]):
-    """The reduced form of MLA: one KV head, the latent, for keys and values alike (A15, A16).
+    """The reduced form of MLA: one KV head, the latent, for keys and values alike.
 
     The key expansion goes into the queries, the value expansion into the output projection, so what
     MLA does at every decoded token is done once. A bias of the keys adds one number to all scores of
@@ -159,9 +159,9 @@ def reduced_matrices(
     output: Float[Tensor, "M HV"],
     n_head: int,
 ) -> Reduced:
-    """The seed's `reduced_matrices` (A15, A16): weights of an attention whose scale is 1/sqrt(R).
+    """The olympiad's `reduced_matrices`: weights of an attention whose scale is 1/sqrt(R).
 
-    The queries carry sqrt(R / E), where the seed divides by it (E9): the vanilla scale is 1/sqrt(E). Arrays may be
+    The queries carry sqrt(R / E), where the olympiad divides by it: the vanilla scale is 1/sqrt(E). Arrays may be
     NumPy's or torch's. Raises ConfigError for an `n_head` that does not divide the heads' rows.
     """
     sizes = {"key_up": len(key_up), "value_up": len(value_up), "query": len(query), "output": output.shape[1]}
