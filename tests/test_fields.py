@@ -59,7 +59,12 @@ WRONG = [
     (GPTConfig, GPT | {"norm": "rms"}, "norm='rms' is a str: expected one of 'layernorm', 'rmsnorm'."),
     (RNNConfig, RNN | {"n_layer": True}, f"n_layer=True is a bool: {WHOLE}."),
     (ModelOptions, {"window": 2.5}, f"model.window=2.5 is a float: {WHOLE}, or None."),
-    (ModelOptions, {"layers": ({},)}, "model.layers=({},) is a tuple: expected a list, or None."),
+    (
+        ModelOptions,
+        {"layers": ({},)},
+        "model.layers=({},) is a tuple: expected a list, each item a table (dict), or None.",
+    ),
+    (ModelOptions, {"layers": [3]}, "is a list: expected a list, each item a table (dict), or None."),
     (ModelOptions, {"shape": "gpt2"}, "model.shape='gpt2' is a str: expected one of 'gpt', 'llama'."),
     (TrainerOptions, {"max_iters": 1e3}, f"trainer.max_iters=1000.0 is a float: {WHOLE}."),
     (TrainerOptions, {"resume": "yes"}, "trainer.resume='yes' is a str: expected True or False (bool)."),

@@ -1,4 +1,4 @@
-"""Fields of a dataclass against their annotations: what is not of its type is refused when a config is made."""
+"""Values against annotations: what is not of its type is refused when a config is made."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,8 +21,7 @@ WORDS = {
 def require_types(config: Any, prefix: str = "") -> None:
     """Refuse a field of another type than it is annotated with. Raises ConfigError naming field, value and type.
 
-    A bool is not a number, a whole number is a float too. None is allowed where it is the default. The message
-    has `prefix` before the field's name.
+    None is allowed where it is the default. The message has `prefix` before the field's name.
     """
     made: Any = type(config)
     for name, default, kind, fits in _rules(made):
@@ -37,22 +36,22 @@ def require_types(config: Any, prefix: str = "") -> None:
 @cache
 def _rules(config: Any) -> list[tuple[str, Any, Any, Callable[[Any], bool]]]:
     """Name, default, annotation and check of every field."""
-    return [(field.name, field.default, field.type, _check(field.type)) for field in fields(config)]
+    return [(field.name, field.default, field.type, matcher(field.type)) for field in fields(config)]
 
 
-def _check(kind: Any) -> Callable[[Any], bool]:
-    """Whether a value is of an annotation."""
+def matcher(kind: Any) -> Callable[[Any], bool]:
+    """Says of a value whether an annotation allows it. A bool is not a number, a whole number is a float too."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: True
     if origin in (Union, UnionType):
-        checks = [_check(one) for one in inner]
+        checks = [matcher(one) for one in inner]
         return lambda value: any(check(value) for check in checks)
     if origin is Literal:
         return lambda value: any(type(value) is type(one) and value == one for one in inner)
-    if origin is tuple:
-        item = _check(inner[0])
-        return lambda value: isinstance(value, tuple) and all(map(item, value))
+    if origin in (tuple, list):
+        item = matcher(inner[0])
+        return lambda value: isinstance(value, origin) and all(map(item, value))
     if kind in (int, float):
         number = int if kind is int else (int, float)
         return lambda value: isinstance(value, number) and not isinstance(value, bool)
@@ -65,8 +64,8 @@ def _words(kind: Any) -> str:
         return " or ".join(_words(one) for one in get_args(kind) if one is not NoneType)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
-    if get_origin(kind) is tuple:
-        return f"a tuple, each item {_words(get_args(kind)[0])}"
+    if get_origin(kind) in (tuple, list):
+        return f"{_article(get_origin(kind).__name__)}, each item {_words(get_args(kind)[0])}"
     plain = get_origin(kind) or kind
     return WORDS.get(plain) or _article(plain.__name__)
 

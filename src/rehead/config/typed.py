@@ -5,6 +5,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from rehead.errors import ConfigError
+from rehead.fields import matcher
 
 WORDS = {
     bool: "True or False",
@@ -30,21 +31,14 @@ def checked(option: Field, value: Any, key: str, where: str) -> Any:
     Raises ConfigError with the type in words, and an example.
     """
     kind = _kind(option)
-    optional = kind is not option.type
-    if value is None and optional:
-        return None
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ConfigError(f"{where}: unknown choice. Use one of {', '.join(get_args(kind))}.")
-        return value
     plain = get_origin(kind) or kind
-    if plain is bool and type(value) is int and value in (0, 1):
-        return bool(value)
-    if plain is float and type(value) is int:
-        return float(value)
-    if type(value) is plain and (plain is not list or all(isinstance(entry, dict) for entry in value)):
+    if type(value) is int and (plain is float or (plain is bool and value in (0, 1))):
+        value = plain(value)
+    if matcher(option.type)(value):
         return value
-    rule = f"expected {WORDS[plain]}{', or null for its default' if optional else ''}"
+    if plain is Literal:
+        raise ConfigError(f"{where}: unknown choice. Use one of {', '.join(get_args(kind))}.")
+    rule = f"expected {WORDS[plain]}{', or null for its default' if kind is not option.type else ''}"
     raise ConfigError(f"{where}: {rule}. Write {key}={example(option)}, for example.")
 
 
