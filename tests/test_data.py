@@ -152,7 +152,7 @@ def test_a_path_without_a_text_is_refused(tmp_path):
     for path, message in [
         (
             tmp_path / "none.txt",
-            r"no text at '.*none\.txt' \(.*No such file.*: give data\.path a file or folder that is there",
+            r"no text at '.*none\.txt' \(.*No such file.*: give data\.path a file or folder that exists",
         ),
         (tmp_path / "a\0b", r"no text at '.*a\\x00b' \(.*null"),
         (tmp_path / ("a" * 300), r"no text at .*too long"),
@@ -449,5 +449,5 @@ def test_a_limit_spreads_the_blocks_evenly():
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_nothing_to_predict_is_refused(n):
-    with pytest.raises(InvalidInput, match=f"a text of {n} tokens has nothing to predict"):
+    with pytest.raises(InvalidInput, match=f"a text of {n} tokens leaves nothing to predict"):
         list(evaluation_blocks(ids(n), 7, 5))

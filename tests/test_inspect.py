@@ -16,7 +16,7 @@ from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.measure.inspection import compare, equal_rows, inspect
 from rehead.model import build
-from rehead.report import shades
+from rehead.report import terminal_map
 
 TEXT = "Hope is a waking dream"
 TRAIN = """train data.path=text.txt data.block_size=16 system.work_dir=out/x model.n_layer=2 model.n_embd=24
@@ -117,11 +117,11 @@ def test_long_texts_are_cut_and_it_is_said(run, capsys):
     assert main(["inspect", run, "--text", TEXT, "--json"]) == 0
     printed = capsys.readouterr()
     assert len(json.loads(printed.out)["tokens"]) == 16
-    assert "22 tokens, the first 16 are looked at: the model's context is 16" in printed.err
+    assert "22 tokens, the first 16 are inspected: the model's context is 16" in printed.err
     assert main(["inspect", run, "--text", TEXT, "--max-tokens", "5", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["tokens"] == list("Hope ")
-    assert "the first 5 are looked at: max_tokens=5" in printed.err
+    assert "the first 5 are inspected: max_tokens=5" in printed.err
 
 
 REFUSED = [
@@ -150,7 +150,7 @@ def test_a_change_is_told_from_rounding():
     first, second = inspect(model, words, "abcd"), inspect(model, words, "abce")
     assert compare(first, second).n_token == 3
     assert compare(first, second).unchanged
-    with pytest.warns(UserWarning, match="the first 2 are looked at"):
+    with pytest.warns(UserWarning, match="the first 2 are inspected"):
         assert compare(inspect(model, words, "abcd", max_tokens=2), first).n_token == 2
     assert equal_rows(first, second, 3, 0, 1) == [True] * 3
     second.maps[0][1, 1, 0] += 1e-4
@@ -172,20 +172,20 @@ def test_many_heads_are_summed_up(run, capsys, monkeypatch):
 
 def test_shades_follow_the_bands():
     weights = torch.tensor([[1.0, 0, 0, 0, 0], [0.005, 0.05, 0.2, 0.5, 0.9]]).repeat(3, 1)[:5]
-    lines = shades.picture(list("abcde"), weights, columns=30)
+    lines = terminal_map.render(list("abcde"), weights, columns=30)
     assert lines[2] == "   1 b ··░░▒▒▓▓██"
     assert lines[1] == "   0 a ██"
     assert lines[0].split() == list("abcde")
-    few = shades.picture(list("abcde"), weights, columns=14)
+    few = terminal_map.render(list("abcde"), weights, columns=14)
     assert few[2] == "   1 b ··░░▒▒"
     assert few[-1].strip() == "the first 3 of 5 tokens; --html shows all"
-    long = shades.picture(["abc"] * 5, weights, columns=30)
+    long = terminal_map.render(["abc"] * 5, weights, columns=30)
     assert long[0].split() == ["0"]
 
 
 def test_a_terminal_without_blocks(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    lines = shades.picture(["·a", "é"], torch.tensor([[1.0, 0.0], [0.2, 0.8]]), columns=40)
+    lines = terminal_map.render(["·a", "é"], torch.tensor([[1.0, 0.0], [0.2, 0.8]]), columns=40)
     assert lines[1:3] == ["   0 _a    #1.0000", "   1 \\xe9  +0.2000 #0.8000"]
     assert "\n".join(lines).isascii()
 
@@ -208,7 +208,7 @@ def test_a_page_replaces_no_file_but_a_page(run, capsys, tmp_path):
     empty.touch()
     os.mkfifo(pipe)
     for place, rule in (
-        *((place, "is not a page that rehead wrote") for place in (mine, thesis, empty)),
+        *((place, "was not written by rehead") for place in (mine, thesis, empty)),
         (pipe, "is not a regular file"),
     ):
         assert main(["inspect", run, "--text", "Hope", "--html", str(place)]) == 3

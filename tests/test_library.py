@@ -181,7 +181,7 @@ REFUSED = {
     "negative": ("prompt 0 holds -1 to 1", "tokens are 0 to 14", "the model's own tokenizer"),
     "path": ("model is '", "expected a rehead model", "Use rehead.load(path) first"),
     "half": ("max_new_tokens=2.5", "not a whole number", "Use 0 to 10,000,000"),
-    "many seeds": ("2 seeds for 1 prompts", "Give one, or one a prompt"),
+    "many seeds": ("2 seeds for 1 prompts", "Give one, or one per prompt"),
     "half a seed": ("seed=1.5", "not a whole number", "such as 0"),
     "cold": ("temperature='cold'", "not a number", "like 0.8"),
     "model of one text": ("ids has shape (3,)", WHOLE + "(B, L)", "ids[None] is a batch of one text"),

@@ -131,7 +131,7 @@ def test_what_works_without_knowing_it(run, capfd):
     assert code == 0
     assert "it has a Bag" in found["explain"][0]
     assert found["explain"][2:] == [
-        "layers 0, 1, bag, prompts: not said by this variant", "layers 0, 1, bag, training: not said by this variant"
+        "layers 0, 1, bag, prompts: this variant does not say", "layers 0, 1, bag, training: this variant does not say"
     ]  # fmt: skip
     assert found["cases"][0]["cache_bytes_held"] == found["cases"][0]["cache_bytes_predicted"]
     assert found["cases"][0]["same_tokens"]
@@ -171,10 +171,10 @@ def test_in_python():
 
 def test_flags_come_from_the_roster():
     with pytest.raises(
-        ConfigError, match=r"model.attention='bog' is not an attention\. Did you mean 'bag'. Known: mha,"
+        ConfigError, match=r"model.attention='bog' is not a known attention\. Did you mean 'bag'. Known: mha,"
     ):
         ModelOptions(attention="bog").resolve(11, 8)
-    with pytest.raises(ConfigError, match=r"model.n_kv_head=2 means nothing with model.attention=bag"):
+    with pytest.raises(ConfigError, match=r"model.n_kv_head=2 has no effect with model.attention=bag"):
         ModelOptions(attention="bag", head_dim=5, n_kv_head=2).resolve(11, 8)
     assert ModelOptions(attention="bag", n_layer=1).resolve(11, 8).attention[0].head_dim == 32
 

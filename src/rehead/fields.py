@@ -1,4 +1,4 @@
-"""Values against annotations: what is not of its type is refused when a config is made."""
+"""Checks values against annotations: a value of another type is refused when a config is created."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -19,12 +19,12 @@ WORDS = {
 
 
 def require_types(config: Any, prefix: str = "") -> None:
-    """Refuse a field of another type than it is annotated with. Raises ConfigError naming field, value and type.
+    """Raise ConfigError for a field whose value is not of its annotated type, naming field, value and type.
 
-    None is allowed where it is the default. The message has `prefix` before the field's name.
+    None is allowed where it is the default. The message puts `prefix` before the field's name.
     """
-    made: Any = type(config)
-    for name, default, kind, fits in _rules(made):
+    cls: Any = type(config)
+    for name, default, kind, fits in _rules(cls):
         value = getattr(config, name)
         if not (fits(value) or (value is None and default is None)):
             optional = ", or None" if default is None or NoneType in get_args(kind) else ""
@@ -35,20 +35,23 @@ def require_types(config: Any, prefix: str = "") -> None:
 
 @cache
 def _rules(config: Any) -> list[tuple[str, Any, Any, Callable[[Any], bool]]]:
-    """Name, default, annotation and check of every field."""
+    """Return name, default, annotation and check of every field."""
     return [(field.name, field.default, field.type, matcher(field.type)) for field in fields(config)]
 
 
 def matcher(kind: Any) -> Callable[[Any], bool]:
-    """Says of a value whether an annotation allows it. A bool is not a number, a whole number is a float too."""
+    """Return a function that says whether an annotation allows a value.
+
+    A bool is not a number; a whole number is also a float.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: True
     if origin in (Union, UnionType):
-        checks = [matcher(one) for one in inner]
+        checks = [matcher(member) for member in inner]
         return lambda value: any(check(value) for check in checks)
     if origin is Literal:
-        return lambda value: any(type(value) is type(one) and value == one for one in inner)
+        return lambda value: any(type(value) is type(choice) and value == choice for choice in inner)
     if origin in (tuple, list):
         item = matcher(inner[0])
         return lambda value: isinstance(value, origin) and all(map(item, value))
@@ -59,9 +62,9 @@ def matcher(kind: Any) -> Callable[[Any], bool]:
 
 
 def _words(kind: Any) -> str:
-    """An annotation for people, None aside."""
+    """Describe an annotation in words, leaving None out."""
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_words(one) for one in get_args(kind) if one is not NoneType)
+        return " or ".join(_words(member) for member in get_args(kind) if member is not NoneType)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
     if get_origin(kind) in (tuple, list):

@@ -1,8 +1,8 @@
-"""Text from a model, one token after another, with or without a cache.
+"""Generates text from a model, token by token, with or without a cache.
 
-In float32 and float64 the tokens are the same either way, and in any batch. In bfloat16 another order of computing
-rounds otherwise, and near-ties (within 2^-5 of the largest logit) may go to the other token. The same call on the
-same machine repeats in every dtype.
+In float32 and float64 the tokens are the same either way, and in any batch. In bfloat16 a different order of
+operations rounds differently, so near-ties (within 2^-5 of the largest logit) may go to the other token. The same
+call on the same machine gives the same tokens in every dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from rehead.model.ids import require_ids, require_range
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
 MOST_TOKENS = 10_000_000
-"""Per call: room for all of them is made at once."""
+"""Per call: memory for all of them is allocated at the start."""
 
 
 def generate(
@@ -37,16 +37,16 @@ def generate(
     seed: int | np.integer[Any] | Sequence[int] | None = None,
     use_cache: bool = True,
 ) -> Int[Tensor, "..."]:
-    """`ids`, (L,) or (B, L), followed by `max_new_tokens` new ones: (L + new,) or (B, L + new).
+    """Return `ids`, (L,) or (B, L), followed by `max_new_tokens` new ones: (L + new,) or (B, L + new).
 
-    One text is (L,), as `rehead.load_tokenizer(path).encode(text)` gives it; (B, L) are equally long texts.
+    One text is (L,), as `rehead.load_tokenizer(path).encode(text)` returns it; (B, L) are texts of equal length.
     The result is an int64 tensor on the model's device.
-    `temperature=0` is greedy. A `seed` gives the same tokens again: one for all rows, or one a row.
-    Without it the seed comes from torch's global generator. A model of limited context goes on with
-    the later half of it whenever it is full, with and without cache alike.
+    `temperature=0` is greedy. The same `seed` gives the same tokens: one seed for all rows, or one per row.
+    Without it the seed comes from torch's global generator. When the context of a model is full, generation
+    continues from its later half, with and without a cache alike.
     """
-    given = _tensor(require_ids(ids))
-    texts = given if given.dim() == 2 else given[None]
+    prompt = _tensor(require_ids(ids))
+    texts = prompt if prompt.dim() == 2 else prompt[None]
     new = list(
         stream(
             model,
@@ -60,7 +60,7 @@ def generate(
         )
     )
     whole = torch.cat([texts.to(model.device), *(token[:, None] for token in new)], dim=1)
-    return whole if given.dim() == 2 else whole[0]
+    return whole if prompt.dim() == 2 else whole[0]
 
 
 def stream(
@@ -74,11 +74,11 @@ def stream(
     seed: int | np.integer[Any] | Sequence[int] | None = None,
     use_cache: bool = True,
 ) -> Iterator[Int[Tensor, " B"]]:
-    """The next token of every prompt, (L,) each, `max_new_tokens` times; prompts may differ in length.
+    """Yield the next token of every prompt, (B,), `max_new_tokens` times. Each prompt is (L,) with its own L.
 
-    Each row is computed as if it were alone. The model is put into eval mode and left in the mode it
-    was in. Raises UsageError, before the first token, for a prompt that is empty, longer than the
-    context, or holds what is no token.
+    Each row is computed as if it were alone. The model runs in eval mode and keeps the mode it had.
+    Raises UsageError, before the first token, for a prompt that is empty, longer than the context, or
+    contains an id outside the vocabulary.
     """
     require_model(model)
     require_valid(temperature, top_k, top_p)
@@ -93,8 +93,8 @@ def stream(
         raise UsageError("no prompts: give at least one.")
     if len(prompts) * max_new_tokens > MOST_TOKENS:
         raise UsageError(
-            f"max_new_tokens={max_new_tokens} after each of {len(prompts)} prompts make "
-            f"{len(prompts) * max_new_tokens:,} tokens. Use {MOST_TOKENS:,} or fewer together."
+            f"max_new_tokens={max_new_tokens} after each of {len(prompts)} prompts makes "
+            f"{len(prompts) * max_new_tokens:,} tokens. Use {MOST_TOKENS:,} or fewer in total."
         )
     texts = [_tensor(require_ids(prompt, f"prompt {row}", dims=(1,))) for row, prompt in enumerate(prompts)]
     contexts = Contexts(model, texts, max_new_tokens)
@@ -119,10 +119,10 @@ def stream(
 
 
 class Contexts:
-    """The tokens of each row, the part of them the model looks back on, and the cache of that part.
+    """Holds the tokens of each row, the part of them that the model sees, and the cache of that part.
 
-    With a limit of N tokens, row text of n > N tokens is seen from a start that moves in strides of
-    N/2: a function of n alone, so neither the cache nor the other rows change what is generated.
+    With a limit of N tokens, the model sees a text of n > N tokens from a start that moves in strides of
+    N/2. The start depends on n alone, so neither the cache nor the other rows change what is generated.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
@@ -150,7 +150,7 @@ class Contexts:
         self.decode: Decode | None = None
 
     def add(self, token: Int[Tensor, " B"]) -> None:
-        """One more token to every row."""
+        """Append one token to every row."""
         if len(set(self.lengths)) == 1:
             self.ids[:, self.lengths[0]] = token
         else:
@@ -158,7 +158,7 @@ class Contexts:
         self.lengths, self.last = [length + 1 for length in self.lengths], token
 
     def next_logits(self, use_cache: bool) -> Tensor:
-        """Logits of the token after each row, (B, vocab)."""
+        """Return the logits of the token after each row, (B, vocab)."""
         starts = [self._start(length) for length in self.lengths]
         if use_cache and starts == self.starts:
             self.decode = self.decode or decoder(self.model)
@@ -173,10 +173,10 @@ class Contexts:
         return -(-(length - self.limit) // stride) * stride
 
     def _whole(self, starts: list[int], use_cache: bool) -> Tensor:
-        """One pass over what each row sees, shorter rows padded on the right; with a cache, equal rows once."""
+        """Run one pass over what each row sees, padded on the right; with a cache, equal rows are computed once."""
         spans = zip(self.ids, starts, self.lengths, strict=True)
         texts = [ids[start:length] for ids, start, length in spans]
-        numbers: dict[object, int] = {}  # of the texts that differ
+        numbers: dict[object, int] = {}  # of the distinct texts
         keys = [tuple(text.tolist()) if use_cache else row for row, text in enumerate(texts)]
         which = [numbers.setdefault(key, len(numbers)) for key in keys]
         rows = [texts[which.index(number)] for number in range(len(numbers))]
@@ -203,15 +203,15 @@ def _tensor(ids: Tensor | np.ndarray) -> Tensor:
 
 
 def _noise(n_row: int, n_step: int, seed: int | np.integer[Any] | Sequence[int] | None) -> Tensor:
-    """Uniform numbers for every draw, each row from its own seed."""
+    """Return a uniform number for every draw, (B, steps), each row from its own seed."""
     if seed is None:
         seed = [int(torch.randint(2**62, ())) for _ in range(n_row)]
     seeds = list(seed) if isinstance(seed, Iterable) else [seed] * n_row
-    for one in seeds:
-        if not isinstance(one, Integral):
-            raise UsageError(f"seed={one!r} is not a whole number. Give one, such as 0, or one a prompt.")
+    for value in seeds:
+        if not isinstance(value, Integral):
+            raise UsageError(f"seed={value!r} is not a whole number. Give one, such as 0, or one per prompt.")
     if len(seeds) != n_row:
-        raise UsageError(f"{len(seeds)} seeds for {n_row} prompts. Give one, or one a prompt.")
+        raise UsageError(f"{len(seeds)} seeds for {n_row} prompts. Give one, or one per prompt.")
     rows = [_uniform(n_step, int(s) % 2**64) for s in seeds]
     return torch.stack(rows) if rows else torch.empty(0, n_step)
 

@@ -1,4 +1,4 @@
-"""Things of one kind, found by name."""
+"""Registries: entries of one kind, looked up by name."""
 
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A roster: names to things of one `kind`, in order of registration."""
+    """Maps names to entries of one `kind`, in order of registration."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
 
     def add(self, *names: str) -> Callable[[T], T]:
-        """Decorator that enters one thing under each of `names`."""
+        """Return a decorator that registers an entry under each of `names`."""
 
         def register(entry: T) -> T:
             for name in names:
@@ -33,7 +33,7 @@ class Registry(Generic[T]):
         raise ConfigError(f"unknown {self.kind} {name!r}.{nearest(name, self)}")
 
     def name_of(self, entry: T) -> str:
-        """The first name `entry` was registered under."""
+        """Return the first name `entry` was registered under."""
         return next(name for name, known in self._entries.items() if known is entry)
 
     def __contains__(self, name: object) -> bool:
@@ -44,7 +44,7 @@ class Registry(Generic[T]):
 
 
 def nearest(name: str, known: "Registry[T] | list[str]") -> str:
-    """The end of an "unknown ..." message: the nearest known name, then all of them."""
+    """Return the end of an "unknown ..." message: the nearest known name, then all of them."""
     near = get_close_matches(name, list(known), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint} Known: {', '.join(known)}."

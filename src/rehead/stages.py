@@ -1,4 +1,4 @@
-"""Long work says what it does and how far it is, to whoever listens: the command line shows it, a library is silent."""
+"""Progress of long work, reported to a listener: the command line shows it, the library is silent."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What is being done, and how much of it: `done` of `total` (None: nobody knows) in `unit`, a plural."""
+    """A piece of long work: `done` of `total` items (None if unknown), counted in `unit`, a plural."""
 
     title: str
     total: int | None
@@ -26,9 +26,9 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of every stage meanwhile: when it begins, after each of its items, and when it ends.
+    """Report every stage within the block to `listener`: its begin, each of its items, and its end.
 
-    A stage within a stage is a part of it and not told of.
+    A stage within a stage is part of it and is not reported.
     """
     depth = 0
 
@@ -49,17 +49,17 @@ def listening(listener: Listener) -> Iterator[None]:
 def staged(
     items: Iterable[T], title: str, total: int | None, unit: str, size: Callable[[T], int] = lambda _: 1
 ) -> Iterator[T]:
-    """Pass `items` on as a stage; each counts its `size` once it was worked on."""
-    tell = _listener.get()
-    if tell is None:
+    """Yield `items` as a stage; each counts its `size` once it has been processed."""
+    report = _listener.get()
+    if report is None:
         yield from items
         return
     stage = Stage(title=title, total=total, unit=unit)
-    tell(stage)
+    report(stage)
     try:
         for item in items:
             yield item
             stage = replace(stage, done=stage.done + size(item), state="going")
-            tell(stage)
+            report(stage)
     finally:
-        tell(replace(stage, state="ended"))
+        report(replace(stage, state="ended"))

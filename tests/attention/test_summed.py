@@ -79,11 +79,11 @@ def test_b16_one_flag():
         ({"n_kv_head": 4}, "n_kv_head=4 does not divide n_query_head=6"),
         (
             {"n_kv_head": 3, "kv_lora_rank": 8},
-            "model.kv_lora_rank=8 means nothing with model.attention=gqa_sum",
+            "model.kv_lora_rank=8 has no effect with model.attention=gqa_sum",
         ),
         (
             {"n_kv_head": 3, "score": "additive"},
-            "model.score=additive means nothing with model.attention=gqa_sum",
+            "model.score=additive has no effect with model.attention=gqa_sum",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -64,7 +64,7 @@ def test_a_line_of_metrics_that_is_no_record(run, line, capfd):
     assert len(error.splitlines()) == 1
     assert error.startswith("rehead: run/metrics.jsonl: line 3 (")
     assert "is not a record of a run: each is a JSON object with a whole number as its step." in error
-    assert error.endswith("Correct that line, or delete it.\n")
+    assert error.endswith("Correct the line, or delete it.\n")
     assert files(run) == before
     del lines[2]
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
@@ -76,7 +76,7 @@ def test_a_last_line_that_a_power_cut_left(run, capfd):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
     assert main(["train", *MORE]) == 0
-    said = "the last line of run/metrics.jsonl was cut while it was written, and is left out"
+    said = "the last line of run/metrics.jsonl is incomplete and is ignored"
     assert capfd.readouterr().err.count(said) == 1
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
@@ -166,9 +166,6 @@ def test_a_state_that_cannot_go_on(run, capfd):
     capfd.readouterr()
     again = ["system.work_dir=run", "trainer.max_iters=4", "trainer.resume=True"]
     assert main(["train", *again]) == 4
-    assert (
-        "Remove the folder it lies in, and the run resumes from the checkpoint before."
-        in capfd.readouterr().err
-    )
+    assert "Remove its folder, and the run resumes from the checkpoint before it." in capfd.readouterr().err
     shutil.rmtree(newest)
     assert main(["train", *again]) == 0

@@ -61,7 +61,7 @@ def model():
         ("generate a --prompt b --top-p=all", "--top-p all: expected a number. See rehead generate --help."),
         (
             "generate a --prompt b --no-cache=3",
-            "--no-cache stands alone, without '3'. See rehead generate --help.",
+            "--no-cache takes no value. Leave out '3'. See rehead generate --help.",
         ),
         (
             "generate a --prompt b --seed 1 --seed 2",
@@ -71,7 +71,7 @@ def model():
         ("--help x", "unexpected argument 'x'. See rehead --help."),
         (
             "study --preset grid --fraction 2",
-            "--fraction 2: the share of all iterations. Use a number above 0",
+            "--fraction 2 is not a share of the iterations. Use a number above 0",
         ),
         ("generate a --prompt b --device cpu:1", "--device cpu:1: only cuda devices have numbers"),
     ],

@@ -48,7 +48,7 @@ def test_the_option_that_was_typed_is_named(run, capfd):
     ):
         said = refused(capfd, *words)
         assert "no text at 'nowhere.txt' (No such file or directory)" in said
-        assert f"give {option} a file or folder that is there" in said
+        assert f"give {option} a file or folder that exists" in said
         assert not Path("new").exists() or words[0] == "train"
     Path("empty").mkdir()
     assert "name a file with --data." in refused(capfd, "eval", run, "--data", "empty")
@@ -136,7 +136,7 @@ WRONG_PLACES = (
     ),
     ("plan input.txt", "is a file: expected a model or run folder, a config.json, or a YAML of options."),
     ("study --preset broken.yaml", "is not YAML", "in line 1. docs/study.md has the form of a preset."),
-    ("inspect out/gqa --text God --html out", "cannot write out (Is a directory): give --html the name of a"),
+    ("inspect out/gqa --text God --html out", "cannot write out (Is a directory): give --html a file in a"),
     (
         "heal out/gqa --teacher out/../out/gqa",
         "--teacher out/../out/gqa is the model to heal itself",
@@ -159,7 +159,7 @@ def test_numbers_are_refused_before_any_work(run, capfd, monkeypatch):
         capfd, "generate", run, "--prompt", "God", "--max-new-tokens", "9000000", "--samples", "2"
     )
     assert error.endswith(
-        "--max-new-tokens 9000000 after each of 2 prompts make 18,000,000 tokens. Use 10,000,000 or fewer together.\n"
+        "--max-new-tokens 9000000 after each of 2 prompts makes 18,000,000 tokens. Use 10,000,000 or fewer in total.\n"
     )
     monkeypatch.setattr("rehead.conversion.folder.read_at", lambda *given: pytest.fail("the model was read"))
     for value in ("-1.0", "nan"):

@@ -387,7 +387,11 @@ REFUSED = [  # how it is called, what the message must name, the remedy it must 
     (lambda m: generate(m, tokens(4), 3, -0.5), "temperature=-0.5", "0 (always"),
     (lambda m: generate(m, tokens(4), 3, top_k=0), "top_k=0", "1 or more"),
     (lambda m: generate(m, tokens(4), 3, top_p=0), "top_p=0", "more than 0"),
-    (lambda m: generate(m, tokens(4), 3, seed=[1, 2]), "2 seeds for 3 prompts", "Give one, or one a prompt"),
+    (
+        lambda m: generate(m, tokens(4), 3, seed=[1, 2]),
+        "2 seeds for 3 prompts",
+        "Give one, or one per prompt",
+    ),
     (lambda m: generate(m, torch.tensor([[3, V]]), 3), "prompt 0 holds 3 to 23", "tokens are 0 to 22"),
     (lambda m: generate(m, torch.tensor([[3, 1], [2, -1]]), 3), "prompt 1 holds -1 to 2", "tokenizer"),
 ]

@@ -7,7 +7,7 @@ import torch
 
 from rehead.config import ModelOptions
 from rehead.errors import NumericError, UsageError
-from rehead.measure.attention_maps import attention_maps, prefix_change, spread
+from rehead.measure.attention_maps import attention_maps, head_spread, prefix_change
 from rehead.model import both_seen, build
 
 SIZES = {"n_layer": 2, "n_query_head": 6, "n_embd": 36, "vocab_size": 19, "block_size": 16}
@@ -85,15 +85,15 @@ def test_spread_of_known_weights():
     one, three_back = torch.eye(5), torch.eye(5).roll(1, 0)
     three_back[0] = one[0]
     halves = torch.tensor([[1, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0.5]])
-    assert spread(one[None]).entropy == [0.0]
-    assert spread(one[None]).distance == [0.0]
-    assert spread(three_back[None]).distance == pytest.approx([4 / 5])
-    figures = spread(torch.stack([halves, torch.eye(3)]))
+    assert head_spread(one[None]).entropy == [0.0]
+    assert head_spread(one[None]).distance == [0.0]
+    assert head_spread(three_back[None]).distance == pytest.approx([4 / 5])
+    figures = head_spread(torch.stack([halves, torch.eye(3)]))
     assert figures.entropy == pytest.approx([2 / 3 * math.log(2), 0])
     assert figures.distance == pytest.approx([(0.5 * 1 + 0.5 * 2) / 3, 0])
     assert figures.even == pytest.approx([(math.log(2) + math.log(3)) / 3, (0.5 + 1) / 3])
-    assert spread(torch.eye(3)[None], window=2).even == pytest.approx([2 / 3 * math.log(2), 2 / 3 * 0.5])
-    assert spread(torch.ones(1, 1, 1)).even == (0.0, 0.0)
+    assert head_spread(torch.eye(3)[None], window=2).even == pytest.approx([2 / 3 * math.log(2), 2 / 3 * 0.5])
+    assert head_spread(torch.ones(1, 1, 1)).even == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -223,7 +223,7 @@ def test_parameters_are_counted(direction, n_layer):
 
 @pytest.mark.parametrize("n_layer", [0, -1, 1025])
 def test_refused_numbers_of_layers(n_layer):
-    with pytest.raises(ConfigError, match=f"n_layer={n_layer}: a model has layers. Use 1 to 1024"):
+    with pytest.raises(ConfigError, match=f"n_layer={n_layer}. Use 1 to 1024"):
         RNNConfig(**CONFIG | {"n_layer": n_layer})
 
 

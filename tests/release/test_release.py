@@ -140,7 +140,7 @@ def test_a_users_commands(installed, where, tmp_path):
             stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
         assert done.returncode == 0, (words, done.stderr)
-        assert "bug of ours" not in done.stderr
+        assert "bug in rehead" not in done.stderr
         assert "Traceback" not in done.stderr
     certificate = json.loads((tmp_path / "latent" / "conversion.json").read_text())
     assert certificate["exact"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rehead.errors import UsageError
-from rehead.report import labels, maps, page
+from rehead.report import maps, page
+from rehead.report.text import LONGEST_LABEL, token_labels
 
 PAYLOADS = [
     "<script>alert(1)</script>",
@@ -60,11 +61,11 @@ def test_payloads_are_text_and_nothing_else():
     about = json.loads(next(value for _, name, value in hostile.attributes if name == "data-about"))
     assert about["tokens"][:2] == ["<script>alert(1)</scrip…", '"><img·src=x·onerror=al…']
     assert about["tokens"][6] == "\\u202egnp.exe"
-    assert max(map(len, about["tokens"])) == labels.LONGEST
+    assert max(map(len, about["tokens"])) == LONGEST_LABEL
 
 
 def test_labels_show_what_does_not_print():
-    assert labels.labels([" is", "\n", "\t", "é", "\u200b", "", "\u2028", "\ud800"]) == [
+    assert token_labels([" is", "\n", "\t", "é", "\u200b", "", "\u2028", "\ud800"]) == [
         "·is",
         "↵",
         "⇥",
@@ -111,6 +112,6 @@ def test_too_many_weights_for_a_page():
 
 def test_a_window_that_the_tokens_do_not_fill_is_said():
     tokens, ones = list("abcd"), [torch.ones(1, 4, 4)] * 2
-    assert "no more than the last 2 tokens in some layers." in maps.fragment("a", tokens, ones, [2, None])
-    assert "last 9 tokens; over these 4 tokens it hides nothing." in maps.fragment("a", tokens, ones, [9, 9])
-    assert "no more than" not in maps.fragment("a", tokens, ones, [None, None])
+    assert "sees only the last 2 tokens in some layers." in maps.fragment("a", tokens, ones, [2, None])
+    assert "last 9 tokens; with 4 tokens that hides nothing." in maps.fragment("a", tokens, ones, [9, 9])
+    assert "sees only" not in maps.fragment("a", tokens, ones, [None, None])

@@ -104,7 +104,7 @@ def test_all_heads_by_entropy_or_distance(file, opened):
         shown.select_option("figure:first-of-type [name=kind]", kind)
         names = shown.locator(".overview").first.locator("tr >> nth=2").locator("button")
         said = [float(one.get_attribute("title").split()[-2]) for one in names.all()]
-        assert said == pytest.approx(getattr(maps.spread(weights[2]), kind), abs=0.0051)
+        assert said == pytest.approx(getattr(maps.head_spread(weights[2]), kind), abs=0.0051)
 
 
 def test_hover_names_query_key_and_weight_and_hostile_tokens_are_text(file, opened, until):

@@ -94,4 +94,7 @@ def test_one_model_is_not_ranked_and_what_is_slow_is_named(shrunk):
     text = study.html(document, {})
     assert "is claimed" not in text
     assert "not claimed" not in text
-    assert text.count("rebuilt from the latents of the whole context for every new token in C:") == 2
+    assert (
+        text.count("C: for every new token, rotary keys are rebuilt from the latents of the whole context.")
+        == 2
+    )

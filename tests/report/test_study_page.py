@@ -10,7 +10,7 @@ from rehead.report import interactive, page, study
 from rehead.report.chart import COLOURS, DARK_COLOURS, Look
 from rehead.report.figures import Figures, frontier
 from rehead.report.interactive import finite, table
-from rehead.report.text import LONGEST, harmless
+from rehead.report.text import LONGEST, sanitise
 
 PAYLOADS = [
     "<script>alert(1)</script>",
@@ -53,7 +53,7 @@ def test_payloads_are_text_and_nothing_else(payload, made_up, attention, tmp_pat
     assert hostile.tags == harmless_page.tags
     assert [one[:2] for one in hostile.attributes] == [one[:2] for one in harmless_page.attributes]
     assert not [one for one in hostile.attributes if one[1] in LOADING or one[1].startswith("on")]
-    assert harmless(payload) in hostile.text
+    assert sanitise(payload) in hostile.text
     assert "\u202e" not in text
     assert len(text) < 200_000
     for number, answer in enumerate(study.answers(made_up(payload, names))):
@@ -72,8 +72,8 @@ def test_labels_of_charts_are_no_tags(made_up):
 
 
 def test_long_text_is_cut_with_a_count():
-    assert harmless("x" * 1000) == "x" * LONGEST + " … and 800 more characters"
-    assert harmless("a\u202eb\x00c\ud800\n") == "a\\u202eb\\u0000c\\ud800\n"
+    assert sanitise("x" * 1000) == "x" * LONGEST + " … and 800 more characters"
+    assert sanitise("a\u202eb\x00c\ud800\n") == "a\\u202eb\\u0000c\\ud800\n"
 
 
 def test_what_is_not_finite_is_a_gap(made_up):
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_a_gap(made_up):
 def test_claims_are_worded_by_what_the_seeds_allow(made_up):
     first, second = study.answers(made_up())[0].findings
     assert first == "B ends 0.4000 nats per token above A, over 2 seeds that do not overlap."
-    assert second == "C and A are not told apart: +0.0750 nats per token, within the spread of 2 seeds."
+    assert second == "C and A are not told apart: +0.0750 nats per token, within the range of 2 seeds."
     document = made_up()
     document["questions"][0]["claims"][0]["seeds"] = 1
     assert study.findings(document) == ["One seed each: no difference between losses is claimed."]
@@ -107,7 +107,7 @@ def test_cards_claim_what_the_seeds_bear(made_up):
     facts = {name: (value, whose) for name, value, whose in study.facts(made_up())}
     assert facts["Validation loss"] == ("2.050–2.450", "nats per token; lowest A, not told apart from C")
     assert facts["Smallest KV cache"] == ("64 B", "per token: C, D, 25 % of the largest")
-    assert facts["On the frontier"] == ("3", "beaten by none: C, D, A")
+    assert facts["On the frontier"] == ("3", "no variant beats C, D, A")
     document = made_up()
     document["variants"] = document["variants"][:2]
     assert study.facts(document)[1] == ("Lowest validation loss", "2.0500", "nats per token: A")
@@ -119,7 +119,7 @@ def test_one_seed_ranks_nothing(made_up):
     assert facts["Validation loss"] == ("2.000–2.400", "nats per token; one seed each, so none is ranked")
     assert "On the frontier" not in facts
     text = Seen(study.html(document, {})).text
-    assert "which of them is better is not claimed" in text
+    assert "without a claim which of them is better" in text
     for word in ("Lowest", "Beaten", "lowest A"):
         assert word not in text
     assert study.findings(document) == ["One seed each: no difference between losses is claimed."]
@@ -128,14 +128,14 @@ def test_one_seed_ranks_nothing(made_up):
 def test_unlike_models_rank_nothing(made_up):
     document = made_up()
     document["variants"][0]["steps"] = 5
-    assert study.facts(document)[1][2] == "nats per token; of unlike models, so none is ranked"
+    assert study.facts(document)[1][2] == "nats per token; the models are not comparable, so none is ranked"
     assert "On the frontier" not in [name for name, _, _ in study.facts(document)]
     document["questions"][0]["claims"] = [
         {"variant": "B", "against": "A", "unlike": ["4 steps, not 5"]},
         {"variant": "C", "against": "A", "unlike": ["4 steps, not 5", "another text or tokenizer"]},
     ]
     assert study.findings(document) == [
-        "Not compared with A, being unlike: B (4 steps, not 5); C (4 steps, not 5, another text or tokenizer)."
+        "Not comparable with A: B (4 steps, not 5); C (4 steps, not 5, another text or tokenizer)."
     ]
 
 
@@ -161,7 +161,7 @@ def test_attention_alone_is_shown_beside_the_whole_step(made_up):
         (alone,) = (chart for chart in panel.charts if chart.title == "Attention alone")
         assert [series.pale for series in alone.series] == [False, True] * 2
         assert [series.x[0] for series in alone.series] == pytest.approx([full, 2 * full] * 2)
-        assert "a flat curve is expected" in panel.notes[-1]
+        assert "expect a flat curve" in panel.notes[-1]
     document = made_up()
     for one in document["variants"]:  # made before it was measured
         for part in (one["costs"], one["costs"]["memory"] or {}):
@@ -176,7 +176,7 @@ def test_the_page_says_what_was_shortened_and_who_made_what(made_up):
     assert "rehead study words" in text
     assert text.count("rehead train words") == 8
     assert "1 torn line(s)" in text
-    assert "flat curve is expected" in text
+    assert "expect a flat curve" in text
     assert "with a cache 1, 1, 1, ..., without 1, 2, 3, ..." in text
     assert "1,004 / 1,004 ✓" in text
 

@@ -156,7 +156,7 @@ BAD = [
     (
         {"questions": [{"ask": "x", "of": ["NOPE"]}]},
         InvalidInput,
-        ["p: ", "'NOPE'", "names no variants", "Leave of"],
+        ["p: ", "'NOPE'", "has no variants", "Leave of"],
     ),
     ({"variants": {"a": {}}, "questions": [{"of": ["a"]}]}, InvalidInput, ["ask is missing"]),
     ({"run": {"modle": {}}}, InvalidInput, ["modle"]),
@@ -219,17 +219,17 @@ TWO = "about: x\nvariants: {a: {}, b: {model: {n_kv_head: 1}}}\n"
         (
             "",
             "system.work_dir=[ahead,z]",
-            'system.work_dir=["ahead", "z"]: a study goes to one folder, which has',
+            'system.work_dir=["ahead", "z"]: a study has one folder, with',
         ),
         (
             "",
             "system.work_dir=null",
-            "system.work_dir=null: a study goes to one folder, which has one of its own",
+            "system.work_dir=null: a study has one folder, with a subfolder",
         ),
         (
             "run: {system: {work_dir: [ahead, z]}}",
             "",
-            'system.work_dir=["ahead", "z"]: a study goes to one folder',
+            'system.work_dir=["ahead", "z"]: a study has one folder',
         ),
         (
             "",
@@ -237,11 +237,11 @@ TWO = "about: x\nvariants: {a: {}, b: {model: {n_kv_head: 1}}}\n"
             "no text at 'nowhere.txt' (No such file or directory): give data.p",
         ),
         ('prompt: ""', "", "ahead.yaml: prompt is empty: give a text, or leave it out."),
-        ("prompt: O God, O God!", "", "ahead.yaml: prompt has 13 tokens, a reads 8: give a shorter one."),
+        ("prompt: O God, O God!", "", "ahead.yaml: prompt has 13 tokens, a reads 8: give a shorter prompt."),
         (
             "prompt: ÄÄÄÄÄ",
             "data.tokenizer=byte",
-            "ahead.yaml: prompt has 10 tokens, a reads 8: give a shorter one.",
+            "ahead.yaml: prompt has 10 tokens, a reads 8: give a shorter prompt.",
         ),
     ],
 )
@@ -261,6 +261,6 @@ def test_texts_and_places_are_looked_at_before_anything_is_trained(here, capfd, 
 
 def test_a_variant_has_no_place_of_its_own():
     with pytest.raises(
-        ConfigError, match=r"a: system\.work_dir=z: a variant goes to a folder in the study's"
+        ConfigError, match=r"a: system\.work_dir=z: a variant is written to a subfolder of the study"
     ):
         jobs(preset(variants={"a": {"system": {"work_dir": "z"}}}), [])

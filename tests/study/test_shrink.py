@@ -272,7 +272,10 @@ BAD = [
     ({"b": {"source": "x", "from": "a"}}, ["source:", "from:", "Leave one out"]),
     ({"b": {"source": "x", "model": {"n_layer": 2}}}, ["source trains nothing", "model.n_layer"]),
     ({"b": {"from": "a", "convert": {}, "export": {}}}, ["convert and export", "of its own"]),
-    ({"b": {"from": "a", "export": {}}, "c": {"from": "b", "convert": {}}}, ["'b'", "no variant above", "a"]),
+    (
+        {"b": {"from": "a", "export": {}}, "c": {"from": "b", "convert": {}}},
+        ["'b'", "not a variant above", "a"],
+    ),
     ({"b": {"from": "a", "convert": {"calibration": 5}}}, ["calibration=5", "str or list"]),
 ]
 

@@ -22,7 +22,7 @@ from rehead.cli import main
 from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs
 from rehead.study.claims import compare
-from rehead.study.metrics import MOST_POINTS, read_metrics, thin
+from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
 from rehead.training.hold import hold
 
 TINY = ["study", "--preset", "tiny.yaml"]
@@ -305,7 +305,7 @@ def test_several_at_once_and_killed(whole, here):
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the processes that just start, too
         said = running.communicate()[1]
     assert running.returncode == 130, said
-    assert "the same command goes on" in said.splitlines()[-1]
+    assert "repeat the command to resume" in said.splitlines()[-1]
     assert "Traceback" not in said
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert losses(Path("both")) == losses(whole)
@@ -362,8 +362,8 @@ def test_a_million_steps_are_thinned(tmp_path):
     steps = [step for step, _, _ in found]
     assert (len(steps), steps[0], steps[-1]) == (MOST_POINTS, 0, 1_000_000)
     assert max(later - step for step, later in pairwise(steps)) <= 1002
-    assert thin([1, 2, 3], 3) == [1, 2, 3]
-    assert thin([1, 2, 3, 4], 2) == [1, 4]
+    assert downsample([1, 2, 3], 3) == [1, 2, 3]
+    assert downsample([1, 2, 3, 4], 2) == [1, 4]
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_what_cannot_be_healed(capsys):
         words = [f"{name}={value}" for name, value in flags.items()]
         assert main(["train", *words, f"system.work_dir={folder}"]) == 0
     refusals = {
-        ("mqa", "other"): "not converted from such a model",
-        ("mqa", "few"): "not converted from such a model",
+        ("mqa", "other"): "was converted from another model",
+        ("mqa", "few"): "was converted from another model",
         ("mqa", "nowhere"): "nowhere does not exist",
         ("nowhere", "source"): "nowhere does not exist",
     }

@@ -188,7 +188,7 @@ def test_resume_without_a_run_is_refused_by_name():
     run("runs/first", "trainer.max_iters=0")
     for place, known in (
         ("runs/frist", "Did you mean 'first'? Known: first."),
-        ("x/y", "There is none in x at all."),
+        ("x/y", "There are no runs in x."),
     ):
         with pytest.raises(InvalidInput) as refused:
             run(place, "trainer.resume=True")
@@ -265,7 +265,7 @@ def test_a_run_that_diverges_says_where_it_can_be_taken_up(monkeypatch):
     diverge(2)
     with pytest.raises(NumericError) as stopped:
         run("b", "trainer.save_every=4")
-    assert str(stopped.value).endswith("rate. No checkpoint was saved yet: start again.")
+    assert str(stopped.value).endswith("rate. There is no checkpoint to resume from yet: start again.")
 
 
 def test_the_seed_decides_everything():
@@ -316,7 +316,7 @@ def test_a_run_is_not_begun_anew_in_its_folder():
 def test_other_arithmetic_is_warned_of(monkeypatch):
     stop_at(2, "a")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    with pytest.warns(UserWarning, match="not to the bit: threads 1 -> 7"):
+    with pytest.warns(UserWarning, match="not bit for bit: threads 1 -> 7"):
         resume("a")
 
 
@@ -460,8 +460,8 @@ def test_a_run_says_which_text_it_took_and_why():
     ]
     assert said == [
         "input.txt",
-        "Python's help texts, as neither data.path nor data.name is given (input.txt lies here: data.path=input.txt "
-        "takes it)",
+        "Python's help texts, because neither data.path nor data.name is given (to use input.txt from this "
+        "folder, give data.path=input.txt)",
         "the corpus python-docs",
     ]
     assert metrics("b")[0]["text"] == said[1]
@@ -728,7 +728,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path):
     again = read([*flags, *small, "trainer.max_iters=2", "trainer.resume=True"])
     with (
         pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(IntegrityError, match="none of them is whole"),
+        pytest.raises(IntegrityError, match=r"every checkpoint in .* is damaged"),
     ):
         list(train(again))
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics

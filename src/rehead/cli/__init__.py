@@ -1,13 +1,13 @@
-"""argv into one call per command. Nothing here computes; torch is imported only by what needs it.
+"""The command line: one function per command, which only parses and prints; torch is imported when needed.
 
-Importing this imports no command, so that a signal finds an answer before anything heavy is read.
+Importing this package imports no command, so that signals are handled before anything heavy is loaded.
 """
 
 from rehead.cli.interrupt import answer_signals, ignore_interrupt
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line, by default the process's own; return its exit status (see `rehead.errors`)."""
+    """Run one command line, by default `sys.argv`; return its exit status (see `rehead.errors`)."""
     if argv is None:
         answer_signals()
     from rehead.cli.entry import main as run

@@ -1,4 +1,4 @@
-"""The command line's root, and what all commands share."""
+"""The root of the command line, and what all commands share."""
 
 import json as jsonlib
 import sys
@@ -10,7 +10,7 @@ from rehead import __version__
 from rehead.cli.layout import Layout
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON document on stdout")]
-DEVICE = "cpu, cuda, cuda:N, mps, or auto, which takes the fastest there is"
+DEVICE = "cpu, cuda, cuda:N, mps, or auto for the fastest available"
 app = App(
     name="rehead",
     version=__version__,
@@ -27,5 +27,5 @@ def warn(message: object) -> None:
 
 
 def say(document: dict[str, Any], text: str, json: bool) -> None:
-    """Print a result on stdout: as one JSON document, or as text."""
+    """Print a result on stdout, as one JSON document or as text."""
     print(jsonlib.dumps(document) if json else text)

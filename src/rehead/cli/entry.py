@@ -1,4 +1,4 @@
-"""One command line, from argv to the exit status; any failure is one line on stderr."""
+"""Runs a command line, from argv to the exit status; a failure is one line on stderr."""
 
 import io
 import logging
@@ -25,16 +25,16 @@ from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
 
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|Storage size calculation")
-"""How torch says it, which has no error class for it on every device."""
+"""torch's messages: not every device has an exception class for it."""
 WANTED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 LONGEST = 100
-"""Characters of a word in an error; a longer one, such as a path, loses its middle. No rule or list does."""
+"""Characters of a word in an error message; a longer one, such as a path, loses its middle."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; return its exit status (see `rehead.errors`)."""
-    _open_streams()
-    argv = [_bare(word) for word in (sys.argv[1:] if argv is None else argv)]
+    _replace_closed_streams()
+    argv = [_normalise_flag(word) for word in (sys.argv[1:] if argv is None else argv)]
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     if argv[:1] == ["help"]:
@@ -42,13 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         app.help_print()
         return UsageError.exit_code
-    with warnings.catch_warnings(), _said("--json" in argv):
+    with warnings.catch_warnings(), _shown_log("--json" in argv):
         warnings.showwarning = _warn
         return _run(argv, debug)
 
 
 def _run(argv: list[str], debug: bool) -> int:
-    """Any failure as one line on stderr and an exit status."""
+    """Run a command; turn any failure into one line on stderr and an exit status."""
     try:
         _choose_native()
         _require_text(argv)
@@ -66,27 +66,27 @@ def _run(argv: list[str], debug: bool) -> int:
         print(WORDS[number], file=sys.stderr)
         return 128 + number
     except BrokenPipeError:
-        _let_go_of_stdout()
+        _discard_stdout()
         return 0
     except OSError as error:
-        _let_go_of_stdout()
-        return _fail(ResourceError(f"{error}: check that place, its permissions and free space."), debug)
+        _discard_stdout()
+        return _fail(ResourceError(f"{error}: check the path, its permissions and free space."), debug)
     except Exception as error:
         if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
-            asked = WANTED.search(str(error))
-            what = f"out of memory{f' ({asked[1]} more were needed)' if asked else ''}"
+            wanted = WANTED.search(str(error))
+            what = f"out of memory{f' ({wanted[1]} more were needed)' if wanted else ''}"
             return _fail(ResourceError(f"{what}: use a smaller model or batch, or fewer tokens."), debug)
         if debug:
             raise
         with tempfile.NamedTemporaryFile("w", prefix="rehead-", suffix=".log", delete=False) as log:
             traceback.print_exc(file=log)
-        print(f"rehead: a bug of ours: {error!r:.150}. The traceback is in {log.name}.", file=sys.stderr)
+        print(f"rehead: a bug in rehead: {error!r:.150}. The traceback is in {log.name}.", file=sys.stderr)
         return 8
     return 0
 
 
 class _Lines(logging.Handler):
-    """What the library says, a line each on the stderr of that moment."""
+    """Prints log records on the current stderr, one line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
@@ -96,8 +96,8 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def _said(json: bool) -> Iterator[None]:
-    """Show what the logger "rehead" is told; beside --json only warnings."""
+def _shown_log(json: bool) -> Iterator[None]:
+    """Show the records of the logger "rehead"; with --json only warnings."""
     logger, lines = logging.getLogger("rehead"), _Lines()
     level = logger.level
     logger.setLevel(logging.WARNING if json else logging.INFO)
@@ -110,12 +110,12 @@ def _said(json: bool) -> Iterator[None]:
 
 
 def _choose_native() -> None:
-    """Obey REHEAD_NATIVE, the one variable that is read."""
+    """Apply REHEAD_NATIVE, the only environment variable that rehead reads."""
     native.use(os.environ.get("REHEAD_NATIVE") or "1")
 
 
-def _open_streams() -> None:
-    """Write to nowhere where stdout or stderr is closed, and escape what their encoding cannot say."""
+def _replace_closed_streams() -> None:
+    """Discard output if stdout or stderr is closed, and escape characters that their encoding lacks."""
     sys.stdout = sys.stdout or io.StringIO()
     sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
@@ -123,16 +123,16 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _let_go_of_stdout() -> None:
-    """Where stdout is full or gone, do not let the interpreter try once more at its end."""
+def _discard_stdout() -> None:
+    """Redirect a full or closed stdout, or the interpreter would fail to flush it at exit."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _bare(word: str) -> str:
-    """`--model.rope=True` as `model.rope=True`, and ~ behind the = as the home folder."""
+def _normalise_flag(word: str) -> str:
+    """Return `--model.rope=True` as `model.rope=True`, and expand ~ after the = to the home folder."""
     match = re.fullmatch(r"(?:--)?([a-z_]+\.[A-Za-z_.]+)(?:(=)(.*))?", word, re.DOTALL)
     if match is None or not (match[2] or word.startswith("--")):
         return word
@@ -140,23 +140,23 @@ def _bare(word: str) -> str:
 
 
 def _require_text(argv: list[str]) -> None:
-    """Refuse arguments that are empty (as a path they would mean this folder) or no text."""
+    """Raise UsageError for arguments that are empty (a path would mean this folder) or not UTF-8."""
     for word in argv:
         if re.fullmatch("(--[a-z-]+=)?", word):
-            raise UsageError(f"{word!r}: an argument is empty. Give it a value, or leave it out.")
+            raise UsageError(f"{word!r}: the argument is empty. Give it a value, or leave it out.")
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise UsageError(f"{word!r:.200} is not UTF-8: rename it, or set LC_ALL=C.UTF-8.")
 
 
 def _require_command(word: str) -> None:
-    """Refuse what is neither a command nor one of the options that stand alone."""
+    """Raise UsageError for an unknown command; options such as --help are commands, too."""
     if word not in app:
         commands = sorted(name for name in app if not name.startswith("-"))
         raise UsageError(f"unknown command {word!r}.{nearest(word, commands)} See rehead --help.")
 
 
 def _require_whole(argv: list[str]) -> None:
-    """Refuse 1.5 where a whole number is wanted; cyclopts would round it."""
+    """Raise UsageError for 1.5 where an integer is expected; cyclopts would round it."""
     if argv[0].startswith("-"):
         return
     command = app[argv[0]].default_command

@@ -12,19 +12,19 @@ from rehead.cli.app import Json, app, say
 @app.command(name="import")
 def import_(
     file: Annotated[Path, Parameter(help="a GGUF file of llama.cpp")],
-    folder: Annotated[Path, Parameter(help="where the model folder is to be")],
+    folder: Annotated[Path, Parameter(help="the model folder to write")],
     *,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"],
-        Parameter(help="of the weights; fp32 keeps every number that the file stands for, the others round"),
+        Parameter(help="number format of the weights; fp32 keeps every value of the file, the others round"),
     ] = "fp32",
     json: Json = False,
 ) -> None:
-    """Turn a GGUF file into a Hugging Face folder, tokenizer and all.
+    """Convert a GGUF file to a Hugging Face folder, including the tokenizer.
 
-    Quantised weights become the numbers they stand for. Architectures are llama,
-    qwen2 and qwen3; what rehead does not know is refused by name. Needs
-    pip install "rehead[gguf]". For example:
+    Quantised weights are dequantised. Supported architectures are llama, qwen2
+    and qwen3; others are refused by name. Needs pip install "rehead[gguf]".
+    For example:
 
         rehead import SmolLM2-135M-Instruct.Q4_1.gguf smollm2
     """
@@ -35,11 +35,11 @@ def import_(
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     with Board(f"importing {file}"):
-        found = import_file(file, folder, types[dtype])
-    kinds = ", ".join(f"{count} {name}" for name, count in found.types.items())
+        imported = import_file(file, folder, types[dtype])
+    kinds = ", ".join(f"{count} {name}" for name, count in imported.types.items())
     lines = (
-        f"{found.architecture} in {folder}",
-        f"weights    {found.parameters:,} numbers in {dtype}, from tensors of {kinds}",
-        f"tokenizer  {found.vocab_size:,} tokens{', a chat template' if found.chat_template else ''}",
+        f"{imported.architecture} in {folder}",
+        f"weights    {imported.parameters:,} numbers in {dtype}, from tensors of {kinds}",
+        f"tokenizer  {imported.vocab_size:,} tokens{', a chat template' if imported.chat_template else ''}",
     )
-    say({"folder": str(folder), "dtype": dtype, **asdict(found)}, "\n".join(lines), json)
+    say({"folder": str(folder), "dtype": dtype, **asdict(imported)}, "\n".join(lines), json)

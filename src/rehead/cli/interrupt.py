@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM from the first instruction on: one word on stderr, and exit status 130 or 143."""
+"""Handles Ctrl-C and SIGTERM from the start: one word on stderr, and exit status 130 or 143."""
 
 import os
 
@@ -7,27 +7,27 @@ if TYPE_CHECKING:
     import signal
     from types import FrameType
 else:
-    import _signal as signal  # its half in C: the other one imports for longer than all that comes before
+    import _signal as signal  # the C half: importing `signal` takes longer than everything before it
 
 WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 HERE = os.path.dirname(__file__)
 AGAIN = 0.02
-"""Seconds until an import is asked again whether it has ended."""
+"""Seconds between two checks whether an import has ended."""
 
 
 def answer_signals() -> None:
     """Let SIGINT and SIGTERM raise KeyboardInterrupt with their number, but never inside an import.
 
-    An exception that cuts an import short leaves half a module and comes out as any other error. While a
-    command still imports what it needs nothing has begun, and the process ends at once; an import further
-    down is waited for. A background job of a shell script inherits an ignored SIGINT: it answers too.
+    An exception inside an import leaves half a module and surfaces as an unrelated error. While a command
+    imports what it needs, nothing has begun, so the process exits immediately; a later import is waited for.
+    A background job of a shell script inherits an ignored SIGINT: it gets the handler, too.
     """
     for number in WORDS:
         signal.signal(number, _stop)
 
 
 def ignore_interrupt() -> None:
-    """For the last moments, when the result has been printed and only the interpreter is to end."""
+    """Ignore SIGINT once the result has been printed and the interpreter shuts down."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -43,10 +43,10 @@ def _stop(number: int, frame: "FrameType | None") -> None:
 
 
 def _importer(frame: "FrameType | None") -> "FrameType | None":
-    """Whose import is under way: the outermost one, for imports import each other."""
-    found = None
+    """Return the frame of the outermost import in progress, None outside an import."""
+    importer = None
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            found = frame.f_back
+            importer = frame.f_back
         frame = frame.f_back
-    return found
+    return importer

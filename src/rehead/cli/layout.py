@@ -1,4 +1,4 @@
-"""How help looks at any width: names on the left, meanings on the right, below the name where there is no room."""
+"""Lays out help at any width: names on the left, meanings on the right or, in narrow terminals, below."""
 
 import re
 import textwrap
@@ -11,27 +11,27 @@ if TYPE_CHECKING:
 
 INDENT, GAP = 2, 2
 LONGEST_NAME = 30
-"""A longer name stands on a line of its own."""
+"""A longer name gets a line of its own."""
 NARROW = 60
-"""Characters a line; in a narrower terminal every meaning stands below its name."""
+"""Characters per line; in a narrower terminal every meaning is below its name."""
 SILENT = ("False", "()")
-"""Defaults that go without saying."""
+"""Defaults that are not shown."""
 
 
 class Layout:
-    """Prints help for cyclopts, see its `HelpFormatter`."""
+    """Prints help for cyclopts; implements its `HelpFormatter`."""
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
-        """Print one panel, the parameters of a command or the list of commands."""
+        """Print one panel: the parameters of a command, or the list of commands."""
         show(console, str(panel.title), [(_name(entry), _meaning(entry)) for entry in panel.entries])
 
     def render_usage(self, console: "Console", options: "ConsoleOptions", usage: Any) -> None:
-        """Print the first line."""
+        """Print the usage line."""
         words = " ".join(str(usage or "").replace("[ARGS...]", "[GROUP.KEY=VALUE ...]").split())
         _print(console, textwrap.wrap(f"Usage: {words}", _width(console), subsequent_indent="       "))
 
     def render_description(self, console: "Console", options: "ConsoleOptions", description: Any) -> None:
-        """Print paragraphs, wrapped anew, and examples, which are indented, as they are."""
+        """Print paragraphs, wrapped to the width, and indented examples as they are."""
         text = str(getattr(description, "primary_renderable", None) or "")
         for paragraph in re.split(r"\n\s*\n", text.rstrip()):
             if paragraph:
@@ -40,7 +40,7 @@ class Layout:
 
 
 def show(console: "Console", title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print a title and what each name means."""
+    """Print a title, then each name with its meaning."""
     rows = list(rows)
     if rows:
         console.print()
@@ -73,7 +73,7 @@ def _wrapped(paragraph: str, width: int) -> Iterator[str]:
 
 
 def _name(entry: "HelpEntry") -> str:
-    """What a user types: MODEL, or --context INT."""
+    """Return what a user types: MODEL, or --context INT."""
     return entry.positional_label or " ".join(entry.display_labels_with_metavar)
 
 

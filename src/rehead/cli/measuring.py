@@ -14,17 +14,18 @@ from rehead.errors import InvalidInput, ResourceError
 def inspect(
     model: Annotated[Path, Parameter(help="a model or run folder")],
     *,
-    text: Annotated[str, Parameter(help="the text to look at")],
+    text: Annotated[str, Parameter(help="the text to inspect")],
     compare: Annotated[
-        str | None, Parameter(help="another text; the rows of the beginning both share should not change")
+        str | None,
+        Parameter(help="a second text; rows of the tokens that both texts begin with should not change"),
     ] = None,
     layer: Annotated[int, Parameter(help="the layer whose map is printed, from 0")] = 0,
     head: Annotated[int, Parameter(help="the head whose map is printed, from 0")] = 0,
-    html: Annotated[Path | None, Parameter(help="write a page with all layers and heads")] = None,
+    html: Annotated[Path | None, Parameter(help="write an HTML page with all layers and heads")] = None,
     max_tokens: Annotated[int, Parameter(help="read at most this many tokens of a text")] = 256,
     json: Json = False,
 ) -> None:
-    """Show who attends to whom in a text: the map of one head, and how widely each head looks.
+    """Show the attention map of one head on a text, and how widely each head attends.
 
     Computed in float32. For example:
 
@@ -40,27 +41,29 @@ def inspect(
     from rehead.tokenizer import open_model
 
     if html is not None and html.is_file() and not is_page(html):
-        raise InvalidInput(f"--html {html} exists and is not a page that rehead wrote: choose another name.")
+        raise InvalidInput(f"--html {html} exists and was not written by rehead: choose another name.")
     opened = open_model(model)
     read, tokenizer = opened.model.float(), opened.require_tokenizer()
     texts = [text] if compare is None else [text, compare]
     with Board(f"inspecting {model}"):
-        seen = [inspection.inspect(read, tokenizer, one, max_tokens) for one in texts]
-    change = None if compare is None else inspection.compare(*seen)
-    document = inspection.document(seen, change, layer, head)
+        inspections = [inspection.inspect(read, tokenizer, each, max_tokens) for each in texts]
+    change = None if compare is None else inspection.compare(*inspections)
+    document = inspection.document(inspections, change, layer, head)
     if html is not None:
         require_folders(html)
         try:
-            write_whole(html, [make_page(f"Attention of {model.name}", seen, change, layer, head).encode()])
+            write_whole(
+                html, [make_page(f"Attention of {model.name}", inspections, change, layer, head).encode()]
+            )
         except OSError as error:
             raise ResourceError(
-                f"cannot write {html} ({error.strerror}): give --html the name of a file in a folder of yours."
+                f"cannot write {html} ({error.strerror}): give --html a file in a folder that you can write to."
             ) from error
         document["html"] = str(html)
     if json:
         say(document, "", json)
     else:
-        present(seen, change, layer, head)
+        present(inspections, change, layer, head)
         if html is not None:
             print(f"page     {html}")
 
@@ -83,20 +86,20 @@ def bench(
     new_tokens: Annotated[
         int | None, Parameter(help="tokens to generate [default: 32, or half the model's block_size if less]")
     ] = None,
-    rounds: Annotated[int, Parameter(help="generations with and without cache, in alternating order")] = 5,
+    rounds: Annotated[int, Parameter(help="generations with and without a cache, in alternating order")] = 5,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         Parameter(help="number format of the weights [default: as saved]"),
     ] = None,
-    explain: Annotated[bool, Parameter(negative="", help="say which code runs, and why")] = False,
+    explain: Annotated[bool, Parameter(negative="", help="print which code runs, and why")] = False,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
-    """Time a model reading prompts and writing after them, with and without cache, and count its memory.
+    """Time prefill and decoding with and without a cache, and measure memory.
 
-    Greedy, after random tokens. In the same rounds the machine's own speed is
-    measured (reading memory, multiplying matrices), so that each figure stands
-    beside what was possible. For example:
+    Generation is greedy, after random tokens. The same rounds measure the machine
+    (memory bandwidth and matrix products), so that each figure can be compared
+    with what was possible. For example:
 
         rehead bench out/run --prompt-lengths 16 64 --batch 1 8 --new-tokens 32
     """

@@ -19,29 +19,28 @@ def generate(
     prompt: Annotated[tuple[str, ...], Parameter(negative="", help="the text to continue; may be repeated")],
     max_new_tokens: Annotated[int, Parameter(help="tokens to write after the prompt")] = 200,
     temperature: Annotated[
-        float, Parameter(help="divides the logits: 0 takes the likeliest token, 1 samples the model as it is")
+        float,
+        Parameter(help="divides the logits: 0 takes the likeliest token, 1 keeps the model's probabilities"),
     ] = 1.0,
     top_k: Annotated[
         int | None, Parameter(help="sample from this many of the likeliest tokens [default: all]")
     ] = None,
     top_p: Annotated[
         float | None,
-        Parameter(
-            help="sample from the likeliest tokens that hold this share of the probability [default: all]"
-        ),
+        Parameter(help="sample from the likeliest tokens whose probabilities add up to this [default: all]"),
     ] = None,
-    seed: Annotated[int, Parameter(help="of the random numbers; the same seed gives the same text")] = 0,
+    seed: Annotated[int, Parameter(help="seed of the random numbers; the same seed gives the same text")] = 0,
     samples: Annotated[int, Parameter(help="texts per prompt, with seeds SEED, SEED + 1, ...")] = 1,
     cache: Annotated[
-        bool, Parameter(help="keep keys and values; without, every step reads the whole text again")
+        bool, Parameter(help="cache keys and values; otherwise every step recomputes the whole text")
     ] = True,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
-    """Write text after one or more prompts, with a model folder or a run folder.
+    """Generate text after one or more prompts.
 
     Temperature 0 always takes the likeliest token. The same seed gives the same
-    text, also when several prompts are given at once. For example:
+    text, even with several prompts at once. For example:
 
         rehead generate out/run --prompt "O God, O God!" --max-new-tokens 100 --temperature 0.8
     """
@@ -55,7 +54,7 @@ def generate(
     from rehead.tokenizer import open_model
 
     if not 1 <= samples <= MOST_SAMPLES:
-        raise UsageError(f"--samples {samples}: texts per prompt. Use 1 to {MOST_SAMPLES:,}.")
+        raise UsageError(f"--samples {samples}: the number of texts per prompt. Use 1 to {MOST_SAMPLES:,}.")
     if not 0 <= seed < 2**63 - samples:
         raise UsageError(f"--seed {seed}. Use 0 to {2**63 - 1 - samples}.")
     chosen = choose_device(device)
@@ -93,12 +92,14 @@ def eval(
     data: Annotated[Path, Parameter(help="a text file, or a folder of them")],
     length: Annotated[
         int | None,
-        Parameter(help="tokens in a block, and what is looked back on [default: the model's block_size]"),
+        Parameter(
+            help="tokens per block, the most a prediction can look back on [default: the model's block_size]"
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
         Parameter(
-            help="blocks read at once; less takes less memory [default: 32, of 8,192 tokens together at most]"
+            help="blocks per batch; fewer need less memory [default: at most 32 blocks and 8,192 tokens]"
         ),
     ] = None,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
@@ -107,8 +108,8 @@ def eval(
     """Measure how well a model predicts a text: loss, perplexity, bits per byte.
 
     The text is read in blocks of the model's length, or of --length; every token
-    but the first is predicted once. A text that the run was trained on is warned
-    of. For example:
+    but the first is predicted once. Warns if the run was trained on the text. For
+    example:
 
         rehead eval out/run --data input.txt
     """
@@ -129,14 +130,14 @@ def eval(
         blocks = evaluation_blocks(tokens.ids, *blocks_of(model.config.block_size, length, batch_size))
         blocks = shown(blocks, "eval", len(tokens.ids) - 1)
         result = scores(*evaluate(model, blocks), tokens.n_bytes)
-        seen = contains_training_text(folder, tokens.ids, tokenizer)
-    if seen:
-        warn(f"{data} contains text that {folder} was trained on: on other text the loss is higher.")
+        trained_on = contains_training_text(folder, tokens.ids, tokenizer)
+    if trained_on:
+        warn(f"{data} contains text that {folder} was trained on: expect a higher loss on other text.")
     lines = (
         f"{name:14} {value:,}" if isinstance(value, int) else f"{name:14} {value:,.6g}"
         for name, value in result.items()
     )
-    say({**result, "contains_training_text": seen}, "\n".join(lines), json)
+    say({**result, "contains_training_text": trained_on}, "\n".join(lines), json)
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""What `rehead train --help` says of every option, read from the source of the options, without torch."""
+"""The help of every option of `rehead train`, read from the source code of the options, without torch."""
 
 import ast
 import re
@@ -25,8 +25,8 @@ KINDS = {"int": "INT", "float": "NUMBER", "bool": "BOOL", "str": "TEXT", "dict":
 class Option:
     """One field of the options of a run.
 
-    `default` is the value in the source or, where that is None, what the string below it says the
-    option then is: "number of layers [default: 6; rnn: 1]".
+    `default` is the value in the source or, if that is None, what the string below it gives:
+    "number of layers [default: 6; rnn: 1]".
     """
 
     group: str
@@ -38,7 +38,7 @@ class Option:
 
 
 def read_options() -> list[Option]:
-    """All of them, group by group, in the order of the source."""
+    """Return all options, group by group, in the order of the source."""
     return [
         _option(group.target.id, field, meaning, module)
         for group, _ in _fields(*GROUPS)
@@ -49,13 +49,13 @@ def read_options() -> list[Option]:
 
 
 def _show(console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
-    """Print one group after another; cyclopts would only print that there are flags."""
-    found = read_options()
-    for group in dict.fromkeys(option.group for option in found):
+    """Print the options of every group; cyclopts would print only that there are flags."""
+    every = read_options()
+    for group in dict.fromkeys(option.group for option in every):
         show(
             console,
             f"{group.capitalize()} options",
-            [_row(option) for option in found if option.group == group],
+            [_row(option) for option in every if option.group == group],
         )
 
 
@@ -87,16 +87,16 @@ def _option(group: str, field: ast.AnnAssign, meaning: str, module: str) -> Opti
 
 
 def _fields(name: str, module: str) -> Iterator[tuple[ast.AnnAssign, str]]:
-    """The fields of a class, each with the string below it."""
-    (found,) = (node for node in _source(module).body if isinstance(node, ast.ClassDef) and node.name == name)
-    for field, after in zip(found.body, [*found.body[1:], None], strict=True):
+    """Yield the fields of a class, each with the string below it."""
+    (cls,) = (node for node in _source(module).body if isinstance(node, ast.ClassDef) and node.name == name)
+    for field, after in zip(cls.body, [*cls.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):
-            said = after.value if isinstance(after, ast.Expr) else None
-            yield field, " ".join(str(said.value).split()) if isinstance(said, ast.Constant) else ""
+            text = after.value if isinstance(after, ast.Expr) else None
+            yield field, " ".join(str(text.value).split()) if isinstance(text, ast.Constant) else ""
 
 
 def _alias(annotation: ast.expr, module: str) -> ast.expr:
-    """`int` of `int | None`, and what a name like Layout stands for."""
+    """Return `int` for `int | None`, and the Literal that a name like Layout stands for."""
     if isinstance(annotation, ast.BinOp):
         annotation = annotation.left
     if not isinstance(annotation, ast.Name) or annotation.id in KINDS:
@@ -108,9 +108,9 @@ def _alias(annotation: ast.expr, module: str) -> ast.expr:
 
 
 def _home(name: str, module: str) -> str:
-    """The module that defines a name which `module` uses."""
+    """Return the module that defines a name used in `module`."""
     for node in _source(module).body:
-        if isinstance(node, ast.ImportFrom) and any(one.name == name for one in node.names):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
             return str(node.module)
     return module
 

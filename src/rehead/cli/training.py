@@ -32,8 +32,8 @@ def train(
     """Train a GPT or an Elman RNN on a text.
 
     Flags are group.key=value, with or without leading dashes; the groups are
-    system, data, model and trainer. The defaults take about a quarter of an hour
-    on 2 CPU cores. For example:
+    system, data, model and trainer. With the defaults, training takes about 15
+    minutes on 2 CPU cores. For example:
 
         rehead train data.path=input.txt model.n_kv_head=3 model.rope=True
     """
@@ -57,10 +57,11 @@ def heal(
     teacher: Annotated[Path, Parameter(help="the model it was converted from")],
     json: Json = False,
 ) -> None:
-    """Train a converted model until it predicts as its source did, and renew its certificate.
+    """Train a converted model to predict as its source did, and update its certificate.
 
-    The run goes to FOLDER-healed and reads the source's own text, unless flags
-    say otherwise; trainer.distillation=0 learns from the text alone. For example:
+    The run is written to FOLDER-healed and reads the text of the source, unless
+    flags change that; trainer.distillation=0 learns from the text alone. For
+    example:
 
         rehead heal out/mla --teacher out/run trainer.max_iters=300
     """
@@ -87,19 +88,20 @@ def study(
             help="demo, checkpoint, variants, homework, frontier, grid, or a YAML file like them (docs/study.md)"
         ),
     ] = "demo",
-    jobs: Annotated[int, Parameter(help="runs at once, each with its share of the threads")] = 1,
+    jobs: Annotated[int, Parameter(help="runs in parallel, each with its share of the threads")] = 1,
     fraction: Annotated[
-        float, Parameter(help="share of every run's iterations to train; the report says so")
+        float, Parameter(help="share of every run's iterations to train; the report shows it")
     ] = 1.0,
     json: Json = False,
 ) -> None:
-    """Train variants of one model, or convert and heal them, and set them side by side in a report.
+    """Train variants of one model, or convert and heal them, and compare them in a report.
 
-    A flag holds for every variant; one with several values gives a variant for each, and several
-    values of system.seed repeat them all. The result goes to system.work_dir (runs/PRESET): report.html,
-    pictures, results.json, CSV. Variants that are finished are not trained again. On
-    a CPU demo takes about 3 minutes, frontier took 33, and homework 90 with trainer.batch_size=8
-    trainer.eval_batches=16; in full that takes most of a day. For example:
+    A flag applies to every variant. A flag with several values makes a variant
+    of each; several values of system.seed repeat all variants. The results are
+    written to system.work_dir (runs/PRESET): report.html, images, results.json
+    and CSV. Finished variants are not trained again. On a CPU, demo takes about
+    3 minutes and frontier 33; homework takes 90 with trainer.batch_size=8
+    trainer.eval_batches=16, and most of a day without. For example:
 
         rehead study --preset grid model.n_kv_head=[1,2,3,6] system.seed=[0,1]
     """
@@ -112,14 +114,14 @@ def study(
 
     require_packages()
     if jobs < 1:
-        raise UsageError(f"--jobs {jobs}: runs at once. Use 1 or more.")
+        raise UsageError(f"--jobs {jobs}: the number of parallel runs. Use 1 or more.")
     chosen = Preset.read(preset)
-    found = jobs_of(chosen, list(flags), fraction)
+    planned = jobs_of(chosen, list(flags), fraction)
     command = ["rehead", "study", "--preset", preset, *flags]
     command += [] if fraction == 1 else ["--fraction", str(fraction)]
-    several = len({job.seed for job in found}) > 1
+    several = len({job.seed for job in planned}) > 1
     with Board() as board:
-        story = None if one_source(found) is None else Story(found, board)
+        story = None if one_source(planned) is None else Story(planned, board)
 
         def watch(job: "Job", record: dict[str, Any]) -> None:
             title = f"{job.variant}, seed {job.seed}" if several else job.variant
@@ -132,9 +134,9 @@ def study(
             else:
                 board.show(record, job.options.trainer.max_iters, title)
 
-        document = run(chosen, found, watch, command=command, n_process=jobs, fraction=fraction)
-    place = found[0].place
-    write(document, maps(found), place)
+        document = run(chosen, planned, watch, command=command, n_process=jobs, fraction=fraction)
+    place = planned[0].place
+    write(document, maps(planned), place)
     if json:
         say(document, "", json)
     else:
@@ -142,7 +144,7 @@ def study(
 
 
 def _train(options: "RunOptions") -> dict[str, Any]:
-    """Run to the end, watched; return the last record."""
+    """Train to the end with progress on stderr; return the last record."""
     from rehead.report.progress import watch
     from rehead.training import train as run
 

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in words and in the words that were typed."""
+"""Turns errors about a command line into sentences with the words that were typed."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ KINDS: dict[type | None, str] = {int: "a whole number", float: "a number"}
 
 
 def worded(error: CycloptsError, argv: Sequence[str]) -> str:
-    """One sentence for what cyclopts found, naming things as they are typed."""
+    """Return one sentence for an error of cyclopts, with options named as they are typed."""
     command = argv[0]
     match error:
         case UnusedCliTokensError(unused_tokens=[word, *_]) | UnknownCommandError(unused_tokens=[word, *_]):
@@ -33,16 +33,19 @@ def worded(error: CycloptsError, argv: Sequence[str]) -> str:
         case ConsumeMultipleError():
             return f"{error.keyword} needs a number."
         case MissingArgumentError(argument=argument) if argument is not None:
-            name, means = argument.name, re.sub(r" ?\[default.*", "", argument.parameter.help or "")
+            name, meaning = argument.name, re.sub(r" ?\[default.*", "", argument.parameter.help or "")
             if argument.field_info.is_positional:
-                return f"{command} needs {name.removeprefix('--').upper()}: {means}."
+                return f"{command} needs {name.removeprefix('--').upper()}: {meaning}."
             typed = any(word.partition("=")[0] == name for word in argv)
-            return f"{name} needs a value: {means}." if typed else f"{command} needs {name}: {means}."
+            return f"{name} needs a value: {meaning}." if typed else f"{command} needs {name}: {meaning}."
         case RepeatArgumentError(token=token):
             return f"{token.keyword} is given twice. Leave one out."
         case UnknownOptionError(token=token):
             options = [
-                name for one in error.argument_collection for name in one.names if name.startswith("--")
+                name
+                for argument in error.argument_collection
+                for name in argument.names
+                if name.startswith("--")
             ]
             word = token.keyword or token.value
             return f"unknown option {word!r}.{nearest(word, options)}"
@@ -52,13 +55,13 @@ def worded(error: CycloptsError, argv: Sequence[str]) -> str:
                     f"{token.keyword} {token.value} is unknown.{nearest(token.value, list(get_args(kind)))}"
                 )
             if kind is bool:
-                return f"{token.keyword} stands alone, without {token.value!r}."
+                return f"{token.keyword} takes no value. Leave out {token.value!r}."
             return f"{token.keyword} {token.value}: expected {KINDS.get(kind, 'another value')}."
     return str(error)
 
 
 def as_typed(message: str, argv: Sequence[str]) -> str:
-    """`max_new_tokens=-1` as `--max-new-tokens -1`, where that is what was typed."""
+    """Replace `max_new_tokens=-1` in a message by `--max-new-tokens -1`, if that was typed."""
     for word, after in pairwise([*argv, ""]):
         option, _, value = word.partition("=")
         value = value or after
@@ -71,7 +74,7 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
             except ValueError:
                 continue
         name = option.removeprefix("--").replace("-", "_")
-        given = rf"(?<![\w.]){re.escape(name)}=(?:{'|'.join(map(re.escape, forms))})(?![\w-]|\.\d)"
-        said = f"{option} {value}"
-        message = re.sub(given, said.replace("\\", r"\\"), message)
+        pattern = rf"(?<![\w.]){re.escape(name)}=(?:{'|'.join(map(re.escape, forms))})(?![\w-]|\.\d)"
+        typed = f"{option} {value}"
+        message = re.sub(pattern, typed.replace("\\", r"\\"), message)
     return message

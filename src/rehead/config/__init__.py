@@ -1,4 +1,4 @@
-"""What a model is, what a run is, and how both are read and written."""
+"""Configs of models, options of runs, and how both are read and written."""
 
 from rehead.config.codec import decode, encode
 from rehead.config.model import GPTConfig, ModelConfig, RNNConfig, model_types

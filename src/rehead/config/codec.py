@@ -1,4 +1,4 @@
-"""Configs to plain dicts and back, strictly: no unknown key, no missing one, no silent conversion."""
+"""Converts configs to plain dicts and back. Unknown keys, missing keys and values of another type are refused."""
 
 import sys
 from dataclasses import MISSING, fields, is_dataclass
@@ -20,11 +20,11 @@ TAGS: dict[type, tuple[str, Registry[Any]]] = {
     RopeScaling: ("rope_type", scalings),
     ScoreConfig: ("name", scores),
 }
-"""Families of which a config holds any member: the key that names it, and where to look it up."""
+"""Families of configs: the key that names a member, and the registry that has it."""
 
 
 def encode(value: Any) -> Any:
-    """A config as dicts, lists and numbers, ready for JSON; equal layers are written once."""
+    """Return a config as dicts, lists and numbers, ready for JSON; equal layers are written once."""
     if isinstance(value, tuple) and value and isinstance(value[0], AttentionConfig):
         return [
             {"layers": [i for i, layer in enumerate(value) if layer == kind], **encode(kind)}
@@ -36,9 +36,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, where: str = "config") -> Any:
-    """What `encode` wrote, checked against the annotations of `kind`.
+    """Return the config that `encode` wrote, checked against the annotations of `kind`.
 
-    Raises InvalidInput with the place, the value and the rule.
+    Raises InvalidInput with the key, the value and the rule.
     """
     for family, (key, registry) in TAGS.items():
         if kind is family:
@@ -50,7 +50,7 @@ def decode(kind: Any, value: Any, where: str = "config") -> Any:
             decoded = _decode_fields(registry[tag], {k: v for k, v in value.items() if k != key}, where)
             if _tag(decoded)[key] != tag:
                 raise InvalidInput(
-                    f"{where}: {key}={tag!r} contradicts its sizes, which are a {_tag(decoded)[key]}."
+                    f"{where}: {key}={tag!r} contradicts its sizes, which make it {_tag(decoded)[key]!r}."
                 )
             return decoded
     return _decode_fields(kind, value, where) if is_dataclass(kind) else _decode_plain(kind, value, where)
@@ -81,7 +81,7 @@ def _decode_fields(kind: Any, value: Any, where: str) -> Any:
 
 
 def _decode_plain(kind: Any, value: Any, where: str) -> Any:
-    """Numbers, names, options and the list of layers."""
+    """Decode a number, a name, an optional value or the list of layers."""
     if get_origin(kind) in (Union, UnionType):
         options = [option for option in get_args(kind) if option is not NoneType]
         return None if value is None else decode(options[0], value, where)
@@ -106,7 +106,7 @@ def _decode_numbers(value: Any, where: str) -> tuple[float, ...]:
 
 
 def _decode_layers(value: Any, where: str) -> tuple[AttentionConfig, ...]:
-    """Per-layer attention from groups of equal layers."""
+    """Return the attention of each layer from groups of equal layers."""
     layers: list[tuple[int, AttentionConfig]] = []
     for group in value if isinstance(value, list) else []:
         indices = group.get("layers") if isinstance(group, dict) else None
@@ -115,7 +115,7 @@ def _decode_layers(value: Any, where: str) -> tuple[AttentionConfig, ...]:
         kind = decode(AttentionConfig, {k: v for k, v in group.items() if k != "layers"}, where)
         layers += [(index, kind) for index in indices]
     layers.sort(key=itemgetter(0))
-    found = [index for index, _ in layers]
-    if not layers or found != list(range(len(layers))):
-        raise InvalidInput(f"{where}: layers {found!s:.80}: expected 0, 1, 2, ... each once.")
+    order = [index for index, _ in layers]
+    if not layers or order != list(range(len(layers))):
+        raise InvalidInput(f"{where}: layers {order!s:.80}: expected 0, 1, 2, ... each once.")
     return tuple(kind for _, kind in layers)

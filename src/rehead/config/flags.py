@@ -1,4 +1,4 @@
-"""Dotted flags and YAML over the defaults: `data.block_size=64 --model.rope=True --config FILE`."""
+"""Reads dotted flags and YAML over the defaults: `data.block_size=64 --model.rope=True --config FILE`."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Field]] = {
     group: {option.name: option for option in fields(kind)} for group, kind in GROUPS.items()
 }
 LARGEST = 4 * 2**20
-"""Bytes of a --config file."""
+"""Bytes of a --config file, at most."""
 Tables = dict[str, dict[str, Any]]
 """Values by group and name."""
 
@@ -32,45 +32,45 @@ def read(
     tables: tuple[dict[str, Any], ...] = (),
     source: str = "preset",
 ) -> RunOptions:
-    """Defaults, then `tables` of `source`, then the YAML `files`, then `flags` (`group.key=value`), as one RunOptions.
+    """Return the defaults, overridden by `tables` of `source`, the YAML `files` and `flags`, in this order.
 
-    Raises ConfigError with the flag, the rule and the nearest known name.
+    A flag is `group.key=value`. Raises ConfigError with the flag, the rule and the nearest known name.
     """
-    found: Tables = {group: {} for group in GROUPS}
+    merged: Tables = {group: {} for group in GROUPS}
     for table in tables:
-        _lay(found, table, source)
+        _merge(merged, table, source)
     for path in files:
-        _lay(found, _yaml(path), str(path))
+        _merge(merged, _yaml(path), str(path))
     for flag, key, text in _split(flags):
-        _set(found, key, _value(flag, key, text), f"{flag:.100}", f"{flag:.100}")
-    return RunOptions(**{group: kind(**found[group]) for group, kind in GROUPS.items()})
+        _set(merged, key, _value(flag, key, text), f"{flag:.100}", f"{flag:.100}")
+    return RunOptions(**{group: kind(**merged[group]) for group, kind in GROUPS.items()})
 
 
 def values(flags: list[str]) -> dict[str, Any]:
-    """What each of `flags` says, by its key; [a, b] is a list whatever the key."""
-    found: dict[str, Any] = {}
+    """Return the value of each of `flags` by its key; [a, b] is a list for any key."""
+    by_key: dict[str, Any] = {}
     for flag, key, text in _split(flags):
         try:
-            found[key] = parse(text) if text.strip().startswith("[") else _value(flag, key, text)
+            by_key[key] = parse(text) if text.strip().startswith("[") else _value(flag, key, text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{flag}: {first_line(error)}") from error
-        if found[key] == []:
-            raise ConfigError(f"{flag}: an empty list names no value. Give one or more.")
-    return found
+        if by_key[key] == []:
+            raise ConfigError(f"{flag}: the list is empty. Give one value or more.")
+    return by_key
 
 
 def write(options: RunOptions) -> str:
-    """The options as YAML that `read` takes back."""
+    """Return the options as YAML that `read` accepts."""
     return dump(asdict(options))
 
 
 def _split(flags: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Every flag with its key and its text."""
+    """Yield every flag with its key and its text."""
     seen: set[str] = set()
     for flag, after in zip(flags, [*flags[1:], ""], strict=False):
         match = FLAG.fullmatch(flag)
         if match is None:
-            raise ConfigError(_no_flag(flag, after))
+            raise ConfigError(_not_a_flag(flag, after))
         key, value = match.groups()
         if key in seen:
             raise ConfigError(f"{key} is given twice. Leave one out.")
@@ -78,44 +78,44 @@ def _split(flags: list[str]) -> Iterator[tuple[str, str, str]]:
         yield flag, key, value
 
 
-def _no_flag(word: str, after: str) -> str:
+def _not_a_flag(word: str, after: str) -> str:
     group, _, name = word.removeprefix("--").partition(".")
     if name in OPTIONS.get(group, {}):
         value = after if after and "=" not in after else example(OPTIONS[group][name])
-        return f"{word} has no value: write {group}.{name}={value}, with a = and no blank."
+        return f"{word} has no value: write {group}.{name}={value}, with a = and no space."
     return f"{word!r} is not a flag: write group.key=value, for example model.n_kv_head=3."
 
 
-def _lay(found: Tables, table: Any, where: str) -> None:
-    """Put a whole table of groups over what was found so far."""
+def _merge(merged: Tables, table: Any, where: str) -> None:
+    """Set every value of a table of groups."""
     if not isinstance(table, dict):
         raise InvalidInput(f"{where}: expected groups with keys ({', '.join(GROUPS)}).")
     for group, keys in table.items():
         if group in GROUPS and isinstance(keys, dict):
             for name, value in keys.items():
                 key = f"{group}.{name}"
-                _set(found, key, value, where, f"{where}: {key}={value!r:.80}")
+                _set(merged, key, value, where, f"{where}: {key}={value!r:.80}")
         elif group not in GROUPS or keys is not None:
-            raise ConfigError(_no_option(str(group), where))
+            raise ConfigError(_unknown_option(str(group), where))
 
 
-def _set(found: Tables, key: str, value: Any, where: str, whole: str) -> None:
-    """Put one value in its place; an entry of a table goes beside those that are there.
+def _set(merged: Tables, key: str, value: Any, where: str, whole: str) -> None:
+    """Set one value; an entry of a table is added to the entries set before.
 
-    `where` names the flag or the file; `whole` the value, too.
+    `where` names the flag or the file for messages; `whole` also has the value.
     """
     group, _, rest = key.partition(".")
     name, _, entry = rest.partition(".")
     if name not in OPTIONS.get(group, {}):
-        raise ConfigError(_no_option(key, where))
+        raise ConfigError(_unknown_option(key, where))
     _require_literal(value, where)
     value = checked(OPTIONS[group][name], {entry: value} if entry else value, f"{group}.{name}", whole)
-    before = found[group].get(name)
-    found[group][name] = {**before, **value} if isinstance(before, dict) and value else value
+    before = merged[group].get(name)
+    merged[group][name] = {**before, **value} if isinstance(before, dict) and value else value
 
 
-def _no_option(key: str, where: str) -> str:
-    """What to say of a key that is no option, with the one that was meant."""
+def _unknown_option(key: str, where: str) -> str:
+    """Return the message for an unknown key, with the likeliest option that was meant."""
     group, _, rest = key.partition(".")
     if group in GROUPS and not rest:
         return f"{where}: {group} is a group of options. Give one of them, {_like(group)}."
@@ -136,11 +136,11 @@ def _like(group: str) -> str:
 
 
 def _require_literal(value: Any, where: str) -> None:
-    """Refuse references, which other readers of YAML replace, and numbers beyond 64 bits."""
+    """Refuse references, which other YAML readers would replace, and numbers beyond 64 bits."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _require_literal(item, where)
     if isinstance(value, str) and ("${" in value or value == "???"):
-        raise ConfigError(f"{where}: {value!r:.80} stands for something else. Write the value itself.")
+        raise ConfigError(f"{where}: {value!r:.80} is a reference. Write the value itself.")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ConfigError(f"{where}: {value!s:.40} has more than 64 bits. Use 0 up to {2**63 - 1} at most.")
 
@@ -163,9 +163,9 @@ def _yaml(path: Path) -> Any:
 
 
 def _value(flag: str, key: str, text: str) -> Any:
-    """Read a flag's text: as it is where the option is a text, otherwise as YAML.
+    """Parse a flag's text: unchanged if the option is a text, otherwise as YAML.
 
-    YAML's other numbers (010 is 8 there, 1:30 is 90) are refused.
+    Numbers that YAML reads in another base (010 is 8 there, 1:30 is 90) are refused.
     """
     if not text.strip():
         raise ConfigError(f"{flag!r} has no value: write null for none.")

@@ -1,4 +1,4 @@
-"""What a model is: every size and every choice, nothing left to guess. Saved as config.json."""
+"""The config of a model: every size and every choice, with no default left open. Saved as config.json."""
 
 import math
 from abc import ABC
@@ -12,16 +12,16 @@ from rehead.registry import Registry
 
 model_types: Registry[type["ModelConfig"]] = Registry("model type")
 MAX_LAYERS = 1024
-"""No model has more; a config.json that asks for it would take hours to build."""
+"""A config.json with more is refused: building it would take hours."""
 LARGEST = {"vocab_size": 4 << 20, "block_size": 16 << 20, "n_embd": 1 << 17}
-"""Sizes beyond which a config.json is damaged, or meant to do damage."""
+"""Larger sizes mean that a config.json is damaged or malicious."""
 MOST_HEADS = 4096
 SCALES = ("embed_scale", "residual_scale", "logit_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """What all language models share: `vocab_size` tokens, trained on blocks of `block_size`."""
+    """The fields that all language models share: `vocab_size` tokens, trained on blocks of `block_size`."""
 
     model_type: ClassVar[str]
     vocab_size: int
@@ -36,45 +36,43 @@ class ModelConfig(ABC):
         self.require_positive("vocab_size", "block_size", "n_embd")
         for name, largest in LARGEST.items():
             if getattr(self, name) > largest:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: no model has that many. Use at most {largest:,}."
-                )
+                raise ConfigError(f"{name}={getattr(self, name)} is too large. Use at most {largest:,}.")
         self.require_probability("embd_pdrop")
 
     def require_positive(self, *names: str) -> None:
-        """Refuse a size below 1."""
+        """Raise ConfigError for a size below 1."""
         for name in names:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: a size is a whole number of at least 1.")
 
     def require_layers(self, n_layer: int) -> None:
-        """Refuse no layers, and more than any model has."""
+        """Raise ConfigError unless there are 1 to `MAX_LAYERS` layers."""
         if not 1 <= n_layer <= MAX_LAYERS:
-            raise ConfigError(f"n_layer={n_layer}: a model has layers. Use 1 to {MAX_LAYERS}.")
+            raise ConfigError(f"n_layer={n_layer}. Use 1 to {MAX_LAYERS}.")
 
     def require_probability(self, *names: str) -> None:
-        """Refuse a dropout outside [0, 1)."""
+        """Raise ConfigError for a dropout outside [0, 1)."""
         for name in names:
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)}: a probability. Use 0 up to (not including) 1."
+                    f"{name}={getattr(self, name)} is not a dropout probability. Use 0 or more, below 1."
                 )
 
     @property
     def context_limit(self) -> int | None:
-        """How many tokens the model may look back on when it generates; None where nothing bounds it."""
+        """Return how many tokens the model may look back on when it generates; None if unlimited."""
         return self.block_size
 
 
 @model_types.add("gpt")
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelConfig):
-    """A decoder: the homework's shape or Llama's, or anything between.
+    """A decoder: minGPT's shape, Llama's, or anything between.
 
     `attention` has one entry per layer. `learned_positions` adds a table of `block_size` embeddings;
-    without it positions come from the attentions' rope. `mlp` is gelu (tanh form, GPT-2's) or swiglu,
-    `n_hidden` wide; `norm` layernorm or rmsnorm. MiniCPM multiplies the embeddings, what every layer
-    adds, and the last norm's output, by `embed_scale`, `residual_scale` and `logit_scale`.
+    without it positions come from the rope of the attention layers. `mlp` is gelu (GPT-2's tanh form) or
+    swiglu, `n_hidden` wide; `norm` is layernorm or rmsnorm. As in MiniCPM, `embed_scale` multiplies the
+    embeddings, `residual_scale` what every layer adds, and `logit_scale` the output of the last norm.
     """
 
     model_type: ClassVar[str] = "gpt"
@@ -97,33 +95,37 @@ class GPTConfig(ModelConfig):
         self.require_positive("n_hidden")
         self.require_probability("resid_pdrop")
         if not 0 < self.norm_eps < 1:
-            raise ConfigError(f"norm_eps={self.norm_eps}: a small positive number. Use 1e-5.")
+            raise ConfigError(
+                f"norm_eps={self.norm_eps} is not between 0 and 1. Use a small number such as 1e-5."
+            )
         for name in SCALES:
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)}: a positive number. Use 1.")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not a positive number. Use 1 for no scaling."
+                )
         for index, attention in enumerate(self.attention):
             heads = getattr(attention, "n_query_head", 1)
             if heads > MOST_HEADS:
-                raise ConfigError(f"n_query_head={heads}: no model has that many. Use at most {MOST_HEADS}.")
+                raise ConfigError(f"n_query_head={heads} is too large. Use at most {MOST_HEADS}.")
             if not attention.causal or attention.d_context is not None:
                 raise ConfigError(
-                    f"layer {index} of a GPT has causal={attention.causal}: a decoder's layers attend to their "
-                    "own past. Use causal=True and no d_context."
+                    f"layer {index} of a GPT has causal={attention.causal} and d_context={attention.d_context}: a "
+                    "decoder layer attends to its own past. Use causal=True and d_context=None."
                 )
 
     @property
     def scaled(self) -> bool:
-        """Whether anything in the residual stream is multiplied by a number."""
+        """Return True if one of the three scales is not 1."""
         return any(getattr(self, name) != 1 for name in SCALES)
 
     @property
     def n_layer(self) -> int:
-        """Number of layers."""
+        """Return the number of layers."""
         return len(self.attention)
 
     @property
     def context_limit(self) -> int | None:
-        """`block_size`, unless every layer is windowed and none needs a position table."""
+        """Return `block_size`, or None if every layer has a window and there is no position table."""
         windowed = all(attention.window is not None for attention in self.attention)
         return None if windowed and not self.learned_positions else self.block_size
 
@@ -131,11 +133,11 @@ class GPTConfig(ModelConfig):
 @model_types.add("rnn")
 @dataclass(frozen=True, kw_only=True)
 class RNNConfig(ModelConfig):
-    """An Elman network (homework 1): h_t = f(W_hh h_{t-1} + W_hx x_t + b_h), y_t = g(W_yh h_t + b_y).
+    """An Elman network (Elman, 1990): h_t = f(W_hh h_{t-1} + W_hx x_t + b_h), y_t = g(W_yh h_t + b_y).
 
-    `direction` forward is a language model; bidirectional sees the tokens it is to predict, so it is
-    none (B3); prefix runs both directions over each prefix, which is one again, at O(T^2) (B4).
-    `n_output` is `vocab_size` for a language model.
+    With `direction` forward it is a language model. With bidirectional it sees the tokens it should
+    predict, so it is not one. With prefix both directions run over every prefix: a language model
+    again, at O(T^2). `n_output` is `vocab_size` for a language model.
     """
 
     model_type: ClassVar[str] = "rnn"
@@ -153,5 +155,5 @@ class RNNConfig(ModelConfig):
 
     @property
     def context_limit(self) -> int | None:
-        """None: a state of constant size stands for the whole past."""
+        """Return None: a state of constant size represents the whole past."""
         return None

@@ -1,4 +1,4 @@
-"""The flags of the `model` group, and the config they describe."""
+"""The flags of the `model` group, and the model config they resolve to."""
 
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
@@ -20,20 +20,20 @@ RNN_ONLY = ("activation",)
 ROPE_ONLY = ("rope_theta", "rope_layout", "rope_scaling")
 HEADS = ("attention", "n_kv_head", "head_dim", "v_head_dim", "window", "rope")
 PER_LAYER = HEADS + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY + ("n_query_head", "bias", "attn_pdrop")
-"""Flags of the attention: those that an entry of `layers` may change."""
+"""Flags of the attention, which an entry of `layers` may change."""
 
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Flags of a model; what is None follows from the others.
+    """Flags of a model; a flag that is None follows from the others.
 
-    `shape` gpt is the homework's (LayerNorm, GELU, biases, learned positions unless rope), llama is
-    Llama's (RMSNorm, SwiGLU, no biases, rope). `layers` is a pattern of changes to the attention,
-    one entry per layer, or fewer, which repeat from the first: [{window: 64}, {window: 64}, {}] makes
-    layers 3, 6, 9, ... see all.
+    `shape` gpt is minGPT's (LayerNorm, GELU, biases, learned positions unless rope), llama is
+    Llama's (RMSNorm, SwiGLU, no biases, rope). `layers` is a pattern of changes to the attention, with
+    one entry per layer, or fewer, which repeat from the first: with [{window: 64}, {window: 64}, {}]
+    layers 3, 6, 9, ... have no window.
 
-    `pretrained_folder` starts from weights of the model that the flags describe, `folder` from a model
-    as it is, whatever it is; then no other flag of this group means anything.
+    `pretrained_folder` starts from the weights of a model that the flags describe. `folder` starts from
+    any model as it is; no other flag of this group may then be given.
     """
 
     type: Literal["gpt", "rnn"] = "gpt"
@@ -41,7 +41,7 @@ class ModelOptions:
     shape: Shape = "gpt"
     """gpt: LayerNorm, GELU, biases, learned positions; llama: RMSNorm, SwiGLU, no biases, rope"""
     attention: str | None = None
-    """mha, gqa, mqa, mla or gqa_sum [default: follows from n_kv_head: mha, gqa or mqa]"""
+    """mha, gqa, mqa, mla or gqa_sum [default: mha, gqa or mqa, by n_kv_head]"""
     n_layer: int | None = None
     """number of layers [default: 6; rnn: 1]"""
     n_query_head: int = 6
@@ -63,30 +63,30 @@ class ModelOptions:
     score_width: int | None = None
     """hidden units of the additive score [default: 64]"""
     tie_kv: bool | None = None
-    """the keys are the values too [default: False]"""
+    """use the keys as values [default: False]"""
     qk_norm_eps: float | None = None
-    """eps of an RMSNorm on queries and keys, as Qwen3 has it [default: no such norm]"""
+    """eps of an RMSNorm on queries and keys, as in Qwen3 [default: no such norm]"""
     rope: bool | None = None
     """rotary positions in place of learned ones [default: False; llama: True]"""
     rope_theta: float | None = None
     """base of the rotary frequencies [default: 10000]"""
     rope_layout: Layout | None = None
-    """which numbers are rotated together: halves or neighbours [default: half-split]"""
+    """which numbers form a rotated pair: halves or neighbours [default: half-split]"""
     rope_scaling: dict[str, Any] | None = None
-    """longer reach of rope, e.g. '{rope_type: linear, factor: 2}'; also llama3, yarn, longrope [default: none]"""
+    """longer context for rope, e.g. '{rope_type: linear, factor: 2}'; also llama3, yarn, longrope [default: none]"""
     kv_lora_rank: int | None = None
     """mla: width of the latent [default: 4 head_dim]"""
     q_lora_rank: int | None = None
     """mla: width of a latent for the queries [default: none]"""
     qk_nope_head_dim: int | None = None
-    """mla: width of a head's part without position [default: head_dim]"""
+    """mla: width of the part of a head without position [default: head_dim]"""
     qk_rope_head_dim: int | None = None
-    """mla: width of the rotated part all heads share [default: half head_dim, even; without rope: 0]"""
+    """mla: width of the rotated part that all heads share [default: half head_dim, even; without rope: 0]"""
     latent_norm: bool | None = None
     """mla: an RMSNorm on the latent [default: True]"""
     layers: list[dict[str, Any]] | None = None
-    """how the attention differs per layer: n_layer entries, or fewer, which repeat, as '[{window: 64}, {}]' for a
-    window in every second layer [default: all alike]"""
+    """changes to the attention per layer: n_layer entries, or fewer, which repeat; '[{window: 64}, {}]' gives every
+    second layer a window [default: all alike]"""
     norm: Literal["layernorm", "rmsnorm"] | None = None
     """kind of norm [default: layernorm; llama: rmsnorm]"""
     mlp: Literal["gelu", "swiglu"] | None = None
@@ -96,13 +96,13 @@ class ModelOptions:
     bias: bool | None = None
     """biases in linear layers [default: True; llama: False]"""
     tie_embeddings: bool = False
-    """the output layer is the token embedding"""
+    """use the token embedding as the output layer"""
     activation: Literal["tanh", "slide"] | None = None
-    """rnn: its nonlinearity [default: tanh]"""
+    """rnn: the nonlinearity [default: tanh]"""
     embd_pdrop: float = 0.1
     """dropout after the embedding"""
     resid_pdrop: float = 0.1
-    """dropout on what every layer adds"""
+    """dropout on the output of every layer"""
     attn_pdrop: float = 0.1
     """dropout on attention weights"""
     pretrained_folder: str | None = None
@@ -117,9 +117,11 @@ class ModelOptions:
         self._variant()
 
     def resolve(self, vocab_size: int, block_size: int) -> ModelConfig:
-        """The model these flags describe. Raises ConfigError where they contradict each other."""
+        """Return the config these flags describe. Raises ConfigError if they contradict each other."""
         if self.folder is not None:
-            raise ConfigError(f"model.folder={self.folder} is a model already: flags describe none.")
+            raise ConfigError(
+                f"model.folder={self.folder} has a config of its own: load it instead of resolving flags."
+            )
         if self.type == "rnn":
             return self._rnn(vocab_size, block_size)
         self._refuse(RNN_ONLY, "model.type=gpt")
@@ -133,8 +135,8 @@ class ModelOptions:
         pattern = [{}] if self.layers is None else self.layers
         if not 1 <= len(pattern) <= n_layer:
             raise ConfigError(
-                f"model.layers has {len(pattern)} entries for model.n_layer={n_layer}: one per layer, or fewer, which "
-                f"repeat. Give 1 to {n_layer}."
+                f"model.layers has {len(pattern)} entries for model.n_layer={n_layer}: give one per layer, or fewer, "
+                f"which repeat. Use 1 to {n_layer}."
             )
         kinds = [self._layer(changes) for changes in pattern]
         return GPTConfig(
@@ -162,12 +164,12 @@ class ModelOptions:
         return self.shape == "gpt" if self.bias is None else self.bias
 
     def _layer(self, changes: dict[str, Any]) -> AttentionConfig:
-        """The attention of one layer: the common flags with this layer's changes."""
+        """Return the attention of one layer: the common flags with this layer's changes."""
         kinds = {field.name: field.type for field in fields(self) if field.name in PER_LAYER}
         for name, value in changes.items():
             if name not in kinds:
                 raise ConfigError(f"model.layers: unknown key {name!r}.{nearest(name, list(kinds))}")
-            if name != "rope_scaling":  # which _rope reads
+            if name != "rope_scaling":  # decoded by _rope
                 _decoded(kinds[name], value, f"model.layers: {name}")
         changed = replace(self, **changes)
         kind = changed._variant()
@@ -176,12 +178,12 @@ class ModelOptions:
         return changed._grouped() if kind is GroupedConfig else changed._other(kind)
 
     def _variant(self) -> Variant:
-        """The kind of attention that is asked for, from the roster."""
+        """Return the requested kind of attention from the registry."""
         if self.attention is None:
             return GroupedConfig
         if self.attention not in variants:
             raise ConfigError(
-                f"model.attention={self.attention!r} is not an attention.{nearest(self.attention, variants)}"
+                f"model.attention={self.attention!r} is not a known attention.{nearest(self.attention, variants)}"
             )
         return variants[self.attention]
 
@@ -200,12 +202,12 @@ class ModelOptions:
         n_kv_head = self.n_kv_head
         if n_kv_head is None:
             if self.attention == "gqa":
-                raise ConfigError("model.attention=gqa needs model.n_kv_head: how many KV heads?")
+                raise ConfigError("model.attention=gqa needs the number of KV heads. Set model.n_kv_head.")
             n_kv_head = 1 if self.attention == "mqa" else self.n_query_head
         if self.score_width is not None and self.score != "additive":
             raise ConfigError(
-                f"model.score_width={self.score_width} with score={self.score or 'scaled_dot'}: only additive "
-                "scores have units. Use model.score=additive, or leave score_width out."
+                f"model.score_width={self.score_width} with score={self.score or 'scaled_dot'}: only the additive "
+                "score has hidden units. Use model.score=additive, or leave score_width out."
             )
         sizes = {} if self.score_width is None else {"width": self.score_width}
         config = GroupedConfig(
@@ -243,7 +245,7 @@ class ModelOptions:
         )
 
     def _other(self, kind: Variant) -> AttentionConfig:
-        """A variant without rules here: its fields are the flags of the same name, and it reads no other."""
+        """Return the config of any other variant, whose fields are the flags of the same name; others are refused."""
         known = {field.name: field for field in fields(kind)}
         because = f"model.attention={self.attention}"
         own = (*HEADS[1:-1], *LATENT_ONLY, *GROUPED_ONLY)
@@ -256,7 +258,7 @@ class ModelOptions:
             values["head_dim"] = self._head_dim()
         for name, field in known.items():
             if name not in values and field.default is MISSING and field.default_factory is MISSING:
-                raise ConfigError(f"{because} needs model.{name}: this attention has no default for it.")
+                raise ConfigError(f"{because} has no default for {name}. Set model.{name}.")
         return kind(**values)
 
     def _head_dim(self) -> int:
@@ -292,16 +294,16 @@ class ModelOptions:
         )
 
     def require_folder_only(self) -> None:
-        """Refuse flags beside `folder`."""
+        """Raise ConfigError for flags given beside `folder`."""
         names = tuple(field.name for field in fields(self) if field.name != "folder")
-        self._refuse(names, f"model.folder={self.folder}, which says what the model is")
+        self._refuse(names, f"model.folder={self.folder}, which has the model's config")
 
     def _refuse(self, names: tuple[str, ...], because: str) -> None:
-        """Refuse flags that the model would not read."""
+        """Raise ConfigError for flags that the model would not use."""
         for name in names:
             if getattr(self, name) != getattr(ModelOptions, name):
                 raise ConfigError(
-                    f"model.{name}={getattr(self, name)} means nothing with {because}. Leave it out."
+                    f"model.{name}={getattr(self, name)} has no effect with {because}. Leave it out."
                 )
 
 
@@ -310,7 +312,7 @@ def _or(size: int | None, otherwise: int) -> int:
 
 
 def _decoded(kind: Any, value: Any, where: str) -> Any:
-    """A table or value from inside a flag, checked as a config file's would be."""
+    """Decode a table or value from inside a flag with the checks of a config file."""
     try:
         return decode(kind, value, where)
     except InvalidInput as error:

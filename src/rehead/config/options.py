@@ -1,6 +1,6 @@
-"""What a user may set for a run, flat and with defaults: the flags of `rehead train`.
+"""The options of a run, flat and with defaults: the flags of `rehead train`.
 
-Names and defaults are the homework's (seeds B17, B18).
+Names and defaults are those of CMU 10-423's first homework (document B in docs/sources.md).
 """
 
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ from rehead.errors import ConfigError
 from rehead.fields import require_types
 
 MOST_SAMPLE_TOKENS = 1_000_000
-"""Of one sample text."""
+"""Per sample text."""
 
 
 @dataclass(kw_only=True)
 class SystemOptions:
-    """Where a run lives, and its seed."""
+    """The folder of a run, and its seed."""
 
     work_dir: str = "out/run"
-    """folder of the run: its options, metrics and checkpoints; a study has runs/PRESET"""
+    """folder of the run: its options, metrics and checkpoints; a study uses runs/PRESET"""
     seed: int = 3407
-    """of the fresh weights, the order of batches, dropout and samples"""
+    """seed of the fresh weights, the order of batches, dropout and samples"""
 
     __no_type_check__ = True  # __post_init__ checks what is given
 
@@ -33,20 +33,20 @@ class SystemOptions:
 
 @dataclass(kw_only=True)
 class DataOptions:
-    """Text: a file or folder at `path`, or a corpus by `name`; the last `val_fraction` validates."""
+    """The text: a file or folder at `path`, or a corpus by `name`. Its last `val_fraction` is for validation."""
 
     path: str | None = None
     """a UTF-8 text, or a folder of .txt and .md files [default: a text known by name]"""
     name: str | None = None
     """a text known by name: python-docs, or shakespeare, which is downloaded [default: python-docs]"""
     block_size: int = 128
-    """tokens the model sees at once, in training and after it"""
+    """tokens the model sees at once, in training and in generation"""
     tokenizer: Literal["char", "byte", "bpe"] = "char"
     """char: one token per character of the text; byte: one per byte; bpe: trained on the text"""
     vocab_size: int | None = None
-    """tokens of the bpe tokenizer at most, 256 or more; needed for bpe only [default: none]"""
+    """bpe only, and required there: tokens at most, 256 or more [default: none]"""
     val_fraction: float = 0.1
-    """share of the text, at its end, kept for validation"""
+    """share of the text, taken from its end, for validation"""
 
     __no_type_check__ = True
 
@@ -56,10 +56,10 @@ class DataOptions:
 
 @dataclass(kw_only=True)
 class TrainerOptions:
-    """How long and how to train; defaults are the homework's, plus evaluation and saving.
+    """How long and how to train: the homework's defaults, plus evaluation and saving.
 
-    With a `teacher`, a model folder, `distillation` parts of the loss are the divergence from its
-    predictions, the rest is the text's own.
+    With a `teacher`, a model folder, the share `distillation` of the loss is the divergence from its
+    predictions; the rest is the loss on the text.
     """
 
     max_iters: int = 600
@@ -69,27 +69,27 @@ class TrainerOptions:
     grad_accumulation: int = 1
     """forward passes per optimizer step"""
     learning_rate: float = 5e-4
-    """of AdamW, after the warm-up"""
+    """AdamW's learning rate after the warm-up"""
     schedule: Literal["constant", "cosine"] = "constant"
-    """how the learning rate goes on: unchanged, or down to min_learning_rate along a cosine"""
+    """learning rate after the warm-up: constant, or a cosine down to min_learning_rate"""
     warmup_iters: int = 0
     """steps over which the learning rate rises from 0"""
     min_learning_rate: float = 0.0
-    """where the cosine ends"""
+    """learning rate at the end of the cosine"""
     beta1: float = 0.9
     """AdamW's decay of the mean gradient"""
     beta2: float = 0.95
     """AdamW's decay of the mean squared gradient"""
     weight_decay: float = 0.1
-    """AdamW's, on the weights of linear layers"""
+    """AdamW's weight decay, on the weights of linear layers"""
     grad_norm_clip: float = 1.0
-    """the gradient is scaled down to this norm where it is larger"""
+    """a gradient with a larger norm is scaled down to this norm"""
     device: str = "auto"
-    """cpu, cuda, cuda:N, mps, or auto, which takes cuda or mps where the machine has one"""
+    """cpu, cuda, cuda:N, mps, or auto: cuda or mps if the machine has one"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 for autocast: the weights stay in float32"""
     compile: bool = False
-    """run the model through torch.compile"""
+    """compile the model with torch.compile"""
     eval_every: int = 100
     """steps between validations"""
     eval_batches: int = 8
@@ -103,24 +103,26 @@ class TrainerOptions:
     sample_tokens: int = 500
     """tokens per sample text"""
     sample_prompt: str | None = None
-    """what sample texts continue [default: the beginning of the validation text]"""
+    """prompt of sample texts [default: the beginning of the validation text]"""
     sample_temperature: float = 1.0
     """divides the logits of sample texts; 0 takes the likeliest token"""
     sample_top_k: int | None = 10
-    """sample texts draw from this many of the likeliest tokens; null for all"""
+    """sample texts use this many of the likeliest tokens; null for all"""
     resume: bool = False
     """continue the run in system.work_dir from its newest checkpoint"""
     teacher: str | None = None
     """a model folder whose predictions the model learns [default: none]"""
     distillation: float = 1.0
-    """with a teacher: the share of its predictions in the loss; the rest is the text's own"""
+    """with a teacher: share of the loss that compares with its predictions; the rest is the loss on the text"""
 
     __no_type_check__ = True
 
     def __post_init__(self) -> None:
         require_types(self, "trainer.")
         if not 0 <= self.distillation <= 1:
-            raise ConfigError(f"trainer.distillation={self.distillation}: the teacher's share. Use 0 to 1.")
+            raise ConfigError(
+                f"trainer.distillation={self.distillation} is not a share of the loss. Use 0 to 1."
+            )
         for name in ("batch_size", "grad_accumulation", "eval_every", "eval_batches", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 1 or more.")
@@ -134,7 +136,9 @@ class TrainerOptions:
         if self.sample_top_k is not None and self.sample_top_k < 1:
             raise ConfigError(f"trainer.sample_top_k={self.sample_top_k}. Use 1 or more, or null for all.")
         if self.sample_prompt == "":
-            raise ConfigError("trainer.sample_prompt is empty. Give a text, or null for the text's own.")
+            raise ConfigError(
+                "trainer.sample_prompt is empty. Give a text, or null to use the validation text."
+            )
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"trainer.learning_rate={self.learning_rate}. Use a number above 0, like 5e-4.")
         if not self.grad_norm_clip > 0:
@@ -154,7 +158,7 @@ class TrainerOptions:
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """All groups."""
+    """The options of a run, in four groups."""
 
     system: SystemOptions = field(default_factory=SystemOptions)
     data: DataOptions = field(default_factory=DataOptions)

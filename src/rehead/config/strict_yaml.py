@@ -1,4 +1,4 @@
-"""YAML that says what it seems to: no code, no references, no key twice, and 5e-4 is a number."""
+"""A strict YAML: no code, no references, no duplicate keys, and 5e-4 is a number."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 FLOAT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
-"""Numbers such as 5e-4, which YAML 1.1 takes for text."""
+"""Numbers such as 5e-4, which YAML 1.1 reads as text."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -22,7 +22,7 @@ class _Loader(yaml.SafeLoader):
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(keys)) < len(keys):
             raise yaml.constructor.ConstructorError(
-                problem="a key stands twice", problem_mark=node.start_mark
+                problem="a key appears twice", problem_mark=node.start_mark
             )
         return super().construct_mapping(node, deep)
 
@@ -37,20 +37,20 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse(text: str) -> Any:
-    """YAML without code, references or keys that stand twice. Raises yaml.YAMLError for all that is wrong."""
+    """Parse YAML without code, references or duplicate keys. Raises yaml.YAMLError for anything else."""
     try:
         return _Loader(text).get_single_data()
-    except (ValueError, RecursionError) as error:  # no such day, too many digits, too deep
+    except (ValueError, RecursionError) as error:  # an invalid date, too many digits, too deep
         raise yaml.YAMLError(str(error)) from error
 
 
 def dump(value: Any) -> str:
-    """Plain values as YAML that `parse` takes back."""
+    """Return plain values as YAML that `parse` accepts."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def first_line(error: Exception) -> str:
-    """What is wrong, in one line, with the number of the line in the file."""
+    """Return an error in one line, with the line number in the file."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}"
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""A value against the type of its option. What does not fit is refused with the rule and an example."""
+"""Checks a value against the type of its option, and refuses it with the rule and an example."""
 
 from dataclasses import Field
 from types import NoneType
@@ -11,7 +11,7 @@ WORDS = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
-    str: "a text, in quotes where YAML would read something else",
+    str: "a text, in quotes if YAML would read something else",
     dict: "a table",
     list: "a list of tables",
 }
@@ -26,9 +26,9 @@ EXAMPLES: dict[type, Any] = {
 
 
 def checked(option: Field, value: Any, key: str, where: str) -> Any:
-    """`value` as the `option` called `key` holds it. `where` is how the user wrote it.
+    """Return `value` in the type of the `option` called `key`. `where` is what the user wrote.
 
-    Raises ConfigError with the type in words, and an example.
+    Raises ConfigError with the type in words and an example.
     """
     kind = _kind(option)
     plain = get_origin(kind) or kind
@@ -43,7 +43,7 @@ def checked(option: Field, value: Any, key: str, where: str) -> Any:
 
 
 def example(option: Field) -> Any:
-    """A value the option may have: its default, where that is one."""
+    """Return a valid value of the option: its default, unless that is None."""
     if option.default is not None:
         return option.default
     kind = _kind(option)
@@ -51,6 +51,6 @@ def example(option: Field) -> Any:
 
 
 def _kind(option: Field) -> Any:
-    """The type of its values, None aside."""
+    """Return the type of the option's values, leaving None out."""
     parts = get_args(option.type)
     return parts[0] if NoneType in parts else option.type

@@ -1,4 +1,4 @@
-"""Text to the batches a model is trained and evaluated on, however long the text."""
+"""Turns text of any length into the batches a model is trained and evaluated on."""
 
 from rehead.data.batches import IGNORE, Batch, BatchSampler, evaluation_blocks, shown
 from rehead.data.corpora import CORPORA

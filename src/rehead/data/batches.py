@@ -1,4 +1,4 @@
-"""Batches of blocks: at random places to train on, one after another to evaluate on."""
+"""Batches of blocks: at random positions for training, consecutive for evaluation."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,14 +11,14 @@ from rehead.data.tokens import Ids, require_block
 from rehead.errors import ConfigError, IntegrityError, InvalidInput
 from rehead.stages import staged
 
-IGNORE = -100  # the target that counts for nothing, as in torch's cross entropy
+IGNORE = -100  # a target that is ignored, as in torch's cross entropy
 Batch = tuple[Int64[Tensor, "B L"], Int64[Tensor, "B L"]]
 Pair = tuple[Tensor, Tensor]
-"""A batch of several that differ in shape."""
+"""Inputs and targets of one batch; batches may differ in shape."""
 
 
 class BatchSampler:
-    """Windows at random places of a text, with replacement, from a generator of its own."""
+    """Draws windows at random positions of a text, with replacement, from its own generator."""
 
     def __init__(self, ids: Ids, block_size: int, batch_size: int, seed: int) -> None:
         require_block(ids, block_size, "training")
@@ -26,18 +26,18 @@ class BatchSampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> Batch:
-        """Inputs (B, L) and targets (B, L), which are the inputs one token on."""
+        """Return inputs (B, L) and targets (B, L), the inputs shifted by one token."""
         n_start = len(self._ids) - self._block_size
         starts = torch.randint(n_start, (self._batch_size, 1), generator=self._generator).numpy()
         windows = torch.from_numpy(self._ids[starts + np.arange(self._block_size + 1)].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def state(self) -> UInt8[Tensor, "bytes"]:
-        """Where the generator is, for `restore`: the batches that follow are then the same to the bit."""
+        """Return the generator's state; after `restore` the same batches follow, bit for bit."""
         return self._generator.get_state()
 
     def restore(self, state: UInt8[Tensor, "bytes"]) -> None:
-        """Continues from a `state`. IntegrityError when it is none."""
+        """Continue from a `state`. Raises IntegrityError for a damaged one."""
         try:
             self._generator.set_state(state)
         except (RuntimeError, TypeError) as error:
@@ -47,7 +47,7 @@ class BatchSampler:
 
 
 def shown(blocks: Iterable[Pair], title: str, total: int | None = None) -> Iterator[Pair]:
-    """Pass `blocks` on as a stage, measured in the targets that count; `total` is needed where they are no list."""
+    """Yield `blocks` as a stage, counted in targets that are not ignored; a generator needs their `total`."""
     if total is None:
         blocks = list(blocks)
         total = sum(map(_targets, blocks))
@@ -61,13 +61,13 @@ def _targets(batch: Pair) -> int:
 def evaluation_blocks(
     ids: Ids, block_size: int, batch_size: int, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Inputs and targets (B, L) over consecutive blocks: every token but the first is a target once.
+    """Yield inputs and targets (B, L) of consecutive blocks: every token but the first is a target once.
 
-    The last block is filled up with inputs 0 and targets IGNORE, the last batch may have fewer rows.
-    `limit` takes that many blocks, evenly spread over the text. InvalidInput below two tokens.
+    The last block is padded with inputs 0 and targets IGNORE; the last batch may have fewer rows. `limit`
+    selects that many blocks, evenly spread over the text. Raises InvalidInput for fewer than two tokens.
     """
     if len(ids) < 2:
-        raise InvalidInput(f"a text of {len(ids)} tokens has nothing to predict: use a longer one.")
+        raise InvalidInput(f"a text of {len(ids)} tokens leaves nothing to predict: use a longer one.")
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} blocks: evaluate 1 or more, or give no limit.")
     if batch_size < 1:

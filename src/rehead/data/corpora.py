@@ -1,4 +1,4 @@
-"""Texts known by name."""
+"""Texts that are known by name."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 
 @CORPORA.add("python-docs")
 def _python_docs(cache_dir: Path) -> Iterable[str]:
-    """The help topics of the running Python (they differ from one version to the next), no download."""
+    """Return the help topics of the running Python, without a download; they differ between versions."""
     from pydoc_data.topics import topics
 
     return ["\n\n".join(topics[name] for name in sorted(topics))]
@@ -24,7 +24,7 @@ def _python_docs(cache_dir: Path) -> Iterable[str]:
 
 @CORPORA.add("shakespeare")
 def _shakespeare(cache_dir: Path) -> Iterable[str]:
-    """Karpathy's tiny Shakespeare, 1,115,394 characters: downloaded once, verified on every use."""
+    """Return Karpathy's tiny Shakespeare, 1,115,394 characters: downloaded once, verified on every use."""
     file = cache_dir / "tinyshakespeare.txt"
     by_hand = f"save {SHAKESPEARE} by hand and give it as data.path"
     with resource("cannot fetch data.name=shakespeare", by_hand):
@@ -33,8 +33,8 @@ def _shakespeare(cache_dir: Path) -> Iterable[str]:
         else:
             with urlopen(SHAKESPEARE, timeout=30) as reply:
                 data = reply.read(2 << 20)
-        if (found := hashlib.sha256(data).hexdigest()) != SHAKESPEARE_SHA256:
-            where = f"{str(file) if cached else SHAKESPEARE!r} has sha256 {found}, not {SHAKESPEARE_SHA256}"
+        if (actual := hashlib.sha256(data).hexdigest()) != SHAKESPEARE_SHA256:
+            where = f"{str(file) if cached else SHAKESPEARE!r} has sha256 {actual}, not {SHAKESPEARE_SHA256}"
             raise IntegrityError(f"{where}: {'delete it' if cached else by_hand}.")
         if not cached:
             write_whole(file, [data])

@@ -1,4 +1,4 @@
-"""UTF-8 text in from disk in parts; bytes out to disk, whole or not at all."""
+"""Reads UTF-8 text from disk in parts, and writes files atomically."""
 
 import codecs
 import os
@@ -12,16 +12,16 @@ from rehead.errors import InvalidInput, ReheadError, ResourceError
 
 
 def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
-    """The text of a file, or of the files of a folder, in parts of at most `size` bytes.
+    """Yield the text of a file, or of the files of a folder, in parts of at most `size` bytes.
 
-    `option` is what the user gave the path with, for the messages.
+    `option` is the option that gave the path, for error messages.
     """
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or error
         raise InvalidInput(
-            f"no text at {str(path)!r} ({why}): give {option} a file or folder that is there."
+            f"no text at {str(path)!r} ({why}): give {option} a file or folder that exists."
         ) from None
     if stat.S_ISDIR(mode):
         yield from _read_folder(path, size, option)
@@ -59,7 +59,7 @@ def _read_file(path: Path, size: int) -> Iterator[str]:
 
 @contextmanager
 def resource(what: str, remedy: str) -> Iterator[None]:
-    """Turn a failing disk or network within the block into one ResourceError with a remedy."""
+    """Turn a disk or network failure within the block into a ResourceError with a remedy."""
     try:
         yield
     except (OSError, HTTPException) as error:
@@ -69,7 +69,7 @@ def resource(what: str, remedy: str) -> Iterator[None]:
 
 
 def write_whole(file: Path, blocks: Iterable[bytes]) -> None:
-    """All of it or nothing under the final name; a device or a pipe of that name stays what it is."""
+    """Write a file atomically. Raises InvalidInput if the name is a device or a pipe."""
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise InvalidInput(f"{file} exists and is not a regular file: choose another name.")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A text as a stream of chunks that tokenize as the whole would."""
+"""Streams a text in chunks that tokenize as the whole text would."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -13,9 +13,9 @@ from rehead.system.folders import cache_folder
 
 CHUNK = 1 << 18  # characters
 EMBEDDED = "python-docs"
-"""The corpus of a run that names none: the standard library's documentation, nothing to download."""
+"""The default corpus: the standard library's documentation, which needs no download."""
 USUAL = "input.txt"
-"""What a text is mostly called, which is not taken unasked."""
+"""A usual name of a text; a file of this name is mentioned but never used by default."""
 _BORDERS = [
     re.compile(f"(?s).*{border}") for border in (r"[^\W_](?=[\r\n])", r"[^\W_](?=[ \t])", r"\S(?=\s)")
 ]
@@ -23,12 +23,12 @@ _BORDERS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A text, read anew by each iteration, which gives its `chunks` of `chunk` characters or more.
+    """A text; each iteration reads it again and yields its `chunks` of `chunk` characters or more.
 
     `path` is a UTF-8 file, or a folder: its *.txt and *.md files at any depth, in the order of their
-    relative paths, with a blank line ("\\n\\n") between. `name` is one of `CORPORA`. Line ends stay, a
-    byte order mark goes. `option` is what the user gives the path with, for messages. InvalidInput for
-    a text that is not there, not UTF-8, or blank.
+    relative paths, with a blank line ("\\n\\n") between. `name` is one of `CORPORA`. Line endings are kept, a
+    byte order mark is dropped. `option` is the option that gives the path, for error messages. Raises
+    InvalidInput for a text that is missing, not UTF-8, or blank.
     """
 
     path: Path | None = None
@@ -39,7 +39,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.name is None):
-            rule = f"data.path={self.path} and data.name={self.name}: a text comes from one of them"
+            rule = f"data.path={self.path} and data.name={self.name}: a run reads one text"
             raise ConfigError(f"{rule}. Give a path, or a name in {', '.join(CORPORA)}.")
         if self.name is not None:
             CORPORA[self.name]
@@ -60,44 +60,44 @@ class Source:
 
 
 def describe(options: DataOptions) -> str:
-    """Which text the flags of a run name, and why where they name none."""
+    """Describe the text that a run uses, and say so if it is the default."""
     if options.path is not None:
         return options.path
     if options.name is not None:
         return f"the corpus {options.name}"
     beside = ""
     if Path(USUAL).is_file():
-        beside = f" ({USUAL} lies here: data.path={USUAL} takes it)"
-    return f"Python's help texts, as neither data.path nor data.name is given{beside}"
+        beside = f" (to use {USUAL} from this folder, give data.path={USUAL})"
+    return f"Python's help texts, because neither data.path nor data.name is given{beside}"
 
 
 def source_of(options: DataOptions) -> Source:
-    """The text that the flags of a run name."""
+    """Return the text that a run uses."""
     if options.path is None and options.name is None:
         return Source(name=EMBEDDED)
     return Source(path=None if options.path is None else Path(options.path), name=options.name)
 
 
 def named(text: str | Path, option: str) -> Source:
-    """The file or folder `text` or, where nothing lies there, the corpus of that name."""
+    """Return the file or folder `text` or, if it does not exist, the corpus of that name."""
     if str(text) in CORPORA and not Path(text).exists():
         return Source(name=str(text))
     return Source(path=Path(text), option=option)
 
 
 def chunks(parts: Iterable[str], size: int = CHUNK, limit: int = 4 * CHUNK) -> Iterator[str]:
-    """A text in parts, regrouped into chunks of `size` characters or more that tokenize as in the whole.
+    """Regroup the parts of a text into chunks of `size` characters or more that tokenize as in the whole text.
 
-    A chunk ends with a letter or digit before a line end or, failing that, a blank: GPT-2, Llama 3 and
-    DeepSeek never join these. Where `limit` characters have no such place it ends before any white
-    space, and where they have none of that, anywhere; then a token or two may differ.
+    A chunk ends with a letter or digit before a line end or, failing that, before a blank: the tokenizers
+    of GPT-2, Llama 3 and DeepSeek never join these. If `limit` characters have no such place, the chunk
+    ends before any white space; if they have none, anywhere, and a token or two may differ.
     """
     held = ""
     for part in parts:
         held += part
         if len(held) >= size:
             borders = _BORDERS if len(held) >= limit else _BORDERS[:2]
-            cut = next((found.end() for border in borders if (found := border.match(held))), 0)
+            cut = next((match.end() for border in borders if (match := border.match(held))), 0)
             cut = cut or len(held) * (len(held) >= limit)
             if cut:
                 yield held[:cut]

@@ -1,4 +1,4 @@
-"""The ids of a text in a memory-mapped file, and what tells that text from another."""
+"""The ids of a text in a memory-mapped file, with the text's checksum and sizes."""
 
 import hashlib
 import warnings
@@ -17,14 +17,14 @@ from rehead.tokenizer import Tokenizer
 
 TOKENS = "tokens.bin"
 """In a run folder, the ids of its text."""
-Ids = Integer[np.ndarray, "_"]  # of any length: a call may be given two texts
+Ids = Integer[np.ndarray, "_"]  # "_" instead of a letter: a call may take two texts of different lengths
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The `ids` (N,) of a text, memory-mapped, and what tells that text from another.
+    """The `ids` (N,) of a text, memory-mapped, with the text's checksum and sizes.
 
-    `sha256`, `n_bytes` are of the text in UTF-8 (for a file without byte order mark, those of the file).
+    `sha256` and `n_bytes` are of the text in UTF-8 (for a file without a byte order mark, those of the file).
     """
 
     ids: Ids
@@ -34,11 +34,11 @@ class Tokens:
 
 
 def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens:
-    """Writes the ids of a text to the file `store`, as raw uint16 (uint32 for a vocabulary above 65,536).
+    """Write the ids of a text to the file `store`, as raw uint16 (uint32 for a vocabulary above 65,536).
 
-    The chunks of `source` are encoded one at a time, as plain text. Warns of tokens that stand for what
-    the vocabulary lacks. InvalidInput for a text without tokens, ResourceError when `store` cannot be
-    written; then nothing is left there.
+    The chunks of `source` are encoded one at a time, as plain text. Warns if the text has unknown tokens.
+    Raises InvalidInput for a text without tokens, and ResourceError if `store` cannot be written; nothing
+    is left there then.
     """
     dtype = _dtype(tokenizer)
     digest, n_bytes, n_characters, n_unknown = hashlib.sha256(), 0, 0, 0
@@ -63,19 +63,19 @@ def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens
     ids = np.memmap(store, dtype=dtype, mode="r")
     if n_unknown:
         warnings.warn(
-            f"{n_unknown} of {len(ids)} tokens are {tokenizer.token(unknown)!r}, which stands for all that the "
-            "vocabulary lacks: losses count them as if they were one word",
+            f"{n_unknown} of {len(ids)} tokens are {tokenizer.token(unknown)!r}, the token for everything "
+            "outside the vocabulary: losses count all of them as the same token",
             stacklevel=2,
         )
     return Tokens(ids=ids, sha256=digest.hexdigest(), n_bytes=n_bytes, n_characters=n_characters)
 
 
 def read_ids(store: Path, tokenizer: Tokenizer) -> Ids:
-    """The ids (N,) that `tokenize` wrote to `store`, memory-mapped. InvalidInput where they are not of `tokenizer`."""
+    """Return the ids (N,) that `tokenize` wrote, memory-mapped. Raises InvalidInput if they do not fit `tokenizer`."""
     try:
         ids = np.memmap(store, dtype=_dtype(tokenizer), mode="r")
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"{store} holds no tokens ({error}): name a text.") from error
+        raise InvalidInput(f"{store} cannot be read as tokens ({error}): give a text.") from error
     require_vocabulary(ids, tokenizer.vocab_size)
     return ids
 
@@ -85,25 +85,27 @@ def _dtype(tokenizer: Tokenizer) -> type[np.uint16 | np.uint32]:
 
 
 def require_vocabulary(ids: Ids, vocab_size: int) -> None:
-    """InvalidInput unless every id is below a model's `vocab_size`, and none below 0."""
+    """Raise InvalidInput unless every id is at least 0 and below a model's `vocab_size`."""
     if ids.ndim != 1 or (len(ids) and int(ids.min()) < 0):
-        raise InvalidInput(f"token ids of shape {ids.shape}: expected (N,), none below 0.")
+        raise InvalidInput(f"token ids of shape {ids.shape}: expected (N,), with no id below 0.")
     if len(ids) and (largest := int(ids.max())) >= vocab_size:
         rule = f"the text has token id {largest}, the model has vocab_size={vocab_size}"
         raise InvalidInput(f"{rule}: use the model's own tokenizer.json.")
 
 
 class Split(NamedTuple):
-    """The first tokens of a text for training, the rest for validation (none when the fraction is 0)."""
+    """The first tokens of a text for training, the rest (possibly none) for validation."""
 
     train: Ids
     val: Ids
 
 
 def split(ids: Ids, block_size: int, val_fraction: float = 0.1) -> Split:
-    """Cuts off the last `val_fraction` of the tokens. InvalidInput when a part has less than one block."""
+    """Split off the last `val_fraction` of the tokens. Raises InvalidInput for a part of less than one block."""
     if not 0 <= val_fraction < 1:
-        raise ConfigError(f"data.val_fraction={val_fraction} is not in 0 <= f < 1: use 0.1, or 0 for none.")
+        raise ConfigError(
+            f"data.val_fraction={val_fraction} is not in 0 <= f < 1: use 0.1, or 0 for no validation."
+        )
     at = int(len(ids) * (1 - val_fraction))
     parts = Split(ids[:at], ids[at:])
     require_block(parts.train, block_size, "training")
@@ -113,7 +115,7 @@ def split(ids: Ids, block_size: int, val_fraction: float = 0.1) -> Split:
 
 
 def require_block(ids: Ids, block_size: int, name: str) -> None:
-    """InvalidInput unless the split called `name` holds one block and the token after it."""
+    """Raise InvalidInput unless the split called `name` holds one block and the token after it."""
     if len(ids) <= block_size:
         rule = (
             f"the {name} split has {len(ids)} tokens, one block needs data.block_size + 1 = {block_size + 1}"

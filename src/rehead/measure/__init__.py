@@ -1,4 +1,4 @@
-"""What a model costs and how good it is."""
+"""Measures the cost and the quality of a model."""
 
 from rehead.measure.memory_in_use import memory
 from rehead.measure.quality import evaluate

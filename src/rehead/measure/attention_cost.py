@@ -1,4 +1,4 @@
-"""What attention itself takes of a training step: scores, softmax and the sums of values, without projections."""
+"""The cost of attention alone in a training step: scores, softmax and sums of values, without projections."""
 
 import time
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from rehead.system.device import synchronize
 
 @dataclass(kw_only=True)
 class AttentionCost:
-    """Over all layers: `seconds` of the forward and the backward pass, and `kept_bytes`, which the forward
-    pass keeps for the backward pass beside the queries, keys and values themselves.
+    """Sums over all layers: `seconds` of the forward and backward pass, and `kept_bytes`, which the forward
+    pass saves for the backward pass besides the queries, keys and values.
     """
 
     seconds: float = 0.0
@@ -28,12 +28,12 @@ class AttentionCost:
 def attention_cost(
     model: LanguageModel, inputs: Tensor, *, scores_kept: bool = False, dtype: torch.dtype | None = None
 ) -> AttentionCost | None:
-    """Of one training step on `inputs` (B, L), dropout included; None for a model without attention.
+    """Measure one training step on `inputs` (B, L), including dropout; None for a model without attention.
 
-    By the kernel that training uses or, with `scores_kept`, by the definition, which writes the (L, L) scores
-    of every head out as the homework's starter does: its `attention_computation_time` and
-    `attention_computation_memory` are the forward part of that. Each call is taken by itself, on the arguments
-    it gets in the step; `dtype` is autocast's. Neither weights nor mode change.
+    Uses the kernel of training or, with `scores_kept`, the definition, which stores the (L, L) scores of every
+    head. So does the starter code of CMU 10-423's homework: its `attention_computation_time` and
+    `attention_computation_memory` measure the forward part. Each call is timed on its own, with the arguments it
+    has in the step; `dtype` is autocast's. Weights and mode stay as they are.
     """
     cost, calls = AttentionCost(), 0
     device, compute = model.device, kernels.attend
@@ -41,7 +41,7 @@ def attention_cost(
     def probe(query: Tensor, key: Tensor, value: Tensor, mask: Mask, **rules: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        query, key, value = given = tuple(each.detach().requires_grad_() for each in (query, key, value))
+        query, key, value = leaves = tuple(each.detach().requires_grad_() for each in (query, key, value))
 
         def run() -> Tensor:
             if scores_kept:
@@ -55,9 +55,9 @@ def attention_cost(
             gathered.backward(torch.ones_like(gathered))
             synchronize(device)
             cost.seconds += time.perf_counter() - start
-            with _kept(given) as kept:
+            with _saved_bytes(leaves) as saved:
                 gathered = run()
-        cost.kept_bytes += sum(kept.values())
+        cost.kept_bytes += sum(saved.values())
         return gathered.detach()
 
     with modes_kept(model), torch.no_grad():
@@ -72,18 +72,18 @@ def attention_cost(
 
 
 @contextmanager
-def _kept(given: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
-    """Bytes by place of all that autograd saves meanwhile, without the storages of `given`."""
-    kept: dict[int, int] = {}
-    own = {each.untyped_storage().data_ptr() for each in given}
+def _saved_bytes(leaves: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
+    """Collect bytes by address of all that autograd saves within the block, except the storages of `leaves`."""
+    saved: dict[int, int] = {}
+    own = {each.untyped_storage().data_ptr() for each in leaves}
     alive = []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)  # so that no other gets its place
+            saved[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)  # so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
+        yield saved

@@ -1,4 +1,4 @@
-"""How fast a model reads a prompt and writes after it, against what the machine could do at most."""
+"""Times prefill and decoding with and without a cache, against the machine's roofline."""
 
 import statistics
 import time
@@ -26,7 +26,7 @@ from rehead.system.machine import physical_memory
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """One figure over the rounds."""
+    """Median, minimum and maximum of one figure over the rounds."""
 
     median: float
     least: float
@@ -34,17 +34,17 @@ class Times:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Times":
-        """Of at least one sample."""
+        """Summarise one sample or more."""
         return cls(median=statistics.median(samples), least=min(samples), most=max(samples))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Greedy generation, with or without cache.
+    """Results of greedy generation, with or without a cache.
 
-    `prefill` is the time to the first token, `decode` that of each token after it, in seconds.
-    `tokens_per_second` counts new tokens of all sequences over both. `forwarded` is how many tokens per
-    sequence went through the model: prompt and new ones once with a cache, all of them at each step without.
+    `prefill` is the time to the first token, `decode` that of each later token, in seconds.
+    `tokens_per_second` counts the new tokens of all sequences over both. `forwarded` counts the tokens per
+    sequence that went through the model: each token once with a cache, the whole text at each step without.
     """
 
     prefill: Times
@@ -55,12 +55,12 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One prompt length and batch size.
+    """Results of one prompt length and batch size.
 
     Cache bytes are those after the last token, by formula and as held. `peak_bytes` is the most that
-    tensors held at once while reading the prompt, weights and the whole cache included. `roofline` is the
-    machine's best, reading `read_bytes` (what one decoded token needs) and multiplying; the shares are its time
-    for the same work over the time taken, round by round.
+    tensors held at once during prefill, including weights and the whole cache. `roofline` is the machine's
+    best speed at reading `read_bytes` (what one decoded token needs) and at matrix products. The shares are the
+    roofline's time for the same work divided by the measured time, round by round.
     """
 
     prompt_length: int
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass
 class _Samples:
-    """What the rounds of one arm gave."""
+    """Samples of one arm, one per round."""
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
@@ -100,7 +100,7 @@ class _Samples:
 
 
 def usual_sizes(config: ModelConfig) -> tuple[tuple[int, int], int]:
-    """Prompts of an eighth and half of a model's length; 32 new tokens, or as many as still have room."""
+    """Return prompts of an eighth and half of a model's length, and 32 new tokens or as many as fit."""
     size = config.block_size
     return (max(size // 8, 1), max(size // 2, 1)), min(32, max(size // 2, 2))
 
@@ -108,11 +108,11 @@ def usual_sizes(config: ModelConfig) -> tuple[tuple[int, int], int]:
 def bench(
     model: LanguageModel, prompt_length: int, batch_size: int = 1, new_tokens: int = 32, rounds: int = 5
 ) -> Case:
-    """Generate after random prompts with and without cache, in alternating order, `rounds` times each.
+    """Generate after random prompts with and without a cache, in alternating order, `rounds` times each.
 
-    Each round measures the machine too. One short uncounted generation of each arm goes before. Raises
-    UsageError for sizes that make no measurement, or that the model's context does not hold, ResourceError for
-    more than this machine's memory.
+    Each round measures the machine, too. A short generation of each arm goes first, untimed. Raises UsageError
+    for sizes that cannot be timed or exceed the model's context, ResourceError for sizes that exceed this
+    machine's memory.
     """
     for name, size, least in (
         ("prompt_length", prompt_length, 1),
@@ -126,7 +126,7 @@ def bench(
     if limit is not None and whole > limit:
         raise UsageError(
             f"prompt_length={prompt_length} and new_tokens={new_tokens} make {whole} tokens, the model's context is "
-            f"{limit}: beyond it the cache starts anew. Use {limit} or fewer together."
+            f"{limit}: beyond it the cache is rebuilt. Use {limit} or fewer in total."
         )
     config, device, dtype = model.config, model.device, model.head.weight.dtype
     to_read = decode_bytes(config, whole, batch_size, dtype)
@@ -170,12 +170,12 @@ def bench(
 
 
 def _share(roofs: list[Roofline], work: tuple[int | float, int | float], seconds: list[float]) -> Times:
-    """The least time for (bytes, FLOPs) over the time taken."""
+    """Return the roofline's time for (bytes, FLOPs) divided by the measured time."""
     return Times.of([roof.seconds(*work) / taken for roof, taken in zip(roofs, seconds, strict=True)])
 
 
 def _peak_bytes(model: LanguageModel, prompts: Int[Tensor, "B L"], new_tokens: int) -> int:
-    """Bytes of all tensors at the fullest moment of reading the prompts, room for `new_tokens` made."""
+    """Return the peak bytes of all tensors during prefill, with a cache that has room for `new_tokens`."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
@@ -191,29 +191,29 @@ def _peak_bytes(model: LanguageModel, prompts: Int[Tensor, "B L"], new_tokens: i
 def _generate(
     model: LanguageModel, prompts: Int[Tensor, "B L"], n_token: int, use_cache: bool, into: _Samples
 ) -> None:
-    """One timed generation."""
+    """Time one generation, and append its figures to `into`."""
     with _counted(model) as lengths:
         synchronize(model.device)
         start = time.perf_counter()
         tokens = stream(model, list(prompts), n_token, 0, use_cache=use_cache)
-        found = [next(tokens)]
+        written = [next(tokens)]
         synchronize(model.device)
         first = time.perf_counter()
-        found += tokens
+        written += tokens
         synchronize(model.device)
         end = time.perf_counter()
     into.prefill.append(first - start)
     into.decode.append((end - first) / (n_token - 1))
     into.forwarded.append(sum(lengths) + n_token - len(lengths))
-    into.tokens.append(torch.stack(found).flatten().tolist())
+    into.tokens.append(torch.stack(written).flatten().tolist())
 
 
 @contextmanager
 def _counted(model: LanguageModel) -> Iterator[list[int]]:
-    """The length of every text that goes through `model.hidden` meanwhile.
+    """Collect the length of every text that goes through `model.hidden` within the block.
 
-    Not by a hook: a model that is watched decodes by a slower way. What does not come by here is a decoder's
-    single token.
+    A forward hook would make the model fall back to slower decoding, so `hidden` is wrapped instead. Single
+    tokens of a decoder do not pass here.
     """
     lengths: list[int] = []
     hidden = model.hidden

@@ -1,4 +1,4 @@
-"""Versions and hardware, for bug reports and beside every measurement."""
+"""Versions and hardware, for bug reports and measurements."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ PACKAGES = ("numpy", "safetensors", "tokenizers", "cyclopts")
 
 
 def environment() -> dict[str, str | int]:
-    """What a number depends on beside the code."""
+    """Return the facts that a measurement depends on besides the code."""
     facts: dict[str, str | int] = {
         "rehead": __version__,
         "python": platform.python_version(),

@@ -1,6 +1,6 @@
-"""By which way a model computes, and why: what `rehead bench --explain` says.
+"""Explains which code computes a model, and why, for `rehead bench --explain`.
 
-Nothing is decided here: the decoders, each layer's `choice` and the kernels' `choose` are asked.
+This module makes no choices: it asks the decoders, each layer's `choice` and the kernels' `choose`.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ from rehead.model.layers import Block
 
 
 def explain(model: LanguageModel, batch_size: int = 1) -> list[str]:
-    """A line per choice that is made for this model, on its device and in its dtype, for `batch_size` sequences.
+    """Return a line per choice for this model, on its device and in its dtype, for `batch_size` sequences.
 
-    `prompts` are equally long, read into an empty cache; a batch of unlike lengths gives positions, by which some
-    ways refuse. `training` is a forward and backward pass.
+    `prompts` have equal lengths and are read into an empty cache; with unequal lengths there are positions, and
+    some kernels refuse those. `training` is a forward and backward pass.
     """
     lines = [f"decoding: {_decoding(model)}"]
     if not isinstance(model, GPT):
@@ -54,41 +54,41 @@ def _decoding(model: LanguageModel) -> str:
 
 
 def _texts(attention: Attention, n_past: int | None, batch_size: int, longest: int) -> str:
-    """The ways for texts of 1 to `longest` tokens, and the reasons against those that the last is not."""
+    """Return the code for texts of 1 to `longest` tokens, and why it is not the C++ kernel."""
 
-    def way(n_token: int) -> Choice | None:
+    def choose(n_token: int) -> Choice | None:
         return attention.choice(n_token, n_past, batch_size)
 
-    said = []
-    for first, last, found in ranges(way, longest):
-        if found is None:
-            return "not said by this variant"
-        words = f"{found.form}, {found.kernel.words}" if found.form else found.kernel.words
+    stretches = []
+    for first, last, choice in ranges(choose, longest):
+        if choice is None:
+            return "this variant does not say"
+        words = f"{choice.form}, {choice.kernel.words}" if choice.form else choice.kernel.words
         tokens = f"{first} token{'s' * (first > 1)}" if first == last else f"{first} to {last} tokens"
-        said.append(f"{tokens}: {words}{_against(found)}")
-    return "; ".join(said)
+        stretches.append(f"{tokens}: {words}{_why_not_compiled(choice)}")
+    return "; ".join(stretches)
 
 
-def _against(found: Choice) -> str:
-    """Why not the C++ kernel, where it is not the way."""
-    reason = found.against.get(Compiled.name)
-    return f" (no C++ kernel: {reason})" if reason and not isinstance(found.kernel, Reference) else ""
+def _why_not_compiled(choice: Choice) -> str:
+    """Return why the C++ kernel refused, if it did."""
+    reason = choice.against.get(Compiled.name)
+    return f" (no C++ kernel: {reason})" if reason and not isinstance(choice.kernel, Reference) else ""
 
 
-def ranges(way: Callable[[int], Choice | None], longest: int) -> Iterator[tuple[int, int, Choice | None]]:
-    """First and last length of each stretch that goes one way, with what is said of its last.
+def ranges(choose: Callable[[int], Choice | None], longest: int) -> Iterator[tuple[int, int, Choice | None]]:
+    """Yield first length, last length and choice of each stretch of lengths with the same choice.
 
-    Lengths are looked at by doubling, and a change between two of them is found by halving.
+    Lengths are probed by doubling; a change between two of them is located by bisection.
     """
-    first, found = 1, way(1)
+    first, choice = 1, choose(1)
     while first <= longest:
         last, step = first, 1
-        while last < longest and (next_found := way(min(last + step, longest))) == found:
-            last, step, found = min(last + step, longest), 2 * step, next_found
+        while last < longest and (following := choose(min(last + step, longest))) == choice:
+            last, step, choice = min(last + step, longest), 2 * step, following
         beyond = min(last + step, longest + 1)
         while beyond - last > 1:
             middle = (last + beyond) // 2
-            last, beyond = (middle, beyond) if way(middle) == found else (last, middle)
-        yield first, last, found
+            last, beyond = (middle, beyond) if choose(middle) == choice else (last, middle)
+        yield first, last, choice
         first = last + 1
-        found = way(first) if first <= longest else None
+        choice = choose(first) if first <= longest else None

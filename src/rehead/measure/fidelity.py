@@ -1,4 +1,4 @@
-"""How closely one model's predictions follow another's."""
+"""Compares the predictions of two models."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from rehead.errors import NumericError
 from rehead.model import LanguageModel, evaluating
 
 LOGITS, EXACT = 2**25, 2**19
-"""Numbers held at a time, and taken into float64: those of a large vocabulary would fill the memory."""
+"""Logits held at a time, and converted to float64 at a time: a large vocabulary would fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two models over the same tokens.
+    """Two models compared on the same tokens.
 
     `max_error` is the largest difference of two logits, `relative_error` that divided by the largest
-    logit of the first, both after each token's mean is taken off, which no probability depends on.
-    `kl` is the mean of KL(first || second) in nats, `argmax_flips` the share of tokens whose likeliest
-    successor is another, `losses` the two mean negative log-likelihoods in nats per token, `tokens`
-    how many were compared.
+    logit of the first. Both ignore each token's mean logit, which no probability depends on. `kl` is the
+    mean of KL(first || second) in nats, `argmax_flips` the share of tokens whose likeliest successor
+    differs, `losses` the two mean negative log-likelihoods in nats per token, `tokens` the number of
+    tokens compared.
     """
 
     max_error: float
@@ -38,25 +38,27 @@ class Comparison:
 def compare(
     first: LanguageModel, second: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]
 ) -> Comparison:
-    """Both in eval mode over blocks of (inputs, targets); targets of -100 do not count.
+    """Compare two models, in eval mode, on blocks of (inputs, targets); targets of -100 are ignored.
 
-    Raises NumericError where a logit of either is not finite.
+    Raises NumericError for a logit that is not finite.
     """
     models = (first, second)
     largest = error = 0.0
     sums = torch.zeros(4, dtype=torch.float64)  # kl, flips, both losses
     count = 0
     with evaluating(*models):
-        for here, there, wanted in _logits(models, blocks):
-            if not (here.isfinite().all() and there.isfinite().all()):
-                which = "first" if not here.isfinite().all() else "second"
-                raise NumericError(f"the {which} model's logits are not finite on this text: it is damaged.")
-            one, other = (part.double() - part.double().mean(-1, keepdim=True) for part in (here, there))
-            largest = max(largest, float(one.abs().max()))
-            error = max(error, float((one - other).abs().max()))
-            logs = one.log_softmax(-1), other.log_softmax(-1)
+        for *logits, wanted in _logits(models, blocks):
+            for which, part in zip(("first", "second"), logits, strict=True):
+                if not part.isfinite().all():
+                    raise NumericError(
+                        f"the {which} model's logits are not finite on this text: it is damaged. Use another."
+                    )
+            ours, theirs = (part.double() - part.double().mean(-1, keepdim=True) for part in logits)
+            largest = max(largest, float(ours.abs().max()))
+            error = max(error, float((ours - theirs).abs().max()))
+            logs = ours.log_softmax(-1), theirs.log_softmax(-1)
             sums[0] += (logs[0].exp() * (logs[0] - logs[1])).sum()
-            sums[1] += (one.argmax(-1) != other.argmax(-1)).sum()
+            sums[1] += (ours.argmax(-1) != theirs.argmax(-1)).sum()
             sums[2:] += torch.stack([F.nll_loss(log, wanted, reduction="sum") for log in logs])
             count += len(wanted)
     divergence, flips, *losses = (sums / count).tolist()
@@ -73,7 +75,7 @@ def compare(
 def _logits(
     models: tuple[LanguageModel, LanguageModel], blocks: Iterable[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """The logits of both and the targets, of a few of the tokens that count at a time."""
+    """Yield the logits of both models and the targets, for a few tokens at a time, without ignored ones."""
     width = models[0].head.out_features
     for ids, targets in blocks:
         counts = (targets != IGNORE).flatten()

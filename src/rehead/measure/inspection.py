@@ -1,4 +1,4 @@
-"""What a model's attention does with a text, and whether more text changes what came before (seeds C1, C2)."""
+"""Attention maps of a text, and whether a longer text changes the rows of its beginning."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.errors import InvalidInput, UsageError
-from rehead.measure.attention_maps import Spread, attention_maps, prefix_change, spread
+from rehead.measure.attention_maps import HeadSpread, attention_maps, head_spread, prefix_change
 from rehead.model import GPT, LanguageModel
 from rehead.tokenizer import Tokenizer
 
 UNCHANGED = 1e-5
-"""Weights that differ by no more are rounded differently: what two kernels may differ by in float32."""
+"""Largest difference of weights that counts as rounding: two kernels may differ by this in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inspection:
-    """The maps of one text: `tokens`, and per layer `maps` (H, L, L), the attention's name and window."""
+    """The maps of one text: its `tokens`, and per layer the weights (H, L, L), the variant and the window."""
 
     text: str
     ids: list[int]
@@ -31,12 +31,12 @@ class Inspection:
     windows: list[int | None]
 
     @property
-    def spreads(self) -> list[Spread]:
-        """Entropy and distance of every head, per layer."""
-        return [spread(one, window) for one, window in zip(self.maps, self.windows, strict=True)]
+    def spreads(self) -> list[HeadSpread]:
+        """Return entropy and distance of every head, per layer."""
+        return [head_spread(weights, window) for weights, window in zip(self.maps, self.windows, strict=True)]
 
     def head(self, layer: int, head: int) -> Float[Tensor, "L L"]:
-        """One map. Raises UsageError where there is none."""
+        """Return one map. Raises UsageError if the layer or head does not exist."""
         if not 0 <= layer < len(self.maps):
             raise UsageError(f"layer={layer}: the model has layers 0 to {len(self.maps) - 1}.")
         if not 0 <= head < len(self.maps[layer]):
@@ -44,7 +44,7 @@ class Inspection:
         return self.maps[layer][head]
 
     def figures(self, layer: int, head: int) -> dict[str, Any]:
-        """All figures, and the weights of one head."""
+        """Return all figures, and the weights of one head."""
         per_layer = zip(self.variants, self.windows, self.spreads, strict=True)
         return {
             "text": self.text,
@@ -58,27 +58,27 @@ class Inspection:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixChange:
-    """By how much the rows of `n_token` first tokens that two texts share differ, per layer."""
+    """The largest difference per layer in the rows of the first `n_token` tokens, which two texts share."""
 
     n_token: int
     layers: list[float]
 
     @property
     def largest(self) -> float:
-        """Over all layers."""
+        """Return the largest difference over all layers."""
         return max(self.layers)
 
     @property
     def unchanged(self) -> bool:
-        """True where no row differs by more than rounding."""
+        """Return True if no row differs by more than rounding."""
         return self.largest <= UNCHANGED
 
 
 def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: int = 256) -> Inspection:
-    """The maps of a text's first `max_tokens` tokens, or as many as the model's context holds.
+    """Return the maps of a text's first `max_tokens` tokens, or of as many as fit the model's context.
 
-    Warns where tokens are left out. Raises InvalidInput for a text of no token, UsageError for a model
-    without attention.
+    Warns if tokens are left out. Raises InvalidInput for an empty text, UsageError for a model without
+    attention.
     """
     if max_tokens < 1:
         raise UsageError(f"max_tokens={max_tokens}. Use 1 or more.")
@@ -89,7 +89,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     n_token = min(len(ids), max_tokens, context or len(ids))
     if n_token < len(ids):
         limit = f"the model's context is {context}" if n_token == context else f"max_tokens={max_tokens}"
-        message = f"the text has {len(ids):,} tokens, the first {n_token:,} are looked at: {limit}."
+        message = f"the text has {len(ids):,} tokens, the first {n_token:,} are inspected: {limit}."
         warnings.warn(message, stacklevel=2)
     maps = attention_maps(model, torch.from_numpy(ids[:n_token]))
     assert isinstance(model, GPT)
@@ -104,8 +104,8 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
 
 
 def compare(first: Inspection, second: Inspection) -> PrefixChange:
-    """Whether the tokens that two texts begin with attend alike in both. InvalidInput where there is none."""
-    same = [one == other for one, other in zip(first.ids, second.ids, strict=False)]
+    """Compare the rows of the tokens that two texts share. Raises InvalidInput if they share none."""
+    same = [ours == theirs for ours, theirs in zip(first.ids, second.ids, strict=False)]
     n_token = same.index(False) if False in same else len(same)
     if not n_token:
         raise InvalidInput(
@@ -127,8 +127,8 @@ def equal_rows(first: Inspection, second: Inspection, n_token: int, layer: int, 
 def document(
     inspections: Sequence[Inspection], change: PrefixChange | None, layer: int, head: int
 ) -> dict[str, Any]:
-    """The figures of a text, and under `compared` those of another and what became of their shared tokens."""
-    first, *others = (one.figures(layer, head) for one in inspections)
+    """Return the figures of a text, and under `compared` those of a second text and of their shared tokens."""
+    first, *others = (inspection.figures(layer, head) for inspection in inspections)
     if change is None:
         return first
     outcome = {

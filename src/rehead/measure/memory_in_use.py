@@ -1,4 +1,4 @@
-"""How much memory is in use, and which memory that is."""
+"""Memory in use: of the process, of tensors, of a cache."""
 
 import os
 import resource
@@ -17,8 +17,8 @@ STATM = Path("/proc/self/statm")
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes by name: `rss_bytes`, the process's resident memory now (its peak where only that is known,
-    then `rss_peak_bytes`); on CUDA also what tensors hold now, and their peak since the last call.
+    """Return bytes by name: `rss_bytes`, the resident memory of the process (only its peak, `rss_peak_bytes`,
+    outside Linux); on CUDA also the bytes of tensors now, and their peak since the last call.
     """
     used = {}
     if STATM.exists():
@@ -34,11 +34,11 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 def peak_allocated(run: Callable[[], Any]) -> int:
-    """Most bytes of CPU memory that tensors held at once while `run` ran, beyond those before it.
+    """Return the peak bytes of CPU tensors allocated during `run`.
 
-    Counted by torch's allocator, so it is the same in every run, unlike the resident memory.
+    torch's allocator counts them, so they are the same in every run, unlike the resident memory.
     """
-    run()  # what is made once and kept, is made now
+    run()  # allocates what is cached
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None
@@ -52,7 +52,7 @@ def peak_allocated(run: Callable[[], Any]) -> int:
 
 @torch.no_grad()
 def held_cache_bytes(model: LanguageModel, n_token: int, batch_size: int = 1) -> int:
-    """Bytes the cache really holds after `n_token` tokens went through the model."""
+    """Return the bytes the cache holds after `n_token` tokens went through the model."""
     cache = model.new_cache(batch_size, n_token)
     ids = torch.zeros(batch_size, n_token, dtype=torch.long, device=model.device)
     with evaluating(model):

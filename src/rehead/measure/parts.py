@@ -1,4 +1,4 @@
-"""What one layer's attention consists of and computes over a whole text (seeds C5-C8)."""
+"""Sizes and FLOPs of the parts of one attention layer."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ KEYS_AND_VALUES = ("k_proj.", "v_proj.", "kv_a_proj_with_mqa.", "kv_b_proj.")
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """`kv_parameters` of the projections that make keys and values, without biases; the rows and columns of
-    the `output_projection`; FLOPs of the four projections, and of scores and sums of values, per sequence.
+    """The parts of one layer: `kv_parameters` of the projections to keys and values, without biases; rows and
+    columns of the `output_projection`; FLOPs per sequence of the four projections, and of scores and sums of values.
     """
 
     kv_parameters: int
@@ -22,13 +22,16 @@ class Parts:
 
 
 def parts(attention: AttentionConfig, d_model: int, n_token: int) -> Parts:
-    """Of an attention over `n_token` tokens of width `d_model`; a mask is not deducted, a window is."""
+    """Return the parts of an attention over `n_token` tokens of width `d_model`.
+
+    FLOPs take account of a window, not of causality.
+    """
     with torch.device("meta"):
         weights = dict(attention.build(d_model).named_parameters())
-    made = (w.numel() for name, w in weights.items() if name.startswith(KEYS_AND_VALUES) and w.dim() == 2)
+    sizes = (w.numel() for name, w in weights.items() if name.startswith(KEYS_AND_VALUES) and w.dim() == 2)
     rows, columns = weights["o_proj.weight"].shape
     return Parts(
-        kv_parameters=sum(made),
+        kv_parameters=sum(sizes),
         output_projection=(rows, columns),
         projection_flops=n_token * attention.projection_flops(d_model),
         attention_flops=n_token * attention.attention_flops(min(n_token, attention.window or n_token)),

@@ -1,4 +1,4 @@
-"""How well a model predicts a text."""
+"""Measures how well a model predicts a text."""
 
 import math
 from collections.abc import Iterable
@@ -12,17 +12,17 @@ from rehead.errors import InvalidInput, NumericError, UsageError
 from rehead.model import LanguageModel, evaluating
 
 MOST_BLOCKS, MOST_TOKENS = 32, 8192
-"""Read at once unless more is asked for."""
+"""Default limits of one batch."""
 LOGITS = 2**25
-"""Computed at once, about: those of 8,192 tokens of a vocabulary of 49,152 are 1.6 GB."""
+"""Logits computed at a time: 8,192 tokens of a vocabulary of 49,152 would take 1.6 GB."""
 
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
-    """Mean negative log-likelihood in nats per token over (inputs, targets), and how many tokens.
+    """Return the mean negative log-likelihood in nats per token over (inputs, targets), and the token count.
 
-    In eval mode; the model is left in the mode it was in. Targets of -100 do not count. Sums are
-    float64, so the mean does not depend on how the blocks are batched beyond the model's own rounding.
+    The model runs in eval mode and keeps the mode it had. Targets of -100 are ignored. Sums are float64,
+    so the batching of the blocks changes the mean only through the model's own rounding.
     """
     model.require_generates()
     total, count = 0.0, 0
@@ -46,9 +46,9 @@ def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> t
 
 
 def blocks_of(block_size: int, length: int | None = None, batch_size: int | None = None) -> tuple[int, int]:
-    """Tokens in a block, and blocks at once, for a model of `block_size`: what is asked for, or what fits.
+    """Return tokens per block and blocks per batch for a model of `block_size`: the arguments, or defaults.
 
-    UsageError for a length that the model does not have.
+    Raises UsageError for a length beyond `block_size`.
     """
     length = block_size if length is None else length
     if not 1 <= length <= block_size:
@@ -59,7 +59,7 @@ def blocks_of(block_size: int, length: int | None = None, batch_size: int | None
 
 
 def scores(loss: float, n_token: int, n_byte: int) -> dict[str, float | int]:
-    """`loss` (nats per token), `perplexity`, `bits_per_byte` and `tokens`, of a text of `n_byte` bytes."""
+    """Return `loss` (nats per token), `perplexity`, `bits_per_byte` and `tokens` of a text of `n_byte` bytes."""
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),

@@ -1,4 +1,4 @@
-"""What this machine can do at most: bytes read and numbers multiplied per second (Williams et al., 2009)."""
+"""This machine's roofline: peak bytes read and FLOPs per second (Williams et al., 2009)."""
 
 import time
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 from rehead.system.device import synchronize
 
 SAMPLE = 0.02
-"""Seconds one measurement takes at least."""
+"""Minimum seconds of one measurement."""
 SIDE = {"cpu": 1024, "cuda": 8192}
-"""Of the square matrices that are multiplied."""
+"""Rows of the square matrices that are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,35 +22,35 @@ class Roofline:
     matmul: float
 
     def seconds(self, n_bytes: int | float, n_flop: int | float) -> float:
-        """The least time for work that reads and computes so much, both at once."""
+        """Return the least time to read `n_bytes` and compute `n_flop`, with both overlapping."""
         return max(n_bytes / self.read, n_flop / self.matmul)
 
 
 def read_rate(n_bytes: int, device: torch.device) -> float:
-    """Bytes per second of reading a block of `n_bytes` over and over, all threads at once.
+    """Return bytes per second when all threads read a block of `n_bytes` repeatedly.
 
-    A block that fits into the processor's caches is read from there, as weights that fit are.
+    A block that fits the processor's caches is read from there, just like weights that fit.
     """
     block = torch.ones(max(n_bytes // 4, 1), device=device, dtype=torch.float32)
     return block.nbytes * _rate(block.sum, device)
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOPs per second of a product of two square matrices of `dtype`."""
+    """Return FLOPs per second of a product of two square matrices of `dtype`."""
     side = SIDE.get(device.type, 2048)
     matrix = torch.full((side, side), 1 / side, device=device, dtype=dtype)
     return 2 * side**3 * _rate(lambda: matrix @ matrix, device)
 
 
-def _rate(work: Callable[[], object], device: torch.device) -> float:
-    """Calls per second, after one uncounted call, over `SAMPLE` seconds or more."""
-    work()
+def _rate(run: Callable[[], object], device: torch.device) -> float:
+    """Return calls per second, after one untimed call, over `SAMPLE` seconds or more."""
+    run()
     synchronize(device)
     n_call, seconds = 1, 0.0
     while True:
         start = time.perf_counter()
         for _ in range(n_call):
-            work()
+            run()
         synchronize(device)
         seconds = time.perf_counter() - start
         if seconds >= SAMPLE:

@@ -1,6 +1,6 @@
-"""Sizes from the config alone, before anything is built; tests hold them against the built thing.
+"""Sizes computed from the config alone; tests compare them with the built model.
 
-One multiply-add is 2 FLOPs; matrix products only; causality is not deducted (seeds, section 3).
+A multiply-add is 2 FLOPs. Only matrix products count, and causality is ignored.
 """
 
 import torch
@@ -9,7 +9,7 @@ from rehead.config import GPTConfig, ModelConfig, RNNConfig
 
 
 def parameters(config: ModelConfig) -> int:
-    """Learned numbers; a tied head counts once."""
+    """Return the number of parameters; a tied head counts once."""
     if isinstance(config, GPTConfig):
         width = config.n_embd
         embeddings = width * config.vocab_size * (1 if config.tie_embeddings else 2)
@@ -29,7 +29,7 @@ def parameters(config: ModelConfig) -> int:
 
 
 def forward_flops(config: ModelConfig, n_token: int) -> int | float:
-    """FLOPs per token of one forward pass over `n_token` tokens; training takes three times that."""
+    """Return FLOPs per token of one forward pass over `n_token` tokens; training takes three times that."""
     if isinstance(config, GPTConfig):
         seen = [min(n_token, layer.window or n_token) for layer in config.attention]
         attention = sum(
@@ -49,7 +49,7 @@ def forward_flops(config: ModelConfig, n_token: int) -> int | float:
 
 
 def prefill_flops(config: ModelConfig, n_token: int) -> int | float:
-    """FLOPs of reading a prompt of `n_token` tokens: a forward pass whose head sees only the last."""
+    """Return FLOPs of prefill with `n_token` tokens: a forward pass with logits of the last token only."""
     if isinstance(config, GPTConfig):
         head = 2 * config.n_embd * config.vocab_size
     else:
@@ -59,7 +59,7 @@ def prefill_flops(config: ModelConfig, n_token: int) -> int | float:
 
 
 def decode_flops(config: ModelConfig, n_token: int) -> int:
-    """FLOPs of the step that makes token number `n_token`, the others being in the cache."""
+    """Return FLOPs of the step that decodes token number `n_token`, with the others in the cache."""
     if not isinstance(config, GPTConfig):
         return int(forward_flops(config, 1))
     attention = sum(
@@ -71,8 +71,8 @@ def decode_flops(config: ModelConfig, n_token: int) -> int:
 def decode_bytes(
     config: ModelConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Bytes that step has to read: all weights once, and every sequence's cache."""
-    tables = config.vocab_size * config.n_embd  # one row of each is read
+    """Return the bytes that a decoding step reads: all weights once, and the cache of every sequence."""
+    tables = config.vocab_size * config.n_embd  # of which a step reads one row
     if isinstance(config, GPTConfig):
         tables *= not config.tie_embeddings
         tables += config.block_size * config.n_embd * config.learned_positions
@@ -81,7 +81,7 @@ def decode_bytes(
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes one token adds to the cache of all layers, before any window is full; 0 for an RNN."""
+    """Return the bytes one token adds to the cache of all layers, before a window is full; 0 for an RNN."""
     if isinstance(config, GPTConfig):
         return sum(layer.kv_numbers() for layer in config.attention) * dtype.itemsize
     return 0
@@ -90,7 +90,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype = torch.float32) 
 def cache_bytes(
     config: ModelConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Bytes the cache holds after `n_token` tokens: a window keeps min(T, W), an RNN one state."""
+    """Return the bytes of the cache after `n_token` tokens: a window keeps min(T, W) rows, an RNN one state."""
     if isinstance(config, GPTConfig):
         numbers = sum(
             layer.kv_numbers() * min(n_token, layer.window or n_token) for layer in config.attention
@@ -102,5 +102,5 @@ def cache_bytes(
 
 
 def _mlp_products(config: GPTConfig) -> int:
-    """FLOPs of one layer's MLP per token."""
+    """Return FLOPs per token of one layer's MLP."""
     return 2 * config.n_embd * config.n_hidden * (3 if config.mlp == "swiglu" else 2)

@@ -1,4 +1,4 @@
-"""How fast a model decodes."""
+"""Measures how fast a model decodes."""
 
 import time
 
@@ -12,9 +12,9 @@ from rehead.model import LanguageModel
 def decode_speed(
     model: LanguageModel, n_token: int, *, use_cache: bool, repeats: int = 3, batch_size: int = 1
 ) -> float:
-    """Tokens per second of greedy generation of `n_token` tokens from one, the best of `repeats` runs.
+    """Return tokens per second of greedy generation of `n_token` tokens after one, the best of `repeats` runs.
 
-    One short run goes before, uncounted. All rows of the batch count.
+    A short run goes first, untimed. The tokens of all rows of the batch count.
     """
     ids = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
     generate(model, ids, min(n_token, 8), 0, use_cache=use_cache)
@@ -29,9 +29,9 @@ def decode_speed(
 
 
 def input_lengths(model: LanguageModel, n_token: int, *, use_cache: bool) -> list[int]:
-    """Tokens that went through the model for each of `n_token` new ones after a first.
+    """Return how many tokens went through the model for each of `n_token` new tokens after one.
 
-    1, 1, 1, ... with a cache and 1, 2, 3, ... without show that each way is what it is called.
+    With a cache these are 1, 1, 1, ..., without 1, 2, 3, ...
     """
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     seen: list[int] = []

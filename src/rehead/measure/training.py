@@ -1,4 +1,4 @@
-"""What one training step holds in memory, named apart."""
+"""Memory of one training step, by what holds it."""
 
 import warnings
 from collections.abc import Callable
@@ -13,12 +13,11 @@ AT_PEAK = {"weights": "Parameter", "gradients": "Gradient", "optimizer": "Optsta
 
 
 def step_memory(model: LanguageModel, optimizer: Optimizer, ids: Tensor) -> dict[str, int]:
-    """Bytes of tensors in a training step on `ids` (B, L + 1): `peak`, at its fullest moment, and what of.
+    """Return the bytes of tensors at the `peak` of a training step on `ids` (B, L + 1), and their parts.
 
-    `weights`, `gradients` and `optimizer` (its moments) as they are then; `activations`, what the forward pass
-    has kept when it ends, of which the backward pass may have freed a part before that moment. The numbers are
-    those of the allocated tensors on any device, without the interpreter's and torch's own. The step is taken,
-    the weights change; the mode does not.
+    `weights`, `gradients` and `optimizer` (its moments) are those at the peak; `activations` is what the forward
+    pass has saved when it ends, of which the backward pass may free a part before the peak. Only allocated
+    tensors count, not the memory of Python and torch. The step is taken, so the weights change; the mode does not.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -32,11 +31,11 @@ def step_memory(model: LanguageModel, optimizer: Optimizer, ids: Tensor) -> dict
         optimizer.step()
 
     tracker = MemTracker()
-    kept: list[int] = []
+    activations: list[int] = []
 
-    def snapshot(of: str) -> dict[str, int]:
-        found = tracker.get_tracker_snapshot(of)[model.device]
-        return {str(getattr(key, "value", key)): size for key, size in found.items()}
+    def snapshot(moment: str) -> dict[str, int]:
+        sizes = tracker.get_tracker_snapshot(moment)[model.device]
+        return {str(getattr(key, "value", key)): size for key, size in sizes.items()}
 
     with modes_kept(model), warnings.catch_warnings():
         model.train()
@@ -44,6 +43,6 @@ def step_memory(model: LanguageModel, optimizer: Optimizer, ids: Tensor) -> dict
         tracker.track_external(model, optimizer, inputs, targets)
         warnings.simplefilter("ignore")
         with tracker:
-            step(lambda: kept.append(snapshot("current")["Activation"]))
+            step(lambda: activations.append(snapshot("current")["Activation"]))
     peak = snapshot("peak")
-    return {ours: peak.get(theirs, 0) for ours, theirs in AT_PEAK.items()} | {"activations": kept[0]}
+    return {ours: peak.get(theirs, 0) for ours, theirs in AT_PEAK.items()} | {"activations": activations[0]}

@@ -1,1 +1,1 @@
-"""Layers of torch.nn that train faster on a CPU and compute the same."""
+"""Layers of torch.nn that compute the same and train faster on a CPU."""

@@ -9,7 +9,7 @@ from rehead.native import sequence
 
 
 def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """`F.gelu(x, approximate="tanh")`; in float32 training on a CPU by rehead's own C++, where it was compiled."""
+    """Return `F.gelu(x, approximate="tanh")`; float32 training on a CPU uses rehead's C++ where it was compiled."""
     learns = torch.is_grad_enabled() and x.requires_grad
     if learns and x.dtype == torch.float32 and sequence.refuses(x) is None:
         return sequence.gelu(x)

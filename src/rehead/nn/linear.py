@@ -1,4 +1,4 @@
-"""The linear layers of training: oneDNN's product where that is faster than the BLAS PyTorch calls.
+"""Linear layers for training that use oneDNN where it is faster than the BLAS that PyTorch calls.
 
 Measured on 8192 rows and widths 192 to 768, one thread, an AMD EPYC (docs/log.md): forward 3 to 25 %, gradient of the
 input 7 to 30 % faster. The gradient of the weights is as fast either way.
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`; in training in float32 on an x86 CPU its products are oneDNN's."""
+    """An `nn.Linear` that uses oneDNN for float32 training on an x86 CPU."""
 
     def forward(self, input: Float[Tensor, "... C"]) -> Float[Tensor, "... D"]:
-        """x W^T + b."""
+        """Return x W^T + b."""
         learns = self.training and torch.is_grad_enabled() and self.weight.requires_grad
         if learns and input.dtype == self.weight.dtype == torch.float32 and _has_onednn(input):
             return _Product.apply(input, self.weight, self.bias)

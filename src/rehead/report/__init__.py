@@ -1,1 +1,1 @@
-"""What a person looks at: progress, tables, plots."""
+"""Output for people: progress, tables, charts and pages."""

@@ -1,4 +1,4 @@
-"""A benchmark on the terminal."""
+"""Prints a benchmark on the terminal."""
 
 from collections.abc import Sequence
 
@@ -31,30 +31,30 @@ MEMORY = (
 
 
 def present(title: str, cases: Sequence[Case]) -> None:
-    """Two tables: how fast, and beside what."""
+    """Print two tables: speed, and memory with the machine's roofline."""
     first = cases[0]
     show(
         f"{title}: {first.new_tokens} new tokens",
         SPEED,
         [_speed(case) for case in cases],
-        "Median over the rounds, least to most in brackets. forwarded: tokens per sequence that went through the "
-        "model,\nprompt and new ones once with a cache, all of them at each step without. of roof: the machine's least "
-        "time for the\nsame bytes and FLOPs over the time taken.",
+        "Median over the rounds, minimum to maximum in brackets. forwarded: tokens per sequence that went through the "
+        "model, each token once with a cache, the whole text at each step without. of roof: the least time that the "
+        "machine needs for the same bytes and FLOPs, divided by the measured time.",
         texts=(),
         keys=2,
     )
     show(
-        "Memory, and the roof: what this machine did in the same rounds",
+        "Memory, and the roofline of this machine, measured in the same rounds",
         MEMORY,
         [_memory(case) for case in cases],
-        "cache: after the last token. peak: all tensors while the prompt is read, weights and the whole cache included."
-        "\nread: a block as large as what one decoded token reads; what fits into the processor's caches comes from "
-        "there.\n1 MB is 10^6 bytes.",
+        "cache: after the last token. peak: all tensors during prefill, including weights and the whole cache. "
+        "read: a block of the size that one decoded token reads, from the processor's caches if it fits. "
+        "1 MB is 10^6 bytes.",
         texts=(),
         keys=2,
     )
     if not all(case.same_tokens for case in cases):
-        print("with and without cache the tokens differ: two were as good as equally likely")
+        print("the tokens differ with and without a cache: two of them were almost equally likely")
 
 
 def _speed(case: Case) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def _milliseconds(times: Times) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or all before the point."""
+    """Format three digits, or all digits before the point."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

@@ -1,13 +1,13 @@
-"""What a chart shows, without how it is drawn: `plot` makes pictures of it, `interactive` something to hover over."""
+"""The data of charts, without drawing: `plot` makes images of them, `interactive` figures for a page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 COLOURS = ("#0072B2", "#C87A00", "#008F68", "#C2609B", "#2F96D0", "#D55E00", "#767676", "#000000")
-"""Told apart by colour-blind readers: those of Okabe and Ito, the light ones darkened to 3:1 on white."""
+"""Colours that colour-blind readers can distinguish: those of Okabe and Ito, darkened to 3:1 on white."""
 DARK_COLOURS = ("#4BA3E3", "#F0B13C", "#2CC295", "#E39BC6", "#9AD4F7", "#FF8A4C", "#A6A6A6", "#F5F5F5")
-"""The same on a dark page, one for one."""
+"""The same colours for a dark page, in the same order."""
 DASHES = ("solid", "dash", "dashdot", "dot")
 Marker = Literal["circle", "diamond", "star"]
 
@@ -16,7 +16,7 @@ Marker = Literal["circle", "diamond", "star"]
 class Look:
     """The colour and dash of one variant, the same in every chart of a report.
 
-    `slot` is the colour's place in `COLOURS`, which a page shows as its own colour for each scheme.
+    `slot` is the index in `COLOURS`, or in `DARK_COLOURS` on a dark page.
     """
 
     slot: int
@@ -24,21 +24,21 @@ class Look:
 
     @classmethod
     def of(cls, index: int) -> "Look":
-        """Of the variant at `index`; after the last colour they come again, dashed."""
+        """Return the look of the variant at `index`; after the last colour, colours repeat with a dash."""
         return cls(slot=index % len(COLOURS), dash=DASHES[index // len(COLOURS) % len(DASHES)])
 
     @property
     def colour(self) -> str:
-        """On white paper."""
+        """Return the colour on white."""
         return COLOURS[self.slot]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Values of one name: numbers, or for bars names on `y`. None is a gap.
+    """A named series of numbers; for bars, `y` has names. None is a gap.
 
-    `low` and `high` span what several runs or rounds gave. `faint` draws it behind the others, without
-    an entry in the legend; `pale` bars stand beside those that are not.
+    `low` and `high` are the range over several runs or rounds. A `faint` series is drawn behind the others,
+    without an entry in the legend; `pale` bars are drawn beside the others.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Series:
 
     @property
     def spans(self) -> bool:
-        """Whether there is more than the middle to draw."""
+        """Return True if there is a range to draw."""
         return list(self.low) != list(self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines over x, single points, or bars along x with their names on y. `named` points bear their names."""
+    """Lines over x, single points, or bars along x with names on y. `named` labels the points."""
 
     kind: Literal["lines", "points", "bars"]
     x: str
@@ -72,7 +72,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Charts that belong together, and what is to be said of them."""
+    """Charts that belong together, with notes."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""A plan and a certificate on the terminal."""
+"""Prints a plan and a certificate on the terminal."""
 
 import textwrap
 from pathlib import Path
@@ -13,11 +13,11 @@ from rehead.report.table import show
 PARTS = ("variant", "K+V parameters", "output projection", "projection FLOPs", "score and sum FLOPs")
 HEADER = ("variant", "KV B/\ntoken", "share", "cache", "parameters", "FLOPs/step", "read/step", "conversion")
 LEAST_NEEDED = (2, 5, 4, 3, 6)
-"""Columns that a narrow terminal leaves out, the last first: share, FLOPs, parameters, cache, bytes read."""
+"""Columns that a narrow terminal leaves out, from the last on: share, FLOPs, parameters, cache, bytes read."""
 
 
 def present_plan(plan: Plan) -> None:
-    """The table of all variants with the reasons below, which to choose, and notes on what is in it."""
+    """Print the table of all variants with the reasons below it, the advice, and notes."""
     title = f"{plan.rows[0].variant}: context {plan.context:,}, batch {plan.batch_size}, {plan.dtype}"
     full = plan.rows[0].kv_bytes_per_token
     show(title, HEADER, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
@@ -29,7 +29,7 @@ def present_plan(plan: Plan) -> None:
 
 
 def present_parts(plan: Plan) -> None:
-    """What the first layer's attention is made of, in every variant."""
+    """Print the parts of the first layer's attention, for every variant."""
     rows = [
         (
             row.variant,
@@ -41,12 +41,12 @@ def present_parts(plan: Plan) -> None:
         for row in plan.rows
         if row.layer is not None
     ]
-    notes = "Per sequence. A multiplication and addition are 2 FLOPs; the causal mask is not deducted."
+    notes = "Per sequence. A multiply-add is 2 FLOPs; the causal mask is ignored."
     show(f"One layer's attention over {plan.context:,} tokens", PARTS, rows, notes)
 
 
 def present_certificate(certificate: Certificate, folder: Path) -> None:
-    """What a conversion did, in a few lines."""
+    """Print a conversion's certificate in a few lines."""
     first, logits = certificate.layers[0], certificate.logits
     before, after = certificate.kv_bytes_per_token
     kind = "exact" if certificate.exact else "approximate"

@@ -1,7 +1,7 @@
 """Charts in a page: bars as HTML, lines and points as data that interactive.js draws as SVG.
 
-`fragment` is one figure, for any page that has `script()` in it once. Colours are classes (`c0`, `c1`, ...)
-whose values the page's scheme decides, so that charts, swatches and legends always agree.
+`fragment` returns one figure, for a page that contains `script()` once. Colours are CSS classes (`c0`, `c1`, ...)
+whose values depend on the page's colour scheme, so that charts, swatches and legends always agree.
 """
 
 import json
@@ -12,13 +12,13 @@ from importlib.resources import files
 from typing import Any
 
 from rehead.report.chart import COLOURS, DARK_COLOURS, Chart, Look, Series
-from rehead.report.text import harmless
+from rehead.report.text import sanitise
 
 Table = dict[str, Any]
 
 
 def fragment(chart: Chart) -> str:
-    """One figure of HTML. Names and titles may be untrusted text."""
+    """Return one figure as HTML. Names and titles may be untrusted text."""
     unit = f" <small>{_text(chart.x)}</small>" if chart.kind == "bars" else ""
     title = f"<figcaption>{_text(chart.title)}{unit}</figcaption>\n" if chart.title or unit else ""
     if chart.kind == "bars":
@@ -26,30 +26,30 @@ def fragment(chart: Chart) -> str:
     data = escape(json.dumps(table(chart), allow_nan=False))
     return (
         f'<figure class="chart {chart.kind}" data-chart="{data}">{title}'
-        "<noscript>JavaScript, which is off, draws this chart; the tables have the numbers.</noscript></figure>\n"
+        "<noscript>This chart needs JavaScript, which is off; the tables have the numbers.</noscript></figure>\n"
     )
 
 
 def script() -> str:
-    """What draws the figures, and their style; once a page."""
+    """Return the script and style of the figures, which a page needs once."""
     style, code = ((files("rehead.report") / f"interactive.{kind}").read_text() for kind in ("css", "js"))
     return f"<style>{palette()}{style}</style>\n<script>{code}</script>\n"
 
 
 def palette() -> str:
-    """The colour of every class `c0`, `c1`, ... on a light page, on paper, and on a dark page."""
+    """Return the colour of every class `c0`, `c1`, ... for light pages, paper and dark pages."""
     classes = "".join(f".c{slot} {{ --c: var(--c{slot}); }}\n" for slot in range(len(COLOURS)))
     dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {_slots(DARK_COLOURS)} }} }}\n"
     return f":root {{ {_slots(COLOURS)} }}\n{dark}{classes}"
 
 
 def swatch(look: Look) -> str:
-    """A small square in a variant's colour, hatched where colours come again."""
+    """Return a small square in a variant's colour, hatched if the colour repeats."""
     return f'<i class="swatch c{look.slot} {look.dash}" aria-hidden="true"></i>'
 
 
 def table(chart: Chart) -> Table:
-    """What interactive.js reads: plain numbers and texts, None where there is a gap."""
+    """Return the data for interactive.js: plain numbers and texts, None for a gap."""
     return {
         "kind": chart.kind,
         "x": chart.x,
@@ -57,31 +57,31 @@ def table(chart: Chart) -> Table:
         "logX": chart.log_x,
         "named": chart.named,
         "label": described(chart),
-        "series": [_series(one) for one in chart.series],
+        "series": [_series(series) for series in chart.series],
     }
 
 
 def described(chart: Chart) -> str:
-    """A chart in words, for readers who do not see it: the last value of every line, every point."""
+    """Describe a chart in words for screen readers: the last value of every line, or every point."""
     ends = [
-        f"{harmless(one.name)} {_number(one.y[-1])}"
-        + (f" at {_number(one.x[-1])}" if chart.kind == "points" else "")
-        for one in chart.series
-        if not one.faint and one.y and one.y[-1] is not None
+        f"{sanitise(series.name)} {_number(series.y[-1])}"
+        + (f" at {_number(series.x[-1])}" if chart.kind == "points" else "")
+        for series in chart.series
+        if not series.faint and series.y and series.y[-1] is not None
     ]
     what = "ends of lines" if chart.kind == "lines" else "points"
     return f"{chart.y} over {chart.x}; {what}: {'; '.join(ends)}"
 
 
 def finite(values: Iterable[Any]) -> list[Any]:
-    """The values, with None (a gap) for NaN and infinities, which JSON cannot say."""
+    """Return the values, with None (a gap) for NaN and infinities, which JSON lacks."""
     return [None if isinstance(value, float) and not math.isfinite(value) else value for value in values]
 
 
 def _series(series: Series) -> Table:
     spans = {"low": finite(series.low), "high": finite(series.high)} if series.spans else {}
     return {
-        "name": harmless(series.name),
+        "name": sanitise(series.name),
         "x": finite(series.x),
         "y": finite(series.y),
         "slot": series.look.slot,
@@ -93,8 +93,8 @@ def _series(series: Series) -> Table:
 
 
 def _bars(chart: Chart) -> str:
-    """A name and its bars in each row, the value written beside every bar."""
-    most = max((value for one in chart.series for value in (*one.x, *one.high)), default=0) or 1
+    """Return rows with a name and its bars, each bar with its value."""
+    most = max((value for series in chart.series for value in (*series.x, *series.high)), default=0) or 1
     rows: dict[str, list[str]] = {}
     for series in chart.series:
         for at, name in enumerate(series.y):
@@ -120,14 +120,14 @@ def _bar(series: Series, at: int, most: float) -> str:
 
 
 def _number(value: Any) -> str:
-    """Four digits, or all before the point."""
+    """Format four digits, or all digits before the point."""
     if not isinstance(value, int | float):
-        return harmless(value)
+        return sanitise(value)
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def _text(text: object) -> str:
-    return escape(harmless(text), quote=False)
+    return escape(sanitise(text), quote=False)
 
 
 def _slots(colours: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""How far long work is, as plain lines now and then: for a log, where nobody watches."""
+"""Progress as plain lines from time to time, for a log."""
 
 import threading
 import time
@@ -11,20 +11,20 @@ from rich.console import Console
 from rehead.stages import Stage
 
 SOON, EVERY, TICK = 3.0, 30.0, 0.5
-"""Seconds: a stage that takes less than the first is not told of; then no silence is longer than the second."""
+"""Seconds: a stage shorter than SOON is not shown; after that no silence is longer than EVERY."""
 Record = dict[str, Any]
 
 
 @dataclass
 class _Doing:
-    """`done` of `total`, seen since it was at `first`; `line` says so, but for the time left."""
+    """Progress `done` of `total`, first seen at `first`; `line` describes it without the time left."""
 
     first: int
     begun: float
     done: int
     total: int | None
     line: str
-    told: bool
+    shown: bool
 
     def __str__(self) -> str:
         if self.total is None or not self.first < self.done < self.total:
@@ -34,42 +34,42 @@ class _Doing:
 
 
 class PlainLines:
-    """A line at each evaluation of a run, one as soon as a stage takes long, and one after every long silence."""
+    """Prints a line per evaluation of a run, one when a stage takes long, and one after a long silence."""
 
-    def __init__(self, console: Console, work: str) -> None:
-        self._console, self._work = console, work
+    def __init__(self, console: Console, purpose: str) -> None:
+        self._console, self._purpose = console, purpose
         self._doing: dict[str, _Doing] = {}
         self._last = time.monotonic()
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._reminder = threading.Thread(target=self._remind, daemon=True)
 
     def start(self) -> None:
-        """Begin to count the seconds."""
+        """Start the clock."""
         self._reminder.start()
 
     def stop(self) -> None:
-        """Say no more."""
+        """Stop printing."""
         self._stopped.set()
         self._reminder.join()
 
     def stage(self, stage: Stage, title: str) -> None:
-        """What a stage is at, under a title."""
+        """Update the progress of a stage under a title."""
         if stage.state == "begun":
-            much = "" if stage.total is None else f"  {stage.total:,} {stage.unit}"
+            amount = "" if stage.total is None else f"  {stage.total:,} {stage.unit}"
             begun = time.monotonic()
-            self._doing[title] = _Doing(0, begun, 0, stage.total, f"{title}{much}", told=False)
+            self._doing[title] = _Doing(0, begun, 0, stage.total, f"{title}{amount}", shown=False)
         elif stage.state == "going":
             of = "" if stage.total is None else f"/{stage.total:,}"
             doing = self._doing[title]
             doing.done, doing.line = stage.done, f"{title}  {stage.done:,}{of} {stage.unit}"
         else:
             del self._doing[title]
-        self._tell()
+        self._print_due()
 
     def run(self, record: Record, total: int, title: str, event: str) -> None:
-        """One more record of a run, which is to take `total` steps, and what it says of an `event`."""
+        """Update a run of `total` steps with a record, and print its `event` if there is one."""
         step, now = record["step"], time.monotonic()
-        doing = self._doing.setdefault(title, _Doing(step, now, step, total, title, told=True))
+        doing = self._doing.setdefault(title, _Doing(step, now, step, total, title, shown=True))
         if "loss" in record:
             doing.done, doing.line = step, f"{title}  step {step}/{total}  loss {record['loss']:.4f}"
         if "train_loss" in record and record.get("event") != "end":
@@ -79,35 +79,35 @@ class PlainLines:
             self.say(str(doing))
         elif event:
             self.say(f"{title}  {event}")
-        self._tell()
+        self._print_due()
 
     def say(self, text: str, *, faint: bool = False) -> None:
-        """Print a line, long or short."""
+        """Print a line."""
         with self._lock:
             self._print(text)
 
     def forget(self, title: str) -> None:
-        """A run is over."""
+        """Remove a run that has ended."""
         self._doing.pop(title, None)
 
     def _print(self, text: object) -> None:
         self._last = time.monotonic()
         self._console.print(str(text), soft_wrap=True, markup=False)
 
-    def _tell(self) -> None:
-        """Print what is due: what takes longer than `SOON`, and everything after a silence."""
+    def _print_due(self) -> None:
+        """Print what is due: stages longer than `SOON`, and everything after a silence."""
         with self._lock:
             now = time.monotonic()
             silent, doing = now - self._last >= EVERY, list(self._doing.values())
-            due = [one for one in doing if silent or not (one.told or now - one.begun < SOON)]
-            if self._work and (due or silent):
-                self._print(self._work)
-                self._work = self._work if not due else ""
-            for one in due:
-                one.told = True
-                self._print(one)
+            due = [each for each in doing if silent or not (each.shown or now - each.begun < SOON)]
+            if self._purpose and (due or silent):
+                self._print(self._purpose)
+                self._purpose = self._purpose if not due else ""
+            for each in due:
+                each.shown = True
+                self._print(each)
 
     def _remind(self) -> None:
-        """The life of a thread: work may be long without a word."""
+        """Run in a thread: print what is due while the work itself is silent."""
         while not self._stopped.wait(TICK):
-            self._tell()
+            self._print_due()

@@ -1,4 +1,4 @@
-"""How far long work is, as lines of a terminal that change."""
+"""Progress as live lines on a terminal."""
 
 from typing import Any
 
@@ -22,23 +22,23 @@ from rehead.report.text import wrapped
 from rehead.stages import Stage
 
 WIDE = 100
-"""Characters of a terminal that has room for a run's bar; steps and time left stand in any."""
+"""Characters of a terminal with room for a run's bar; steps and time left are always shown."""
 Record = dict[str, Any]
 
 
 class LiveLines:
-    """A line for the whole `work`, if it has a name, one for each stage, and one for each run.
+    """Draws a line for the `purpose`, if it is not empty, one for each stage, and one for each run.
 
-    Those of the runs stay: steps, time left, loss, validation loss, time per step.
+    The lines of runs stay at the end: steps, time left, loss, validation loss, time per step.
     """
 
-    def __init__(self, console: Console, work: str) -> None:
+    def __init__(self, console: Console, purpose: str) -> None:
         self._console = console
-        self._work = Progress(
+        self._purpose = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
         )
-        if work:
-            self._work.add_task(work, total=None)
+        if purpose:
+            self._purpose.add_task(purpose, total=None)
         stages = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
         self._stages = Progress(*stages, console=console)
         columns: list[ProgressColumn] = [
@@ -60,18 +60,18 @@ class LiveLines:
         self._seen: dict[str, Record] = {}
 
     def start(self) -> None:
-        """Begin to draw."""
+        """Start drawing."""
         self._live.start()
 
     def stop(self) -> None:
-        """Leave the lines of the runs behind."""
-        for task in self._work.task_ids:
-            self._work.remove_task(task)
+        """Stop drawing; the lines of the runs stay."""
+        for task in self._purpose.task_ids:
+            self._purpose.remove_task(task)
         self._live.transient = not self._runs.tasks
         self._live.stop()
 
     def stage(self, stage: Stage, title: str) -> None:
-        """What a stage is at, under a title."""
+        """Update the progress of a stage under a title."""
         if stage.state == "begun":
             self._tasks[title] = self._stages.add_task(title, total=stage.total)
         self._stages.update(self._tasks[title], completed=stage.done)
@@ -80,7 +80,7 @@ class LiveLines:
             self._stages.remove_task(self._tasks.pop(title))
 
     def run(self, record: Record, total: int, title: str, event: str) -> None:
-        """One more record of a run, which is to take `total` steps, and what it says of an `event`."""
+        """Update a run of `total` steps with a record, and print its `event` if there is one."""
         if title not in self._tasks:
             self._tasks[title] = self._runs.add_task(title, total=total, state="")
         seen = self._seen.setdefault(title, {})
@@ -95,12 +95,12 @@ class LiveLines:
         self._console.print(text, style="dim" if faint else None, soft_wrap=True, markup=False)
 
     def forget(self, title: str) -> None:
-        """Show a run no longer."""
+        """Remove a run that has ended."""
         if title in self._tasks:
             self._runs.remove_task(self._tasks.pop(title))
 
     def _shown(self) -> Group:
-        return Group(*(one for one in (self._runs, self._work, self._stages) if one.tasks))
+        return Group(*(lines for lines in (self._runs, self._purpose, self._stages) if lines.tasks))
 
 
 def _state(seen: Record) -> str:

@@ -1,8 +1,7 @@
-"""Attention maps to look through in a browser: one layer and head at a time, and all heads at a glance.
+"""Attention maps for a browser: one layer and head at a time, and an overview of all heads.
 
-`fragment` is one figure, for any page that has `script()` in it once. Weights travel as
-the bytes round(255 sqrt(weight)), deflated: small weights keep their order, and 0 is only what is exactly
-0, which a mask makes it.
+`fragment` returns one figure, for a page that contains `script()` once. Weights are stored as the bytes
+round(255 sqrt(weight)), deflated: small weights keep their order, and only a masked weight, exactly 0, becomes 0.
 """
 
 import base64
@@ -18,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.errors import UsageError
-from rehead.measure.attention_maps import spread
-from rehead.report.labels import labels
+from rehead.measure.attention_maps import head_spread
+from rehead.report.text import token_labels
 
 MOST_CELLS = 64_000_000
-"""Weights of one figure; a browser draws no more, and the page would not be small."""
+"""Weights of one figure; more would be too slow to draw and too large to store."""
 
 
 def fragment(
@@ -34,20 +33,22 @@ def fragment(
     layer: int = 0,
     head: int = 0,
 ) -> str:
-    """One figure of HTML: the maps of a text's `tokens`, (H, L, L) and a window for each layer.
+    """Return one figure as HTML: the maps of a text's `tokens`, (H, L, L) and a window for each layer.
 
-    `layer` and `head` are shown first. Title and tokens are untrusted text. Raises UsageError for more
-    weights than a browser draws.
+    `layer` and `head` are shown first. Title and tokens may be untrusted text. Raises UsageError for more
+    weights than fit a page.
     """
     n_cell = sum(weights.numel() for weights in maps)
     if n_cell > MOST_CELLS:
         raise UsageError(
-            f"{len(tokens)} tokens make {n_cell:,} weights, more than the {MOST_CELLS:,} of a page: use a "
+            f"{len(tokens)} tokens make {n_cell:,} weights, a page has room for {MOST_CELLS:,}: use a "
             f"text of {int(len(tokens) * (MOST_CELLS / n_cell) ** 0.5)} tokens or fewer."
         )
     about = {
-        "tokens": labels(tokens),
-        "layers": [asdict(spread(one, window)) for one, window in zip(maps, windows, strict=True)],
+        "tokens": token_labels(tokens),
+        "layers": [
+            asdict(head_spread(weights, window)) for weights, window in zip(maps, windows, strict=True)
+        ],
         "layer": layer,
         "head": head,
     }
@@ -57,39 +58,39 @@ def fragment(
 <figcaption>{escape(title)}</figcaption>
 <p><label>Layer <select name="layer">{options}</select></label>
 <label>Head <select name="head"></select></label></p>
-<p class="note">Each row is a token, its cells the tokens it looks back on; what a mask hides is blank.
+<p class="note">Each row is a token, its cells are the tokens it attends to; masked cells are blank.
 {_windows(windows, len(tokens))}</p>
 <svg class="map" role="img"></svg>
 <p class="scale"><span></span><span class="of-map"></span><output></output></p>
 <p><label>All heads by <select name="kind"><option value="distance">distance</option>
 <option value="entropy">entropy</option></select></label>
-<span class="note">a row per layer; choose one to see its map</span></p>
+<span class="note">one row per layer; select a cell to see its map</span></p>
 <div class="heads"><table><tbody class="overview"></tbody></table></div>
 <p class="scale"><span></span><span class="of-heads"></span></p>
-<noscript>The maps are drawn by JavaScript, which is off.</noscript>
+<noscript>The maps need JavaScript, which is off.</noscript>
 </figure>
 """
 
 
 def script() -> str:
-    """What draws the figures, and their style; once a page."""
+    """Return the script and style of the figures, which a page needs once."""
     style, code = ((files("rehead.report") / f"maps.{kind}").read_text() for kind in ("css", "js"))
     return f"<style>{style}</style>\n<script>{code}</script>\n"
 
 
 def _windows(windows: Sequence[int | None], n_token: int) -> str:
-    """What is to be said of layers that see a window only."""
+    """Return a sentence about layers with a window."""
     some = sorted({window for window in windows if window is not None})
     if not some:
         return ""
     names = ", ".join(map(str, some))
     everywhere = "" if None not in windows else " in some layers"
-    hides = "" if some[0] < n_token else f"; over these {n_token} tokens it hides nothing"
-    return f"A token sees no more than the last {names} tokens{everywhere}{hides}."
+    hides = "" if some[0] < n_token else f"; with {n_token} tokens that hides nothing"
+    return f"A token sees only the last {names} tokens{everywhere}{hides}."
 
 
 def _packed(maps: Sequence[Tensor]) -> str:
-    """All weights as bytes, zero only where they are exactly zero; deflated, in base64."""
+    """Return all weights as deflated bytes in base64; only a weight of exactly zero becomes 0."""
     cells = b"".join(
         torch.where(weights > 0, (255 * weights.sqrt()).round().clamp(min=1), 0).byte().numpy().tobytes()
         for weights in maps

@@ -1,23 +1,23 @@
-"""One HTML page that needs nothing but itself: no network, no other file, dark and light, print and phone."""
+"""A self-contained HTML page: no network, no other file; light, dark, for print and for phones."""
 
 from html import escape
 from pathlib import Path
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
-"""What a browser lets the page do: run what stands in it, load nothing."""
+"""Lets a page run its own scripts and styles, and load nothing."""
 
 MARK = '<meta name="generator" content="rehead">'
-"""In the head of every page, by which it is known again."""
+"""Marks a page as written by rehead."""
 
 
 def is_page(file: Path) -> bool:
-    """Whether a file is a page of ours, which another may replace."""
+    """Return True if rehead wrote the page, so that it may be replaced."""
     with file.open("rb") as text:
         return MARK.encode() in text.read(1000)
 
 
 def page(title: str, body: str, head: str = "") -> str:
-    """A whole page; `title` is escaped, `body` and `head` (its styles and scripts) are HTML."""
+    """Return a whole page; `title` is escaped, `body` and `head` (styles and scripts) are HTML."""
     return f"""\
 <!DOCTYPE html>
 <html lang="en">

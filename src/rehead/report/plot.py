@@ -1,24 +1,24 @@
-"""Charts as PNG pictures."""
+"""Draws charts as PNG images."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rehead.report.chart import Chart, Panel
-from rehead.report.text import harmless
+from rehead.report.text import sanitise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LONGEST = 40
-"""Characters of a name; more would leave no room for the picture."""
+"""Characters of a name; a longer one would leave no room for the chart."""
 STYLES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":"}
 HATCHES = {"solid": "", "dash": "//", "dashdot": "xx", "dot": ".."}
 MARKERS = {"circle": "o", "diamond": "D", "star": "*"}
 
 
 def draw(panel: Panel, path: Path) -> None:
-    """All charts of a panel side by side, as one picture."""
+    """Draw all charts of a panel side by side, as one image."""
     from matplotlib.figure import Figure
 
     wide = 8.0 if len(panel.charts) == 1 else 4.6 * len(panel.charts)
@@ -105,5 +105,5 @@ def _gaps(values: Sequence[Any]) -> list[float]:
 
 
 def _text(text: str) -> str:
-    """As it is; matplotlib would read formulas between dollars."""
-    return harmless(text, LONGEST).replace("$", r"\$")
+    """Escape dollar signs, which matplotlib would read as formulas."""
+    return sanitise(text, LONGEST).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: lines that change on a terminal, elsewhere a line now and then."""
+"""Progress on stderr: live lines on a terminal, elsewhere a line from time to time."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,15 @@ Record = dict[str, Any]
 
 
 class Board:
-    """Shows the stages of whatever runs in its context, and the records it is given of runs.
+    """Shows the stages of everything that runs in its context, and the records of runs passed to it.
 
-    `work` says what it is all for, in a line of its own.
+    `purpose` describes the work as a whole, in its own line.
     """
 
-    def __init__(self, work: str = "") -> None:
+    def __init__(self, purpose: str = "") -> None:
         console = Console(stderr=True, highlight=False)
         watched = sys.stderr.isatty() and not console.is_dumb_terminal
-        self._lines = LiveLines(console, work) if watched else PlainLines(console, work)
+        self._lines = LiveLines(console, purpose) if watched else PlainLines(console, purpose)
         self._open = ExitStack()
 
     def __enter__(self) -> "Board":
@@ -39,25 +39,25 @@ class Board:
         self._open.close()
 
     def show(self, record: Record, total: int, title: str) -> None:
-        """One more record of the run called `title`, which is to take `total` steps."""
+        """Update the run called `title`, of `total` steps, with a record."""
         event = _event(record) if record.get("event") in ("start", "save") else ""
         self._lines.run(record, total, title, event)
 
     def stage(self, stage: Stage, of: str = "") -> None:
-        """What a stage is at, `of` one of several models."""
+        """Update the progress of a stage, `of` one of several models."""
         self._lines.stage(stage, f"{of}  {stage.title}" if of else stage.title)
 
     def say(self, text: str, *, faint: bool = False) -> None:
-        """Print a line between those of the runs; a faint one is to be copied, and stays whole."""
+        """Print a line between those of the runs; a faint one, meant to be copied, is not wrapped."""
         self._lines.say(text, faint=faint)
 
     def forget(self, title: str) -> None:
-        """Show the run called `title` no longer."""
+        """Remove the run called `title`, which has ended."""
         self._lines.forget(title)
 
 
 def watch(records: Iterable[Record], total: int, title: str = "train") -> Iterator[Record]:
-    """Pass the `records` of one run on, showing them."""
+    """Yield the `records` of one run and show its progress."""
     with Board() as board:
         for record in records:
             board.show(record, total, title)

@@ -1,4 +1,4 @@
-"""What became of one model when its KV cache was made smaller: rows, sentences and a chart from a study's document."""
+"""Reports how one model changed as its KV cache was shrunk: rows, findings and a chart of a study's document."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,20 @@ from rich.console import Console
 from rehead.report.chart import Chart, Look, Panel, Series
 from rehead.report.figures import MARKERS, rebuilding
 from rehead.report.table import show
-from rehead.report.text import harmless, wrapped
+from rehead.report.text import sanitise, wrapped
 
 Record = dict[str, Any]
 HEADER = ("variant", "made", "KV B", "share", "loss", "tok/s")
 SAMPLE, MOST_SAMPLE = 74, 1000
-"""Characters of each text and its name on the terminal, and of the text on the page."""
+"""Characters of a sample with its name on the terminal, and of a sample on the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant. `over` is its loss above the source's, [mean, lowest, highest] over the seeds.
+    """One variant. `over` is its loss minus the source's, [mean, lowest, highest] over the seeds.
 
-    Losses and bytes are those of the certificates (the source's are in each of them), of the first seed
-    where one is shown. `over` is None for the source, and where it was measured on another text than
-    the first.
+    Losses and bytes come from the certificates, each of which has those of the source; single figures are of
+    the first seed. `over` is None for the source, and for a variant measured on another text than the first.
     """
 
     name: str
@@ -40,64 +39,66 @@ class Row:
 
 
 def rows(document: Record) -> list[Row]:
-    """The source, then all that was made of it, in the study's order."""
+    """Return a row for the source, then for each variant, in the study's order."""
     variants = document["variants"]
-    certificates = [found for one in variants if (found := _certificate(one)) is not None]
+    certificates = [each for each in map(_certificate, variants) if each is not None]
     first = certificates[0]
     before = first["kv_bytes_per_token"][0]
-    made = []
-    for index, one in enumerate(variants):
-        found = _certificate(one)
-        alike = found is not None and _text(found) == _text(first) and found["loss"] is not None
-        size = before if found is None else found["kv_bytes_per_token"][1]
-        losses = first["loss"] if found is None else found["loss"]
-        made.append(
+    result = []
+    for index, variant in enumerate(variants):
+        certificate = _certificate(variant)
+        alike = (
+            certificate is not None and _text(certificate) == _text(first) and certificate["loss"] is not None
+        )
+        size = before if certificate is None else certificate["kv_bytes_per_token"][1]
+        losses = first["loss"] if certificate is None else certificate["loss"]
+        result.append(
             Row(
-                name=one["variant"],
-                how=how(one),
-                about=one["about"],
+                name=variant["variant"],
+                how=how(variant),
+                about=variant["about"],
                 look=Look.of(index),
                 kv_bytes=size,
                 share=size / before,
-                loss=None if losses is None else losses[0 if found is None else 1],
-                over=_over(one) if alike else None,
-                tokens_per_second=one["costs"]["tokens_per_second_cached"][0],
-                certificate=found,
-                variant=one,
+                loss=None if losses is None else losses[0 if certificate is None else 1],
+                over=_over(variant) if alike else None,
+                tokens_per_second=variant["costs"]["tokens_per_second_cached"][0],
+                certificate=certificate,
+                variant=variant,
             )
         )
-    return made
+    return result
 
 
 def how(variant: Record) -> str:
-    """How a variant was made, in a few words."""
+    """Describe in a few words how a variant was made."""
     if variant["kind"] == "converted":
-        told = variant["convert"]
+        options = variant["convert"]
         sizes = {
             "kv_fraction": lambda size: percent(size),
             "kv_rank": lambda size: f"rank {size}",
             "n_kv_head": lambda size: f"{size} KV heads",
         }
-        found = [say(told[key]) for key, say in sizes.items() if told.get(key) is not None]
-        return ", ".join([f"converted to {told.get('to') or 'the same'}", *found])
+        given = [describe(options[key]) for key, describe in sizes.items() if options.get(key) is not None]
+        return ", ".join([f"converted to {options.get('to') or 'the same'}", *given])
     if variant["kind"] == "given":
-        return "as it was given"
+        return "given"
     return f"{variant['kind']}, {variant['runs'][0]['steps']:,} steps"
 
 
 def findings(made: Sequence[Row]) -> list[str]:
-    """What may be said: all losses are of one source on one text, so that they compare like for like."""
+    """Return the findings; all losses are of one source on one text, so they can be compared."""
     slow = rebuilding([row.variant for row in made])
     return [*_free(made), *_rivals(made), *_healed(made), *([slow] if slow else [])]
 
 
 def chart(made: Sequence[Row]) -> Panel:
-    """Loss over the source against the bytes a token leaves in the cache."""
+    """Plot the loss over the source against the bytes per token of the cache."""
     by_name = {row.name: row for row in made}
     series = []
     for row in made:
         parent = by_name.get(row.variant["from"] or "")
-        path = [] if parent is None else [(one.kv_bytes, _height(one)) for one in (parent, row)]
+        path = [] if parent is None else [(end.kv_bytes, _height(end)) for end in (parent, row)]
         if path and all(height is not None for _, height in path):
             x, y = zip(*path, strict=True)
             series.append(Series(name=row.name, x=x, y=y, look=row.look, faint=True))
@@ -121,49 +122,50 @@ def chart(made: Sequence[Row]) -> Panel:
     )
     notes = [
         "Lower and further left is better. The circle is the source, diamonds were converted, stars healed after "
-        "that; a dotted line leads from what a variant was made of."
+        "conversion; a dotted line connects a variant with the model it was made from."
     ]
     return Panel(name="shrink", title="Loss against KV cache", charts=[drawn], notes=notes)
 
 
 def source_line(document: Record) -> str:
-    """The source, in a line."""
+    """Describe the source in a line."""
     first = rows(document)[0]
-    text = f"{harmless(first.name, 60)}: {document['conversion']['architecture']}; {first.how}"
-    certificate = next(one for row in rows(document) if (one := row.certificate) is not None)
+    text = f"{sanitise(first.name, 60)}: {document['conversion']['architecture']}; {first.how}"
+    certificate = next(record for row in rows(document) if (record := row.certificate) is not None)
     if first.loss is None:
         return text + "."
-    return f"{text}; loss {first.loss:.4f} nats per token on {certificate['logits']['tokens']:,} tokens held out."
+    return f"{text}; loss {first.loss:.4f} nats per token on {certificate['logits']['tokens']:,} held-out tokens."
 
 
 def span(values: Sequence[float]) -> str:
-    """A difference over several seeds: its mean and what it spans."""
+    """Format a difference over several seeds: its mean and range."""
     mean, low, high = (round(value, 4) + 0.0 for value in values)
     return f"{mean:+.4f}" if low == high else f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 def percent(share: float) -> str:
-    """A share in three digits: 12.5 %."""
+    """Format a share with three digits, such as 12.5 %."""
     return f"{100 * share:.3g} %"
 
 
-def texts(found: Any) -> str:
-    """The text of a certificate, or several, or none, in words."""
-    if not found:
-        return "random text, since none was given"
-    several = found if isinstance(found, list) else [found]
+def texts(named: Any) -> str:
+    """Describe the texts of a certificate, if it has any."""
+    if not named:
+        return "random text, because none was given"
+    several = named if isinstance(named, list) else [named]
     return "; ".join(
-        f"{one.get('name', 'a text')} ({one['read']:,} of its {one['tokens']:,} tokens, sha256 {one['sha256'][:12]}...)"
-        for one in several
+        f"{text.get('name', 'a text')} ({text['read']:,} of its {text['tokens']:,} tokens, "
+        f"sha256 {text['sha256'][:12]}...)"
+        for text in several
     )
 
 
 def present(document: Record) -> None:
-    """Print every variant beside the source, what may be said, and how the same words are continued."""
+    """Print every variant beside the source, the findings, and how each continues the same prompt."""
     made = rows(document)
     cells = [
         (
-            harmless(row.name, 24),
+            sanitise(row.name, 24),
             row.how,
             f"{row.kv_bytes:,}",
             percent(row.share),
@@ -173,23 +175,23 @@ def present(document: Record) -> None:
         for row in made
     ]
     notes = (
-        "KV bytes per token, over all layers. Losses in nats per token, of the source and above it, on one text that "
-        "nothing was fitted to; exact is the same function but for rounding. tok/s: greedy, one sequence, medians."
+        "KV bytes per token, over all layers. Loss: nats per token of the source, and the difference to it, on a "
+        "held-out text; exact is the same function up to rounding. tok/s: greedy, one sequence, medians."
     )
     show(document["about"], HEADER, cells, notes, texts=(0, 1))
     console = Console()
     for finding in findings(made):
         print(wrapped(finding, console))
     print()
-    wide = max(len(harmless(row.name, 24)) for row in made)
+    wide = max(len(sanitise(row.name, 24)) for row in made)
     for row in made:
-        words = " ".join(harmless(row.variant["runs"][0]["sample"], MOST_SAMPLE).split())
-        print(f"{harmless(row.name, 24):{wide}}  {words[: SAMPLE - wide]}...")
+        words = " ".join(sanitise(row.variant["runs"][0]["sample"], MOST_SAMPLE).split())
+        print(f"{sanitise(row.name, 24):{wide}}  {words[: SAMPLE - wide]}...")
     print()
 
 
 def proof(export: Record) -> str:
-    """What reading an export back has shown."""
+    """Describe the result of reading an export back."""
     return (
         f"{export['architecture']}, read back by {export['reader']}: over {export['tokens']:,} tokens no logit differs "
         f"by more than {export['max_error']:.1e}, and {100 * export['same_choice']:.4g} % of the likeliest tokens "
@@ -229,19 +231,19 @@ def _free(made: Sequence[Row]) -> Iterator[str]:
     for row in made:
         if row.certificate is not None and row.certificate["exact"] and row.share < 1:
             share = percent(row.share)
-            yield f"{harmless(row.name)} keeps every logit, but for rounding, with {share} of the KV cache."
+            yield f"{sanitise(row.name)} keeps every logit, up to rounding, with {share} of the KV cache."
 
 
 def _rivals(made: Sequence[Row]) -> Iterator[str]:
-    """Approximations of one size side by side."""
+    """Yield a comparison of approximations of equal size."""
     lossy = [row for row in made if row.over is not None and row.variant["kind"] == "converted"]
     for size in sorted({row.kv_bytes for row in lossy}, reverse=True):
         several = sorted(
             (row for row in lossy if row.kv_bytes == size), key=lambda row: row.over[0] if row.over else 0.0
         )
         if len(several) > 1:
-            said = ", ".join(f"{span(row.over)} ({harmless(row.name)})" for row in several if row.over)
-            yield f"{percent(several[0].share)} of the KV cache costs, in nats per token: {said}."
+            losses = ", ".join(f"{span(row.over)} ({sanitise(row.name)})" for row in several if row.over)
+            yield f"{percent(several[0].share)} of the KV cache costs, in nats per token: {losses}."
 
 
 def _healed(made: Sequence[Row]) -> Iterator[str]:
@@ -250,6 +252,6 @@ def _healed(made: Sequence[Row]) -> Iterator[str]:
         parent = by_name.get(row.variant["from"] or "")
         if row.variant["kind"] == "healed" and parent and parent.over and row.over:
             yield (
-                f"{row.variant['runs'][0]['steps']:,} steps of healing bring {harmless(parent.name)} from "
+                f"{row.variant['runs'][0]['steps']:,} steps of healing bring {sanitise(parent.name)} from "
                 f"{span(parent.over)} to {span(row.over)} nats per token over the source."
             )

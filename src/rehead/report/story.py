@@ -1,4 +1,4 @@
-"""A study of one model, told on the terminal step by step, each with the command that does it alone."""
+"""Shows a study of one model on the terminal step by step, each step with its own command."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from rehead.conversion.folder import read_plannable
 from rehead.conversion.plan import plan
 from rehead.report.progress import Board
 from rehead.report.shrink import percent, proof, span
-from rehead.report.text import harmless
+from rehead.report.text import sanitise
 from rehead.study import Job
 
 Record = dict[str, Any]
@@ -21,15 +21,15 @@ DOES = {
 
 
 class Story:
-    """Says what each job does when it begins, and what came of it, in lines of `board`."""
+    """Prints what each job does when it begins, and its result, in lines of `board`."""
 
     def __init__(self, jobs: Sequence[Job], board: Board) -> None:
         self._jobs, self._board, self._begun = list(jobs), board, set[int]()
 
     def show(self, job: Job, record: Record) -> None:
-        """A record of `rehead.study` about a job, beside those of its training."""
+        """Print a record of `rehead.study` about a job, other than those of training."""
         if record["event"] == "costs":
-            about = "All variants decode in turns, so that what slows the machine slows all of them."
+            about = "The variants take turns, so that a slow phase of the machine affects all of them."
             command = f"rehead bench {self._jobs[-1].model}"
             self._head(len(self._jobs) + 2, "Measure how fast each decodes", about, command)
             return
@@ -47,28 +47,28 @@ class Story:
             return
         self._begun.add(at)
         number = at + 1 + (at > 0)  # the plan is the second step
-        self._head(number, f"{DOES[job.kind]}: {harmless(job.variant, 60)}", job.about, job.command())
+        self._head(number, f"{DOES[job.kind]}: {sanitise(job.variant, 60)}", job.about, job.command())
 
     def _plan(self, job: Job) -> None:
-        """What `rehead plan` says of the source."""
+        """Print the plan of the source."""
         context = job.options.data.block_size
-        found = plan(read_plannable(job.model), context)
-        about = "What each smaller cache would be, from the shape of the model alone."
+        planned = plan(read_plannable(job.model), context)
+        about = "The size of each smaller cache, computed from the config alone."
         self._head(2, "Plan", about, f"rehead plan {job.model} --context {context}")
-        full = found.rows[0].kv_bytes_per_token
-        for row in found.rows[1:]:
+        full = planned.rows[0].kv_bytes_per_token
+        for row in planned.rows[1:]:
             if row.verdict in ("exact", "approximate"):
                 share = percent(row.kv_bytes_per_token / full)
                 self._board.say(f"   {row.verdict:11}  {share:>6} of the KV cache  {row.command}")
-        self._board.say(f"   {found.advice}")
+        self._board.say(f"   {planned.advice}")
 
     def _head(self, number: int, title: str, about: str, command: str) -> None:
-        self._board.say(f"\n{number}. {title}. {harmless(about, 500)}".rstrip())
-        self._board.say(f"   $ {harmless(command, 4000)}", faint=True)
+        self._board.say(f"\n{number}. {title}. {sanitise(about, 500)}".rstrip())
+        self._board.say(f"   $ {sanitise(command, 4000)}", faint=True)
 
 
 def outcome(job: Job, found: Record) -> list[str]:
-    """What came of a job, in a line or two."""
+    """Return the result of a job in a line or two."""
     if job.kind == "exported":
         return [f"{proof(found['read_back'])}."]
     certificate = found["certificate"]
@@ -78,10 +78,10 @@ def outcome(job: Job, found: Record) -> list[str]:
     before, after = certificate["kv_bytes_per_token"]
     size = f"KV cache {before:,} -> {after:,} bytes per token ({percent(after / before)})"
     logits = certificate["logits"]
-    kept = f"{100 - 100 * logits['argmax_flips']:.1f} % of the likeliest tokens stay"
+    same = f"{100 - 100 * logits['argmax_flips']:.1f} % of the likeliest tokens stay the same"
     if certificate["exact"]:
         return [f"exact: {size}", f"no logit differs by more than {logits['max_error']:.1e}"]
     if certificate["loss"] is None:
-        return [f"approximate: {size}", kept]
+        return [f"approximate: {size}", same]
     old, new = certificate["loss"]
-    return [f"approximate: {size}", f"loss {old:.4f} -> {new:.4f} ({span([new - old] * 3)}), {kept}"]
+    return [f"approximate: {size}", f"loss {old:.4f} -> {new:.4f} ({span([new - old] * 3)}), {same}"]

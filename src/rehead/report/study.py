@@ -1,4 +1,4 @@
-"""What a study found: a table on the terminal, pictures, and one page that has everything in it."""
+"""Reports a study: a table on the terminal, images, and one page with everything."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from rehead.report.chart import Look, Panel
 from rehead.report.figures import Figures, frontier, per_token
 from rehead.report.plot import draw
 from rehead.report.table import show
-from rehead.report.text import harmless
+from rehead.report.text import sanitise
 from rehead.study import Maps
 from rehead.study.claims import claim, unlike
-from rehead.study.results import spread
+from rehead.study.results import mean_and_range
 
 Record = dict[str, Any]
 REPORT = "report.html"
@@ -34,7 +34,7 @@ HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A question, its panels, and what may be said of the losses."""
+    """A question, its panels, and the findings about the losses."""
 
     ask: str
     findings: Sequence[str]
@@ -42,14 +42,14 @@ class Answer:
 
 
 def require_packages() -> None:
-    """Refuse to begin what could not be reported."""
+    """Raise UsageError if a package that the report needs is missing."""
     missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
     if missing:
         raise UsageError(f'a report needs {" and ".join(missing)}: pip install "rehead[report]".')
 
 
 def present(document: Record, folder: Path) -> None:
-    """Print the table of all variants, and where everything is."""
+    """Print the table of all variants, and the paths of the results."""
     if document["conversion"] is None:
         _present_trained(document)
     else:
@@ -61,20 +61,20 @@ def _present_trained(document: Record) -> None:
     variants = document["variants"]
     rows = [
         (
-            harmless(one["variant"], 60),
-            _loss(one["val_loss"]),
-            f"{one['costs']['parameters']:,}",
-            f"{one['costs']['cache_bytes'] / one['costs']['context']:,.0f}",
-            f"{per_token(one):,.0f}",
-            f"{one['costs']['tokens_per_second_cached'][0]:,.0f}",
-            f"{one['costs']['tokens_per_second_uncached'][0]:,.0f}",
+            sanitise(variant["variant"], 60),
+            _loss(variant["val_loss"]),
+            f"{variant['costs']['parameters']:,}",
+            f"{variant['costs']['cache_bytes'] / variant['costs']['context']:,.0f}",
+            f"{per_token(variant):,.0f}",
+            f"{variant['costs']['tokens_per_second_cached'][0]:,.0f}",
+            f"{variant['costs']['tokens_per_second_uncached'][0]:,.0f}",
         )
-        for one in variants
+        for variant in variants
     ]
-    seeds = max(len(one["runs"]) for one in variants)
+    seeds = max(len(variant["runs"]) for variant in variants)
     notes = (
-        f"val loss in nats per token{f', mean and span of {seeds} seeds' if seeds > 1 else ''}. KV bytes in float32 "
-        "over all layers, the cache after the whole context divided by its length; an RNN keeps one state instead. "
+        f"val loss in nats per token{f', mean and range of {seeds} seeds' if seeds > 1 else ''}. KV bytes in float32 "
+        "over all layers: the cache after a full context divided by its length; an RNN keeps one state instead. "
         "tok/s: greedy, one sequence, medians."
     )
     show(document["about"], HEADER, rows, notes)
@@ -83,9 +83,8 @@ def _present_trained(document: Record) -> None:
 
 
 def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None:
-    """`folder`/report.html, and a PNG of every panel beside it."""
-    found = answers(document)
-    for number, answer in enumerate(found, 1):
+    """Write `folder`/report.html, and a PNG of every panel beside it."""
+    for number, answer in enumerate(answers(document), 1):
         for panel in answer.panels:
             draw(panel, folder / f"{number}-{panel.name}.png")
     if document["conversion"] is not None:
@@ -94,7 +93,7 @@ def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None
 
 
 def html(document: Record, attention: Mapping[str, Maps]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -105,7 +104,7 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         trim_blocks=True,
     )
     environment.filters |= {
-        "harmless": harmless,
+        "sanitise": sanitise,
         "loss": _loss,
         "per_token": per_token,
         "figure": lambda chart: Markup(interactive.fragment(chart)),
@@ -113,19 +112,19 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
     }
     variants = document["variants"]
     figures = [
-        (name, Markup(maps.fragment(harmless(name), one.tokens, one.weights, one.windows)))
-        for name, one in attention.items()
+        (name, Markup(maps.fragment(sanitise(name), text.tokens, text.weights, text.windows)))
+        for name, text in attention.items()
     ]
     shown = {
         "document": document,
         "variants": variants,
-        "looks": {one["variant"]: Look.of(index) for index, one in enumerate(variants)},
-        "lengths": {one["length"] for one in variants},
+        "looks": {variant["variant"]: Look.of(index) for index, variant in enumerate(variants)},
+        "lengths": {variant["length"] for variant in variants},
         "answers": answers(document),
         "most_sample": shrink.MOST_SAMPLE,
     }
     if document["conversion"] is None:
-        title = f"Study: {harmless(document['study'])}"
+        title = f"Study: {sanitise(document['study'])}"
         template = environment.get_template("study.html")
         body = template.render(shown, facts=facts(document), findings=findings(document), maps=figures)
     else:
@@ -148,68 +147,68 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
 
 
 def answers(document: Record) -> list[Answer]:
-    """Every question with what is shown for it."""
+    """Return every question with its panels and findings."""
     figures = Figures(document)
-    found = []
+    answered = []
     for question in document["questions"]:
         panels = [panel for kind in question["show"] if (panel := figures.panel(kind, question["of"]))]
         findings = []
         if document["conversion"] is None and {"loss", "frontier"} & set(question["show"]):
             findings = _growth([figures.variants[name] for name in question["of"]])
             findings += _findings(question["claims"])
-        found.append(Answer(ask=question["ask"], findings=findings, panels=panels))
-    return found
+        answered.append(Answer(ask=question["ask"], findings=findings, panels=panels))
+    return answered
 
 
 def findings(document: Record) -> list[str]:
-    """What the answers say, each once."""
+    """Return the findings of all answers, each once."""
     return list(dict.fromkeys(finding for answer in answers(document) for finding in answer.findings))
 
 
 def facts(document: Record) -> list[tuple[str, str, str]]:
-    """What one sees first: name, value, and whose it is."""
+    """Return the headline facts: name, value, and detail."""
     variants = document["variants"]
-    seeds = sorted({run["seed"] for one in variants for run in one["runs"]})
-    found = [
+    seeds = sorted({run["seed"] for variant in variants for run in variant["runs"]})
+    entries = [
         (
             "Models",
-            str(sum(len(one["runs"]) for one in variants)),
+            str(sum(len(variant["runs"]) for variant in variants)),
             f"{len(variants)} variants, {_seeds(seeds)}",
         ),
         _loss_fact(variants),
     ]
-    caches = [one for one in variants if one["costs"]["kv_bytes_per_token"]]
+    caches = [variant for variant in variants if variant["costs"]["kv_bytes_per_token"]]
     if caches:
         least, most = (function(map(per_token, caches)) for function in (min, max))
-        small = _names([one["variant"] for one in caches if per_token(one) == least])
+        small = _names([variant["variant"] for variant in caches if per_token(variant) == least])
         share = f", {100 * least / most:.0f} % of the largest" if least < most else ""
-        found.append(("Smallest KV cache", f"{least:,.0f} B", f"per token: {small}{share}"))
+        entries.append(("Smallest KV cache", f"{least:,.0f} B", f"per token: {small}{share}"))
     front = frontier(variants)
-    if front and not any(unlike(variants[0], one) for one in variants):
-        found.append(("On the frontier", str(len(front)), f"beaten by none: {_names(front)}"))
-    return found
+    if front and not any(unlike(variants[0], variant) for variant in variants):
+        entries.append(("On the frontier", str(len(front)), f"no variant beats {_names(front)}"))
+    return entries
 
 
 def _loss_fact(variants: Sequence[Record]) -> tuple[str, str, str]:
-    """The lowest loss where the seeds tell it apart from all others, else the range that was measured."""
-    best = min(variants, key=lambda one: one["val_loss"][0])
-    claims = [claim(best, one) for one in variants if one is not best]
-    low, high = best["val_loss"][0], max(one["val_loss"][0] for one in variants)
-    if min(len(one["runs"]) for one in variants) < 2:
+    """Return the lowest loss if the seeds separate it from all others, else the range of losses."""
+    best = min(variants, key=lambda variant: variant["val_loss"][0])
+    claims = [claim(best, variant) for variant in variants if variant is not best]
+    low, high = best["val_loss"][0], max(variant["val_loss"][0] for variant in variants)
+    if min(len(variant["runs"]) for variant in variants) < 2:
         why = "one seed each, so none is ranked"
-    elif any("unlike" in one for one in claims):
-        why = "of unlike models, so none is ranked"
-    elif all(one["told_apart"] for one in claims):
-        return "Lowest validation loss", f"{low:.4f}", f"nats per token: {harmless(best['variant'])}"
+    elif any("unlike" in verdict for verdict in claims):
+        why = "the models are not comparable, so none is ranked"
+    elif all(verdict["told_apart"] for verdict in claims):
+        return "Lowest validation loss", f"{low:.4f}", f"nats per token: {sanitise(best['variant'])}"
     else:
-        equal = [one["variant"] for one in claims if not one["told_apart"]]
-        why = f"lowest {harmless(best['variant'])}, not told apart from {_names(equal)}"
+        equal = [verdict["variant"] for verdict in claims if not verdict["told_apart"]]
+        why = f"lowest {sanitise(best['variant'])}, not told apart from {_names(equal)}"
     return "Validation loss", f"{low:.3f}–{high:.3f}", f"nats per token; {why}"
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(harmless, names[:most])) + rest
+    return ", ".join(map(sanitise, names[:most])) + rest
 
 
 def _seeds(seeds: Sequence[int]) -> str:
@@ -217,46 +216,48 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _findings(claims: Sequence[Record]) -> list[str]:
-    """What may be said of the losses of a question."""
-    alike = [one for one in claims if "unlike" not in one]
-    if any(one["seeds"] < 2 for one in alike):
-        found = ["One seed each: no difference between losses is claimed."]
+    """Return the findings about the losses of a question."""
+    alike = [verdict for verdict in claims if "unlike" not in verdict]
+    if any(verdict["seeds"] < 2 for verdict in alike):
+        sentences = ["One seed each: no difference between losses is claimed."]
     else:
-        found = [_said(one) for one in alike]
-    rest = [one for one in claims if "unlike" in one]
+        sentences = [_sentence(verdict) for verdict in alike]
+    rest = [verdict for verdict in claims if "unlike" in verdict]
     if rest:
-        reasons = "; ".join(f"{harmless(one['variant'])} ({', '.join(one['unlike'])})" for one in rest)
-        found.append(f"Not compared with {harmless(rest[0]['against'])}, being unlike: {reasons}.")
-    return found
+        reasons = "; ".join(
+            f"{sanitise(verdict['variant'])} ({', '.join(verdict['unlike'])})" for verdict in rest
+        )
+        sentences.append(f"Not comparable with {sanitise(rest[0]['against'])}: {reasons}.")
+    return sentences
 
 
 def _growth(variants: Sequence[Record]) -> list[str]:
-    """What became of the loss of those that read longer blocks than what they continue: measured, not compared."""
-    found = []
-    for one in variants:
-        starts = [run["curve"][0] for run in one["runs"] if run["curve"]]
-        begun = [point for point in starts if point[0] == one["steps_before"]]
-        if one["length"] <= one["length_before"] or len(begun) < len(one["runs"]):
+    """Return how the loss changed of variants that continue another one with longer blocks."""
+    sentences = []
+    for variant in variants:
+        starts = [run["curve"][0] for run in variant["runs"] if run["curve"]]
+        begun = [point for point in starts if point[0] == variant["steps_before"]]
+        if variant["length"] <= variant["length_before"] or len(begun) < len(variant["runs"]):
             continue
-        before, after = _loss(spread([point[2] for point in begun])), _loss(one["val_loss"])
-        found.append(
-            f"{harmless(one['variant'])} grows from {one['length_before']:,} to {one['length']:,} tokens after "
-            f"{one['steps_before']:,} steps: at {one['length']:,} its loss is {before} at that point and {after} "
-            f"after {one['steps'] - one['steps_before']:,} more."
+        before, after = _loss(mean_and_range([point[2] for point in begun])), _loss(variant["val_loss"])
+        sentences.append(
+            f"{sanitise(variant['variant'])} grows from {variant['length_before']:,} to {variant['length']:,} tokens "
+            f"after {variant['steps_before']:,} steps: at {variant['length']:,} its loss is {before} at that point "
+            f"and {after} after {variant['steps'] - variant['steps_before']:,} more."
         )
-    return found
+    return sentences
 
 
-def _said(told: Record) -> str:
-    one, other, by = harmless(told["variant"]), harmless(told["against"]), told["difference"]
-    seeds, at = f"{told['seeds']} seeds", f" at {told['length']:,} tokens" if told["shorter"] else ""
-    if not told["told_apart"]:
-        return f"{one} and {other} are not told apart{at}: {by:+.4f} nats per token, within the spread of {seeds}."
+def _sentence(verdict: Record) -> str:
+    name, base, by = sanitise(verdict["variant"]), sanitise(verdict["against"]), verdict["difference"]
+    seeds, at = f"{verdict['seeds']} seeds", f" at {verdict['length']:,} tokens" if verdict["shorter"] else ""
+    if not verdict["told_apart"]:
+        return f"{name} and {base} are not told apart{at}: {by:+.4f} nats per token, within the range of {seeds}."
     side = "above" if by > 0 else "below"
-    return f"{one} ends {abs(by):.4f} nats per token {side} {other}{at}, over {seeds} that do not overlap."
+    return f"{name} ends {abs(by):.4f} nats per token {side} {base}{at}, over {seeds} whose ranges do not overlap."
 
 
 def _loss(values: Sequence[float]) -> str:
-    """A mean with what it spans."""
+    """Format a mean with its range."""
     mean, low, high = values
     return f"{mean:.4f}" if low == high else f"{mean:.4f} ({low:.4f} to {high:.4f})"

@@ -1,4 +1,4 @@
-"""Tables for the terminal and for documents."""
+"""Prints tables on the terminal."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 WIDEST = 1000
 NARROWEST = 24
-"""Characters of a column of words, which wrap, before other columns give way; without those, half of it."""
+"""Minimum characters of a text column before other columns are dropped; after that, half of it."""
 
 
 def show(
@@ -22,11 +22,10 @@ def show(
     keys: int = 1,
     optional: Sequence[int] = (),
 ) -> None:
-    """Print a table on stdout; columns `texts` left, the rest right aligned, nothing cut off.
+    """Print a table on stdout; columns `texts` are left-aligned and wrap, the others are right-aligned.
 
-    Where the terminal is too narrow for all columns, the `optional` ones are left out, the last of them first;
-    then several tables follow each other, and the first `keys` columns stand in each. Numbers stay whole;
-    `texts` wrap.
+    If the terminal is too narrow, `optional` columns are left out, the last of them first; then the table is
+    split into several, each with the first `keys` columns. Numbers are never cut.
     """
     console = Console(highlight=False)
     console.print(title, style="bold")
@@ -39,7 +38,7 @@ def show(
         console.print(_table(header, rows, texts, some, least))
     out = [name.replace("\n", "") for index, name in enumerate(header) if index not in columns]
     if out:
-        console.print(f"A wider terminal has room for {', '.join(out)} too.", style="dim")
+        console.print(f"A wider terminal also shows {', '.join(out)}.", style="dim")
     if notes:
         console.print(" ".join(notes.split()), style="dim")
 
@@ -58,16 +57,16 @@ def _fitting(
     keys: int,
     least: int,
 ) -> list[list[int]]:
-    """The columns of each table, as many in one as have room."""
+    """Return the columns of each table, as many as fit."""
     begin = list(columns[:keys])
-    found = [begin]
+    tables = [begin]
     for column in columns[keys:]:
-        longer = _table(header, rows, texts, [*found[-1], column], least)
-        if found[-1] != begin and not _fits(console, longer):
-            found.append([*begin, column])
+        wider = _table(header, rows, texts, [*tables[-1], column], least)
+        if tables[-1] != begin and not _fits(console, wider):
+            tables.append([*begin, column])
         else:
-            found[-1] = [*found[-1], column]
-    return found
+            tables[-1] = [*tables[-1], column]
+    return tables
 
 
 def _table(

@@ -1,4 +1,4 @@
-"""Studies: variants of one run, trained or made from each other, measured alike and set side by side."""
+"""Studies: variants that are trained, or made from each other, then measured alike and compared."""
 
 from rehead.study.attention_maps import Maps, maps
 from rehead.study.grid import jobs

@@ -1,4 +1,4 @@
-"""What its texts are refused for before a study trains anything."""
+"""Checks the texts and the prompt of a study before it trains anything."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,10 @@ from rehead.tokenizer import load_tokenizer
 
 
 def require_texts(jobs: Sequence[Job], preset: Preset) -> None:
-    """Refuse a text that cannot be read, and a prompt longer than a model reads where its tokens can be counted.
+    """Raise InvalidInput for an unreadable text, and ConfigError for a prompt longer than a model's context.
 
-    Only the beginning of a text is read; a corpus by name, which may have to be downloaded, is not.
+    Only the beginning of a text is read, and no corpus by name, which may need a download. A prompt is
+    checked if its tokens can be counted already.
     """
     for data in {job.options.data.path: job.options.data for job in jobs}.values():
         if data.path is not None:
@@ -24,12 +25,12 @@ def require_texts(jobs: Sequence[Job], preset: Preset) -> None:
         n_token = None if preset.prompt is None or limit is None else _count(preset.prompt, job)
         if limit is not None and n_token is not None and n_token > limit:
             raise ConfigError(
-                f"{preset.file}: prompt has {n_token} tokens, {job.variant} reads {limit}: give a shorter one."
+                f"{preset.file}: prompt has {n_token} tokens, {job.variant} reads {limit}: give a shorter prompt."
             )
 
 
 def _count(prompt: str, job: Job) -> int | None:
-    """Tokens of the prompt; None where the vocabulary is still to be made, or lacks a letter of it."""
+    """Return the number of tokens; None if the tokenizer is not trained yet, or lacks a character."""
     while job.parent is not None:
         job = job.parent
     before = job.options.model.folder or job.options.model.pretrained_folder

@@ -1,4 +1,4 @@
-"""Attention maps of every variant on the same words."""
+"""Attention maps of every variant on the same text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from rehead.training.folder import RunFolder
 from rehead.training.start import read_text
 
 TOKENS = 24
-"""Of the validation text, its first; more where a window is to be seen."""
+"""First tokens of the validation text that are shown; more if a window would not show."""
 MOST_TOKENS = 96
-"""Beyond which a page of maps grows large."""
+"""Limit of a map, because the page grows with its square."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maps:
-    """A text's tokens, and for every layer the weights (H, L, L) and the window, if it has one."""
+    """A text's tokens, and for every layer the weights (H, L, L) and the window or None."""
 
     tokens: list[str]
     weights: list[Tensor]
@@ -32,7 +32,7 @@ class Maps:
 
 
 def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
-    """By variant, of the first job of each; a model without attention has none."""
+    """Return the maps by variant, from the first job of each; models without attention are left out."""
     first = list({job.variant: job for job in reversed(jobs) if job.export is None}.values())[::-1]
     models = [(job, model) for job in first if isinstance(model := load(job), GPT)]
     tokenizer, tokens = read_text(
@@ -42,18 +42,18 @@ def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
     windows = [layer.window for _, model in models for layer in model.config.attention]
     shown = split(tokens.ids, data.block_size, data.val_fraction).val[: n_token(windows)]
     text = tokenizer.decode([int(token) for token in shown])
-    found: dict[str, Maps] = {}
+    by_variant: dict[str, Maps] = {}
     for job, model in models:
         own = load_tokenizer(job.model)
         ids = torch.from_numpy(own.encode(text)).long()[: model.config.block_size]
-        found[job.variant] = Maps(
+        by_variant[job.variant] = Maps(
             tokens=[own.decode([int(token)]) for token in ids],
             weights=attention_maps(model, ids),
             windows=[layer.window for layer in model.config.attention],
         )
-    return found
+    return by_variant
 
 
 def n_token(windows: Sequence[int | None]) -> int:
-    """So many tokens that every window hides some, as far as that is no more than MOST_TOKENS."""
+    """Return a number of tokens, at most MOST_TOKENS, at which every window hides some keys."""
     return min(max([TOKENS, *(3 * window // 2 for window in windows if window is not None)]), MOST_TOKENS)

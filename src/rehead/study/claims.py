@@ -1,4 +1,4 @@
-"""What may be said of the losses of two variants: nothing of unlike ones, nothing that the seeds do not bear."""
+"""Claims about the losses of two variants: only of comparable ones, and only what the seeds support."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,26 +7,26 @@ Record = dict[str, Any]
 
 
 def claim(base: Record, other: Record) -> Record:
-    """How the losses of `other` lie to those of `base`, two variants of a study's document.
+    """Compare the losses of `other` with those of `base`, two variants of a study's document.
 
-    At the longest blocks both were evaluated at (`length`; `shorter` where one of them has longer ones): the
-    `difference` of the means and whether they are `told_apart`. Of variants that cannot be compared `unlike`
-    says why, and nothing else is there.
+    `length` is the longest block that both were evaluated at; `shorter` is True if one of them has longer
+    blocks. `difference` is that of the means there; `told_apart` is True if the seeds separate them. For
+    variants that cannot be compared, `unlike` has the reasons, and these keys are absent.
     """
-    told = {"variant": other["variant"], "against": base["variant"]}
+    names = {"variant": other["variant"], "against": base["variant"]}
     reasons = unlike(base, other)
     if reasons:
-        return {**told, "unlike": reasons}
+        return {**names, "unlike": reasons}
     length = max(_lengths(base) & _lengths(other))
-    losses = [[run["val_loss_at"][str(length)] for run in one["runs"]] for one in (base, other)]
+    losses = [[run["val_loss_at"][str(length)] for run in variant["runs"]] for variant in (base, other)]
     shorter = length < max(base["length"], other["length"])
-    return {**told, "length": length, "shorter": shorter, **compare(*losses)}
+    return {**names, "length": length, "shorter": shorter, **compare(*losses)}
 
 
 def unlike(base: Record, other: Record) -> list[str]:
-    """Why the losses of two variants are not compared: what sets `other` apart beside its attention.
+    """Return why the losses of two variants are not compared; empty if they are.
 
-    Losses are compared after equally many optimizer steps, on the same blocks of the same text.
+    Losses are compared after the same number of optimizer steps, on the same blocks of the same text.
     """
     reasons = []
     if base["on"]["text"] != other["on"]["text"]:
@@ -40,16 +40,17 @@ def unlike(base: Record, other: Record) -> list[str]:
     return reasons
 
 
-def beats(one: Record, other: Record, bytes_of: Any) -> bool:
-    """Whether a like variant needs no more bytes per token (`bytes_of`) and has losses told apart below."""
-    if bytes_of(one) > bytes_of(other) or one["length"] != other["length"] or unlike(other, one):
+def beats(variant: Record, other: Record, bytes_of: Any) -> bool:
+    """Return True if `variant` needs no more bytes per token than `other` and its losses are clearly lower."""
+    comparable = variant["length"] == other["length"] and not unlike(other, variant)
+    if bytes_of(variant) > bytes_of(other) or not comparable:
         return False
-    found = claim(other, one)
-    return bool(found["told_apart"] and found["difference"] < 0)
+    verdict = claim(other, variant)
+    return bool(verdict["told_apart"] and verdict["difference"] < 0)
 
 
 def compare(base: Sequence[float], other: Sequence[float]) -> Record:
-    """How much the second lies above the first, in the mean, and whether the runs allow to say so."""
+    """Return the difference of the means, other - base, and whether no run of one is within the other's range."""
     apart = min(other) > max(base) or max(other) < min(base)
     return {
         "difference": sum(other) / len(other) - sum(base) / len(base),
@@ -59,5 +60,5 @@ def compare(base: Sequence[float], other: Sequence[float]) -> Record:
 
 
 def _lengths(variant: Record) -> set[int]:
-    """Of blocks that every run was evaluated at."""
+    """Return the block lengths that every run was evaluated at."""
     return set.intersection(*({int(length) for length in run["val_loss_at"]} for run in variant["runs"]))

@@ -1,6 +1,6 @@
-"""What each variant costs: sizes by formula and as held, memory of a training step, and time.
+"""Measures the costs of each variant: sizes by formula and as held, memory of a training step, and time.
 
-Times are taken with all variants in turn, so that what slows the machine slows all of them.
+The variants take turns in every round, so that a slow phase of the machine affects all of them.
 """
 
 from collections.abc import Sequence
@@ -27,29 +27,29 @@ SHOWN_LENGTHS = 8
 
 
 def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -> dict[str, dict[str, Any]]:
-    """By variant. Times are [median, lowest, highest] of `rounds` rounds.
+    """Return the costs by variant. Times are [median, lowest, highest] of `rounds` rounds.
 
-    A step is one of the variant's own batch size and length, on random tokens; decoding is greedy, one
-    sequence, from one token to the context's end. What was converted is not trained. Of attention alone see
-    `measure.attention_cost`. `serving` leaves out training and decoding without a cache.
+    A training step has the variant's own batch size and length, on random tokens; converted models are not
+    trained. Decoding is greedy, one sequence, from one token to the end of the context. The cost of attention
+    alone is that of `measure.attention_cost`. `serving` leaves out training and decoding without a cache.
     """
     subjects = [_Subject(job, serving) for job in jobs]
     sized = staged(subjects, "measuring sizes", len(subjects), "variants")
-    found = {subject.job.variant: subject.sizes() for subject in sized}
+    by_variant = {subject.job.variant: subject.sizes() for subject in sized}
     times: dict[str, dict[str, list[float]]] = {subject.job.variant: {} for subject in subjects}
     turns = staged(subjects * rounds, "timing all variants in turns", len(subjects) * rounds, "measurements")
     for subject in turns:
         for key, value in subject.times().items():
             times[subject.job.variant].setdefault(key, []).append(value)
     for name, measured in times.items():
-        found[name] |= {
+        by_variant[name] |= {
             key: [median(several), min(several), max(several)] for key, several in measured.items()
         }
-    return found
+    return by_variant
 
 
 class _Subject:
-    """A model whose costs are taken, and what trains it; its weights are not saved again."""
+    """A model to measure, and its trainer; the changed weights are not saved."""
 
     def __init__(self, job: Job, serving: bool) -> None:
         self.job, self.model, self.serving = job, load(job), serving
@@ -58,7 +58,7 @@ class _Subject:
         self.n_token = job.options.data.block_size
 
     def sizes(self) -> dict[str, Any]:
-        """What formulas say and what is there."""
+        """Return sizes by formula and as measured."""
         model, n_token = self.model, self.n_token
         config = model.config
         memory = None
@@ -74,7 +74,7 @@ class _Subject:
             "cache_bytes_held": held_cache_bytes(model, n_token),
             "flops_per_token": forward_flops(config, n_token),
             "rebuilds_keys": isinstance(config, GPTConfig)
-            and any(isinstance(one, LatentConfig) and one.rebuilds_keys for one in config.attention),
+            and any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in config.attention),
             "input_lengths": {
                 way: input_lengths(model, min(SHOWN_LENGTHS, n_token - 1), use_cache=way == "cached")
                 for way in self._ways()
@@ -83,8 +83,8 @@ class _Subject:
         }
 
     def times(self) -> dict[str, float]:
-        """Tokens per second, and seconds per step, measured once."""
-        found = {
+        """Measure tokens per second and seconds per step once."""
+        figures = {
             f"tokens_per_second_{way}": decode_speed(
                 self.model, self.n_token - 1, use_cache=way == "cached", repeats=1
             )
@@ -92,12 +92,12 @@ class _Subject:
         }
         if self.trainer is not None:
             ids = self._ids()
-            found["seconds_per_step"] = self.trainer.advance(lambda: (ids[:, :-1], ids[:, 1:]))["seconds"]
-            found |= {f"seconds_of_{key}": cost.seconds for key, cost in self._attention().items()}
-        return found
+            figures["seconds_per_step"] = self.trainer.advance(lambda: (ids[:, :-1], ids[:, 1:]))["seconds"]
+            figures |= {f"seconds_of_{key}": cost.seconds for key, cost in self._attention().items()}
+        return figures
 
     def _attention(self) -> dict[str, AttentionCost]:
-        """What attention takes of a training step, as it is computed and with the scores written out."""
+        """Measure attention in a training step, as it is computed and with all scores stored."""
         low = torch.bfloat16 if self.job.options.trainer.dtype == "bfloat16" else None
         inputs = self._ids()[:, :-1]
         ways = {"attention": False, "attention_scores_kept": True}
@@ -107,7 +107,7 @@ class _Subject:
         return {key: cost for key, cost in costs.items() if cost is not None}
 
     def _ways(self) -> tuple[str, ...]:
-        """Of decoding."""
+        """Return how decoding is measured."""
         return ("cached",) if self.serving else ("cached", "uncached")
 
     def _ids(self) -> Tensor:

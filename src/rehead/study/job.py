@@ -1,4 +1,4 @@
-"""One model of a study: how it is made, from what, and where."""
+"""A job of a study: one model, how it is made, and where."""
 
 import json
 import shlex
@@ -23,10 +23,10 @@ TARGET_OPTIONS = {field.name for field in fields(Target)}
 class Job:
     """One model of a study: how it is made, and where.
 
-    `variant` is what it is called in the report: `of`, the preset's name for it, and `choice`, what it and
-    its parents took of lists, in words. `about` is what the preset says of it. `options` train it or, where
-    it is not trained, say on what it is measured. `parent` is what it starts from. `convert` and `export`
-    are options of those commands.
+    `variant` is its name in the report: `of`, its name in the preset, and `choice`, the entries that it and its
+    parents have of lists, in words. `about` is the preset's description. `options` train the model; if it is
+    not trained, they give the text it is measured on. `parent` is the job it starts from. `convert` and
+    `export` are options of those commands.
     """
 
     variant: str
@@ -42,34 +42,34 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """What its batches and fresh weights are drawn from."""
+        """Return the seed of batches and fresh weights."""
         return self.options.system.seed
 
     @property
     def folder(self) -> Path:
-        """Where its model and all that is measured on it lie."""
+        """Return the folder of the model and its measurements."""
         return Path(self.options.system.work_dir)
 
     @property
     def place(self) -> Path:
-        """The folder of the whole study."""
+        """Return the folder of the whole study."""
         return self.folder.parents[1]
 
     @property
     def model(self) -> Path:
-        """What other commands take to read it."""
+        """Return the path that other commands take to load the model."""
         if self.kind == "given":
             return Path(str(self.options.model.folder))
         return self.folder if self.is_trained else self.folder / "model"
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is a run."""
+        """Return True if it is a run of `rehead train` or `rehead heal`."""
         return self.kind in ("trained", "healed")
 
     @property
     def steps_before(self) -> int:
-        """Optimizer steps its weights have behind them when it begins."""
+        """Return the optimizer steps of its weights before it begins."""
         parent = self.parent
         if parent is None:
             return 0
@@ -77,50 +77,52 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Tokens of the blocks it is trained and measured on."""
+        """Return the block size it is trained and measured with."""
         return self.options.data.block_size
 
     @property
     def lengths(self) -> list[int]:
-        """Block sizes its loss is measured at: its own, and the shorter ones it grew from."""
+        """Return the block sizes its loss is measured at: its own, and shorter ones of its parents."""
         before = [] if self.parent is None else self.parent.lengths
         return sorted({self.length, *(length for length in before if length < self.length)})
 
     @property
     def follows_flags(self) -> bool:
-        """Whether flags describe its model; any other is what its folder says."""
+        """Return True if flags describe the model; otherwise its folder does."""
         return self.kind == "trained" and (self.parent is None or self.parent.follows_flags)
 
     @property
     def target(self) -> Target:
-        """What a conversion is to give."""
+        """Return the target of a conversion."""
         return Target(**{key: value for key, value in (self.convert or {}).items() if key in TARGET_OPTIONS})
 
     @property
     def reading(self) -> dict[str, Any]:
-        """How and on which texts it is converted: options of `rehead convert` beyond the target.
+        """Return the options of `rehead convert` besides the target: method and texts.
 
-        In the name of a text, `{source}` is the folder of the model all began with. A source that is not a
-        run names no text of its own; it is fitted to the study's text, of which the last tenth is held out.
+        In the name of a text, `{source}` is the folder of the model at the root. A source that is not a run
+        has no text of its own; it is fitted to the study's text, of which the last tenth is held out.
         """
-        told = {key: value for key, value in (self.convert or {}).items() if key not in TARGET_OPTIONS}
+        options = {key: value for key, value in (self.convert or {}).items() if key not in TARGET_OPTIONS}
         root = self
         while root.parent is not None:
             root = root.parent
-        if isinstance(told.get("calibration"), str):
-            told["calibration"] = [told["calibration"]]
-        if "calibration" in told:
-            told["calibration"] = [text.replace(SOURCE, str(root.model)) for text in told["calibration"]]
-        if "test" in told:
-            told["test"] = told["test"].replace(SOURCE, str(root.model))
+        if isinstance(options.get("calibration"), str):
+            options["calibration"] = [options["calibration"]]
+        if "calibration" in options:
+            options["calibration"] = [
+                text.replace(SOURCE, str(root.model)) for text in options["calibration"]
+            ]
+        if "test" in options:
+            options["test"] = options["test"].replace(SOURCE, str(root.model))
         own = root.is_trained or is_run(root.model)
-        if not own and not {"calibration", "test"} & set(told):
+        if not own and not {"calibration", "test"} & set(options):
             data = self.options.data
-            told["calibration"] = [data.path or data.name or EMBEDDED]
-        return told
+            options["calibration"] = [data.path or data.name or EMBEDDED]
+        return options
 
     def description(self) -> dict[str, Any]:
-        """All that decides what comes out, without the places; equal descriptions give equal models."""
+        """Return everything that determines the model, without paths; equal descriptions give equal models."""
         table = asdict(self.options)
         for group, key in (
             ("system", "work_dir"),
@@ -130,15 +132,15 @@ class Job:
             ("trainer", "resume"),
         ):
             del table[group][key]
-        told: dict[str, Any] = {"options": table, "convert": self.convert, "heal": self.kind == "healed"}
+        described: dict[str, Any] = {"options": table, "convert": self.convert, "heal": self.kind == "healed"}
         if self.export is not None:
-            told["export"] = self.export
+            described["export"] = self.export
         if self.kind == "given":
-            told["source"] = _stamp(checkpoint.resolve(self.model))
-        return told | {"from": None if self.parent is None else self.parent.description()}
+            described["source"] = _stamp(checkpoint.resolve(self.model))
+        return described | {"from": None if self.parent is None else self.parent.description()}
 
     def command(self) -> str:
-        """The command that makes it by itself, once its parent is there; of a given model, what shows its cost."""
+        """Return the command that makes the model once its parent exists; for a given model, `rehead plan`."""
         if self.kind == "given":
             return shlex.join(["rehead", "plan", str(self.model)])
         if self.parent is not None and self.kind == "exported":
@@ -155,49 +157,49 @@ class Job:
             teacher = self.parent.parent.model
             words = ["rehead", "heal", str(self.parent.model), f"--teacher={teacher}"]
             default["trainer"] |= DEFAULTS
-            default["data"]["block_size"] = None  # the model's own, unless told
+            default["data"]["block_size"] = None  # the model's own, unless given
             del table["model"]["folder"], table["trainer"]["teacher"]
             if not is_run(teacher) and not self.parent.parent.is_trained:
                 table["data"]["name"] = self.options.data.name or (
                     None if self.options.data.path else EMBEDDED
                 )
-        told = [
+        changed = [
             f"{group}.{key}={written(value)}"
             for group, keys in table.items()
             for key, value in keys.items()
             if value != default[group][key]
         ]
-        return shlex.join([*words, *told])
+        return shlex.join([*words, *changed])
 
 
 def one_source(jobs: Sequence[Job]) -> Job | None:
-    """The first model of the variant that all others were converted, healed or exported from.
+    """Return the first job if all other variants were converted, healed or exported from its variant.
 
-    None where there is no such variant, as where several were trained: then variants are compared, and not
-    what became of one model.
+    Returns None otherwise, for example if several variants were trained: the report then compares variants
+    instead of showing what became of one model.
     """
     first = jobs[0]
-    made = [job for job in jobs if job.variant != first.variant]
-    alone = all(job.parent is not None and job.kind != "trained" for job in made)
-    return first if made and alone and first.parent is None else None
+    others = [job for job in jobs if job.variant != first.variant]
+    derived = all(job.parent is not None and job.kind != "trained" for job in others)
+    return first if others and derived and first.parent is None else None
 
 
 def written(value: Any) -> str:
-    """A value as a flag has it."""
+    """Return a value as it is written in a flag."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _flags(told: Flags) -> list[str]:
-    """Options of a command as typed; a list is an option given several times."""
+def _flags(options: Flags) -> list[str]:
+    """Return options of a command as typed; a list repeats its option."""
     return [
-        f"--{key.replace('_', '-')}={one}"
-        for key, value in told.items()
-        for one in (value if isinstance(value, list) else [value])
+        f"--{key.replace('_', '-')}={each}"
+        for key, value in options.items()
+        for each in (value if isinstance(value, list) else [value])
     ]
 
 
 def _stamp(folder: Path) -> dict[str, Any]:
-    """What tells a model folder from another, or from itself after it was written again."""
+    """Return a stamp that identifies a model folder and changes when it is written again."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file()]
     return {
         "folder": str(folder.resolve()),

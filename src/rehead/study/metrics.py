@@ -1,4 +1,4 @@
-"""metrics.jsonl as a report needs it: whatever its length, and wherever its writer was stopped."""
+"""Reads metrics.jsonl for a report, at any length and with an incomplete last line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from rehead.training.metrics import records
 
 T = TypeVar("T")
 MOST_POINTS = 1000
-"""Of a curve; more cannot be told apart on a screen."""
+"""Points of a curve; a screen cannot show more."""
 
 
 @dataclass(kw_only=True)
 class Metrics:
-    """A run's losses by step, (step, train loss, validation loss), and its time per step in seconds.
+    """A run's losses, (step, train loss, validation loss), and its median seconds per step.
 
-    `torn` counts the lines that were cut while they were written: at most the last.
+    `torn` is the number of incomplete lines: at most the last one.
     """
 
     losses: list[tuple[int, float | None, float | None]] = field(default_factory=list)
@@ -26,22 +26,22 @@ class Metrics:
 
 
 def read_metrics(file: Path) -> Metrics:
-    """What `file` holds; nothing where there is none. Raises InvalidInput for a line that is no record."""
-    found, seconds, by_step = Metrics(), [], {}
+    """Read `file`, if it exists. Raises InvalidInput for a line that is not a record."""
+    metrics, seconds, by_step = Metrics(), [], {}
     for record in records(file):
         if record is None:
-            found.torn += 1
+            metrics.torn += 1
         elif "seconds" in record:
             seconds.append(record["seconds"])
         elif "train_loss" in record and "event" not in record:
             by_step[record["step"]] = (record["step"], record["train_loss"], record.get("val_loss"))
-    found.losses = thin(list(by_step.values()))
-    found.seconds_per_step = median(seconds) if seconds else None
-    return found
+    metrics.losses = downsample(list(by_step.values()))
+    metrics.seconds_per_step = median(seconds) if seconds else None
+    return metrics
 
 
-def thin(points: Sequence[T], most: int = MOST_POINTS) -> list[T]:
-    """At most `most` of them, evenly spread, the first and the last included."""
+def downsample(points: Sequence[T], most: int = MOST_POINTS) -> list[T]:
+    """Return at most `most` points, evenly spread, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]

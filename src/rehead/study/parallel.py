@@ -1,4 +1,4 @@
-"""Several jobs at once, each in a process of its own with its share of the threads."""
+"""Runs several jobs in parallel, each in its own process with its share of the threads."""
 
 import multiprocessing
 import os
@@ -21,21 +21,21 @@ from rehead.stages import listening
 from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.sharing import Sharing
-from rehead.study.work import work
+from rehead.study.work import run_job
 from rehead.training.interrupt import stop_signals
 
 Record = dict[str, Any]
 TURN = 0.2
-"""Seconds between two looks at whether a signal has come."""
+"""Seconds between two checks for a signal."""
 
 
-def at_once(
+def run_parallel(
     jobs: Sequence[Job], preset: Preset, n_process: int, watch: Callable[[Job, Record], None]
 ) -> None:
-    """`work` every job, `n_process` at a time, a parent before its children; pass their records to `watch`.
+    """Call `run_job` for every job, `n_process` at a time, parents first; pass all records to `watch`.
 
-    SIGINT and SIGTERM are handed on: every process saves and ends, then Interrupted is raised. The first
-    error of one stops the others in the same way and is raised here.
+    SIGINT and SIGTERM make every process save and exit, then Interrupted is raised. The first error of a
+    process stops the others in the same way and is raised here.
     """
     threads = max(1, torch.get_num_threads() // n_process)
     kernels = native.mode()
@@ -46,16 +46,18 @@ def at_once(
         while running or (waiting and failure is None):
             while failure is None and len(running) < n_process and (job := _ready(waiting, running)):
                 waiting.remove(job)
-                here, there = context.Pipe()
+                receiver, sender = context.Pipe()
                 process: BaseProcess = context.Process(
-                    target=_process, args=(job, preset, threads, kernels, there)
+                    target=_process, args=(job, preset, threads, kernels, sender)
                 )
                 with _interrupt_held():
                     process.start()
-                there.close()
-                running[here] = job, process
+                sender.close()
+                running[receiver] = job, process
             if stop.signal is not None and failure is None:
-                failure = Interrupted("stopped, with every run saved: the same command goes on.", stop.signal)
+                failure = Interrupted(
+                    "stopped, with every run saved: repeat the command to resume.", stop.signal
+                )
                 _stop(running)
             for connection in wait(list(running), timeout=TURN):
                 assert isinstance(connection, Connection)
@@ -79,9 +81,9 @@ def at_once(
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """A process begun in the block never sees SIGINT: a terminal sends it to all, and it is ours to hand on.
+    """Block SIGINT in processes started here: a terminal sends it to all of them, but only the parent handles it.
 
-    The first one would start Python's resource tracker, which lets SIGINT through again: it is started before.
+    Starting the first process would start Python's resource tracker, which unblocks SIGINT, so it is started before.
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -92,7 +94,7 @@ def _interrupt_held() -> Iterator[None]:
 
 
 def _ready(waiting: Sequence[Job], running: dict[Connection, tuple[Job, BaseProcess]]) -> Job | None:
-    """The first whose parent is neither waiting nor being made."""
+    """Return the first waiting job whose parent is neither waiting nor running."""
     busy = [*waiting, *(job for job, _ in running.values())]
     return next((job for job in waiting if job.parent not in busy), None)
 
@@ -104,22 +106,22 @@ def _stop(running: dict[Connection, tuple[Job, BaseProcess]]) -> None:
 
 def _lost(job: Job, status: int | None) -> ResourceError:
     return ResourceError(
-        f"{job.variant}: its process ended with status {status}, as when memory runs out: use fewer --jobs, then the "
-        "same command goes on."
+        f"{job.variant}: its process ended with status {status}, perhaps because memory ran out: repeat the command "
+        "with fewer --jobs to resume."
     )
 
 
 def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connection) -> None:
-    """The whole life of one process: send records and warnings as they come, and an error at the end."""
+    """Run one job in this process; send its records and warnings, and an error if there is one."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     native.use(kernels)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: out.send(str(message))
         try:
-            tell = listening(lambda stage: out.send({"event": "stage", "stage": stage}))
-            with tell, Sharing(job.folder) as sharing:
-                for record in work(job, preset, sharing):
+            reporting = listening(lambda stage: out.send({"event": "stage", "stage": stage}))
+            with reporting, Sharing(job.folder) as sharing:
+                for record in run_job(job, preset, sharing):
                     out.send(record)
         except ReheadError as error:
             out.send(error)
@@ -130,7 +132,7 @@ def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connecti
 
 
 def _end_with_parent() -> None:
-    """Nobody is left to read what this process does, not even after SIGKILL."""
+    """Exit when the parent process has ended, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""What a study is told to do: a common run, what each variant changes in it, and what is asked."""
+"""Presets of studies: a common run, what each variant changes in it, and questions."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,31 +16,30 @@ from rehead.registry import nearest
 
 Kind = Literal["given", "trained", "converted", "healed", "exported"]
 Flags = dict[str, Any]
-"""Values by dotted key; a list, where the key itself takes none, means one run per entry."""
+"""Values by dotted key; a list makes one run per entry, unless the key takes a list."""
 Form = Mapping[str, Any]
-"""The keys a table may have, with the kind of each value."""
+"""The keys a table may have, with the type of each value."""
 KEYS = asdict(RunOptions())
 GROUPS = tuple(KEYS)
 PANELS = ("loss", "frontier", "memory", "speed")
-"""What a question can be answered with."""
+"""Panels that can answer a question."""
 CONVERT = {
-    **{one.name: object for one in fields(Target)},
+    **{option.name: object for option in fields(Target)},
     "method": str,
     "calibration": str | list,
     "test": str,
 }
 EXPORT = {"format": str, "for": str}
-"""Options of `rehead convert` and `rehead export`, as a variant has them."""
+"""Options of `rehead convert` and `rehead export` that a variant may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What one variant changes in the common run; `about` says it in a sentence.
+    """What one variant changes in the common run; `about` describes it in a sentence.
 
-    With `source` it is the model in that folder, as it is. With `start`, the name of another variant, it
-    starts from that one's model: trained further with `flags` in place of those it was trained with, or
-    turned into another attention by `convert`, or, being such a conversion, healed by its source, or
-    written as a stock folder by `export`.
+    With `source` it is the model in that folder, unchanged. With `start`, the name of another variant, it
+    starts from that variant's model. It is then trained further with `flags` over the earlier ones, converted
+    by `convert`, healed by its source with `heal`, or written as a Hugging Face folder by `export`.
     """
 
     about: str = ""
@@ -53,7 +52,7 @@ class Variant:
 
     @property
     def kind(self) -> Kind:
-        """How it comes about, in a word."""
+        """Return in a word how the model is made."""
         if self.heal:
             return "healed"
         if self.convert is not None:
@@ -65,7 +64,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A part of the report: the variants `of` which it tells, the first of them the one compared with."""
+    """A section of the report about the variants `of`, which are compared with the first of them."""
 
     ask: str
     of: tuple[str, ...]
@@ -74,7 +73,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A study as its file says it; `docs/study.md` has the form. `questions` is empty where it asks none."""
+    """A study as described by its file; docs/study.md has the form."""
 
     name: str
     file: str
@@ -88,12 +87,12 @@ class Preset:
 
     @classmethod
     def read(cls, name: str) -> "Preset":
-        """A preset that comes with rehead, by name, or a YAML file of the same form."""
+        """Read a preset that comes with rehead, by name, or from a YAML file of the same form."""
         shipped = {entry.name.removesuffix(".yaml"): entry for entry in files("rehead.presets").iterdir()}
         shipped = {key: entry for key, entry in shipped.items() if entry.name.endswith(".yaml")}
         file = shipped.get(name, Path(name))
         if not file.is_file():
-            raise InvalidInput(f"no preset and no file {name!r}.{nearest(name, sorted(shipped))}")
+            raise InvalidInput(f"{name!r} is neither a preset nor a file.{nearest(name, sorted(shipped))}")
         try:
             table = parse(file.read_text(encoding="utf-8"))
         except (ValueError, yaml.YAMLError) as error:
@@ -104,7 +103,7 @@ class Preset:
 
     @classmethod
     def of(cls, name: str, table: Any) -> "Preset":
-        """From the table that the file called `name` holds. Raises InvalidInput for what the form does not have."""
+        """Return the preset in the table of the file `name`. Raises InvalidInput for anything outside the form."""
         form = {
             "about": str,
             "run": dict,
@@ -124,24 +123,24 @@ class Preset:
             if variant.start is not None and variant.start not in before:
                 hint = nearest(variant.start, before)
                 raise InvalidInput(
-                    f"{name}: {key}: from: {variant.start!r:.80} is no variant above it.{hint}"
+                    f"{name}: {key}: from: {variant.start!r:.80} is not a variant above it.{hint}"
                 )
         if read.get("prompt") == "":
             raise InvalidInput(f"{name}: prompt is empty: give a text, or leave it out.")
-        asked = read.get("questions", [])
+        questions = read.get("questions", [])
         return cls(
             name=Path(name).stem,
             file=name,
             about=" ".join(read["about"].split()),
             run=_flat(run),
             variants=variants,
-            questions=tuple(_question(f"{name}: questions", one, variants) for one in asked),
+            questions=tuple(_question(f"{name}: questions", each, variants) for each in questions),
             **{key: read[key] for key in ("prompt", "new_tokens", "temperature") if key in read},
         )
 
 
 def _table(where: str, value: Any, form: Form, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`value` as a table whose keys and kinds are those of `form`."""
+    """Return `value`, checked to be a table with keys and types of `form`."""
     if not isinstance(value, dict):
         raise InvalidInput(f"{where}: expected a table with {', '.join(form)}, got {value!r:.80}.")
     for key, item in value.items():
@@ -158,7 +157,7 @@ def _table(where: str, value: Any, form: Form, required: tuple[str, ...] = ()) -
 
 
 def _options(where: str, value: Any) -> dict[str, Any]:
-    """`value` as groups of options, each key one that the group has; what it is set to is read later."""
+    """Return `value`, checked to be groups of known options; their values are checked later."""
     for group, keys in _table(where, value, dict.fromkeys(GROUPS, dict)).items():
         _table(f"{where}: {group}", keys, dict.fromkeys(KEYS[group], object))
     return dict(value)
@@ -171,7 +170,7 @@ def _variant(where: str, changes: Any) -> Variant:
         if key in table:
             _table(f"{where}: {key}", table[key], keys)
     _options(where, {group: table[group] for group in GROUPS if group in table})
-    made = Variant(
+    variant = Variant(
         about=" ".join(table.get("about", "").split()),
         flags=_flat({group: table[group] for group in GROUPS if group in table}),
         source=table.get("source"),
@@ -182,19 +181,19 @@ def _variant(where: str, changes: Any) -> Variant:
     )
     ways = [key for key in ("source", "convert", "heal", "export") if table.get(key, False) is not False]
     if len(ways) > 1:
+        raise InvalidInput(f"{where}: {' and '.join(ways)} are separate steps: write a variant for each.")
+    if variant.start is None and ways and variant.source is None:
         raise InvalidInput(
-            f"{where}: {' and '.join(ways)} are two steps: write a variant for each of its own."
+            f"{where}: {ways[0]} needs a model to start from. Write from: and a variant above."
         )
-    if made.start is None and ways and made.source is None:
-        raise InvalidInput(f"{where}: {ways[0]} what? Write from: and a variant above.")
-    if made.start is not None and made.source is not None:
+    if variant.start is not None and variant.source is not None:
         raise InvalidInput(f"{where}: source: and from: both name what it starts from. Leave one out.")
-    if made.flags and ways and not made.heal:
+    if variant.flags and ways and not variant.heal:
         raise InvalidInput(
-            f"{where}: {ways[0]} trains nothing, so {next(iter(made.flags))} has no meaning. Leave it out, or heal "
-            "the result in a variant of its own."
+            f"{where}: {ways[0]} does not train, so {next(iter(variant.flags))} has no effect. Leave it out, or heal "
+            "the result in another variant."
         )
-    return made
+    return variant
 
 
 def _question(where: str, value: Any, variants: Mapping[str, Variant]) -> Question:
@@ -205,11 +204,11 @@ def _question(where: str, value: Any, variants: Mapping[str, Variant]) -> Questi
             if word in known:
                 continue
             if known == [""]:
-                raise InvalidInput(f"{where}: of: {word!r:.80}: the file names no variants. Leave of: out.")
+                raise InvalidInput(f"{where}: of: {word!r:.80}: the file has no variants. Leave of: out.")
             raise InvalidInput(f"{where}: {key}: unknown {word!r:.80}.{nearest(str(word), known)}")
     return Question(ask=" ".join(table["ask"].split()), of=tuple(of), show=tuple(show))
 
 
 def _flat(table: Any) -> Flags:
-    """`{model: {rope: true}}` as `{"model.rope": True}`."""
+    """Return `{model: {rope: true}}` as `{"model.rope": True}`."""
     return {f"{group}.{key}": value for group, keys in table.items() for key, value in keys.items()}

@@ -1,4 +1,4 @@
-"""Whether an exported folder still is the model it was written from, as other software reads it."""
+"""Reads an exported folder back with other software, and compares it with the source model."""
 
 import json
 from importlib.util import find_spec
@@ -19,9 +19,9 @@ MOST_TOKENS = 512
 def read_back(source: LanguageModel, folder: Path, ids: Ids) -> dict[str, Any]:
     """Compare the logits of the stock `folder` with those of `source` on the first tokens of `ids`.
 
-    `reader` is transformers where it is installed, otherwise rehead. `max_error` is the largest
-    difference of two logits, `relative_error` that divided by the largest logit of the source, and
-    `same_choice` the share of tokens after which both find the same one likeliest.
+    `reader` is transformers if it is installed, otherwise rehead. `max_error` is the largest difference of
+    two logits, `relative_error` that divided by the largest logit of the source, and `same_choice` the share
+    of tokens whose likeliest successor is the same.
     """
     length = min(MOST_TOKENS, source.config.context_limit or MOST_TOKENS, len(ids))
     tokens = torch.from_numpy(ids[:length].astype("int64"))[None]
@@ -39,7 +39,7 @@ def read_back(source: LanguageModel, folder: Path, ids: Ids) -> dict[str, Any]:
 
 
 def _logits(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
-    """Who read the model, and its logits (1, L, vocabulary)."""
+    """Return the name of the reader, and its logits (1, L, vocab)."""
     if find_spec("transformers") is None:
         return "rehead", checkpoint.load(folder).eval()(tokens).float()
     import transformers

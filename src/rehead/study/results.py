@@ -1,4 +1,4 @@
-"""What a study found, in one document: every variant over its seeds, and what may be claimed of them."""
+"""The results of a study in one document: every variant over its seeds, and the claims they support."""
 
 import csv
 import io
@@ -19,16 +19,15 @@ from rehead.study.preset import PANELS, Preset, Question
 from rehead.study.work import measured
 
 Record = dict[str, Any]
-PER_RUN = ("val_loss", "train_loss", "seconds_per_step", "torn_lines")
 
 
 def gather(
     preset: Preset, jobs: Sequence[Job], costs: Mapping[str, Record], command: Sequence[str], fraction: float
 ) -> Record:
-    """The document that is written as results.json and drawn as a report.
+    """Return the document that is written as results.json and shown as a report.
 
-    A claim compares a variant's validation losses with those of the question's first, where they are alike:
-    `told_apart` only where both have at least two seeds and no run of one lies within the runs of the other.
+    A claim compares a variant's validation losses with those of the question's first variant, if the two are
+    comparable. `told_apart` needs at least two seeds of both, and ranges of losses that do not overlap.
     """
     by_variant: dict[str, list[Job]] = {}
     for job in jobs:
@@ -36,7 +35,7 @@ def gather(
             continue
         by_variant.setdefault(job.variant, []).append(job)
     variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
-    by_name = {one["variant"]: one for one in variants}
+    by_name = {variant["variant"]: variant for variant in variants}
     questions = []
     for question in preset.questions or _usual(preset, jobs):
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
@@ -59,7 +58,7 @@ def gather(
 
 
 def _usual(preset: Preset, jobs: Sequence[Job]) -> tuple[Question, ...]:
-    """What is asked where the preset asks nothing: all; of one model, what its page does not say anyway."""
+    """Return the questions of a preset without any: all panels or, for one model, what its page does not show."""
     of = tuple(preset.variants)
     if one_source(jobs) is not None:
         return (Question(ask="How fast does each decode?", of=of, show=("speed",)),)
@@ -67,7 +66,7 @@ def _usual(preset: Preset, jobs: Sequence[Job]) -> tuple[Question, ...]:
 
 
 def _conversion(jobs: Sequence[Job]) -> Record | None:
-    """Where all came from one model: which, what `rehead plan` says of it, and what was exported."""
+    """Return the source of all variants, its plan and the exports; None if there is no one source."""
     source = one_source(jobs)
     if source is None:
         return None
@@ -92,7 +91,7 @@ def _conversion(jobs: Sequence[Job]) -> Record | None:
 
 
 def describe_model(folder: Path) -> str:
-    """A model in a line: parameters, layers, width, attention."""
+    """Describe a model in a line: parameters, layers, width, attention."""
     config = read_plannable(folder)
     text = f"{parameters(config):,} parameters"
     if isinstance(config, GPTConfig):
@@ -128,27 +127,27 @@ def _variant(jobs: Sequence[Job], costs: Record) -> Record:
         "batch_tokens": first.options.trainer.batch_size
         * first.options.trainer.grad_accumulation
         * first.options.data.block_size,
-        "val_loss": spread([run["val_loss"] for run in runs]),
-        "train_loss": spread([run["train_loss"] for run in runs]),
+        "val_loss": mean_and_range([run["val_loss"] for run in runs]),
+        "train_loss": mean_and_range([run["train_loss"] for run in runs]),
         "costs": costs,
         "runs": runs,
     }
 
 
 def _on(job: Job) -> Record:
-    """What a loss was measured on: the text with its tokens, and how many blocks of it."""
+    """Return what a loss was measured on: the options of its text, and the number of blocks."""
     text = asdict(job.options.data)
     del text["block_size"]
     return {"text": text, "blocks": job.options.trainer.batch_size * job.options.trainer.eval_batches}
 
 
-def spread(values: Sequence[float]) -> list[float]:
-    """[mean, lowest, highest]."""
+def mean_and_range(values: Sequence[float]) -> list[float]:
+    """Return [mean, lowest, highest]."""
     return [sum(values) / len(values), min(values), max(values)]
 
 
 def runs_csv(document: Record) -> str:
-    """One row per run: its losses, and its variant's costs."""
+    """Return a CSV with one row per run: its losses, and its variant's costs."""
     rows = []
     for variant in document["variants"]:
         costs = {key: value for key, value in variant["costs"].items() if isinstance(value, int | float)}
@@ -173,7 +172,7 @@ def runs_csv(document: Record) -> str:
 
 
 def curves_csv(document: Record) -> str:
-    """One row per evaluation: variant, seed, step, train_loss, val_loss."""
+    """Return a CSV with one row per evaluation: variant, seed, step, train_loss, val_loss."""
     return _csv(
         {
             "variant": variant["variant"],

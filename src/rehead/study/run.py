@@ -1,4 +1,4 @@
-"""A study from beginning to end: its jobs, one after another or several at once, then the document."""
+"""Runs a study: its jobs, one after another or in parallel, then the document of results."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from rehead.study.ahead import require_texts
 from rehead.study.begun import require_same
 from rehead.study.costs import costs
 from rehead.study.job import Job, one_source
-from rehead.study.parallel import at_once
+from rehead.study.parallel import run_parallel
 from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
 from rehead.study.sharing import Sharing
-from rehead.study.work import is_done, measured, work
+from rehead.study.work import is_done, measured, run_job
 from rehead.training.hold import LOCK, hold
 
 Record = dict[str, Any]
@@ -31,20 +31,20 @@ def study(
     n_process: int = 1,
     fraction: float = 1.0,
 ) -> Record:
-    """Do what is not done yet of `jobs`, and write results.json, runs.csv and curves.csv beside them.
+    """Run the unfinished `jobs`, and write results.json, runs.csv and curves.csv; return the content of results.json.
 
-    `watch` is given every record of every job: those of its training; `event` begin and, with what was `found`,
-    measured around them; stage, with a `stage` of what takes long beside; and costs, before all are timed.
-    Returns what results.json holds. Stopped anywhere and begun again, it finishes the rest. Raises Busy where
-    another process writes there.
+    `watch` gets every record of every job: those of its training; before them `event` begin, after them
+    measured, with the results in `found`; stage, with a `stage` of other long work; and costs, before all
+    variants are timed. A study that was interrupted resumes when it is called again. Raises Busy if another
+    process writes to its folder.
     """
     require_same(jobs)
     place = jobs[0].place
     with hold(place, lambda: any(file.name != LOCK for file in place.iterdir())):
-        return _made(preset, jobs, watch, command, n_process, fraction)
+        return _run(preset, jobs, watch, command, n_process, fraction)
 
 
-def _made(
+def _run(
     preset: Preset,
     jobs: Sequence[Job],
     watch: Watch,
@@ -52,19 +52,19 @@ def _made(
     n_process: int,
     fraction: float,
 ) -> Record:
-    """What `study` gives, in a folder that is this process's."""
+    """Run the jobs in a folder that this process has locked."""
     open_jobs = [job for job in jobs if not is_done(job, preset)]
     require_texts(open_jobs, preset)
     for job in jobs:
         if job not in open_jobs:
             watch(job, {"event": "measured", "found": measured(job)})
     if n_process > 1 and len(open_jobs) > 1:
-        at_once(open_jobs, preset, n_process, watch)
+        run_parallel(open_jobs, preset, n_process, watch)
     else:
         with Sharing(jobs[0].place) as sharing:
             for job in open_jobs:
-                with listening(partial(_tell, watch, job)):
-                    for record in work(job, preset, sharing):
+                with listening(partial(_report, watch, job)):
+                    for record in run_job(job, preset, sharing):
                         watch(job, record)
     document = gather(preset, jobs, _costs(jobs, watch), command, fraction)
     place = jobs[0].place
@@ -78,24 +78,24 @@ def _made(
     return document
 
 
-def _tell(watch: Watch, job: Job, stage: Stage) -> None:
+def _report(watch: Watch, job: Job, stage: Stage) -> None:
     watch(job, {"event": "stage", "stage": stage})
 
 
 def _costs(jobs: Sequence[Job], watch: Watch) -> dict[str, Record]:
-    """Of every variant's first job; measured again only where one of them is another."""
+    """Return the costs of every variant's first job, measured again only if one of the jobs has changed."""
     compared = [job for job in jobs if job.export is None]
     first = list({job.variant: job for job in reversed(compared)}.values())[::-1]
     serving = one_source(jobs) is not None
     file = jobs[0].place / "costs.json"
-    told = [job.description() for job in first]
+    described = [job.description() for job in first]
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
-        if known["of"] == told:
+        if known["of"] == described:
             return dict(known["costs"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
     watch(first[0], {"event": "costs"})
-    found = costs(first, serving=serving)
-    write_whole(file, [json.dumps({"of": told, "costs": found}).encode()])
-    return found
+    measured_costs = costs(first, serving=serving)
+    write_whole(file, [json.dumps({"of": described, "costs": measured_costs}).encode()])
+    return measured_costs

@@ -1,4 +1,4 @@
-"""Conversions of one model share what it was read for: its texts, and what they show of every layer."""
+"""Shares the calibration statistics of one model between its conversions."""
 
 import tempfile
 from pathlib import Path
@@ -10,9 +10,9 @@ from rehead.study.job import Job
 
 
 class Sharing:
-    """Converts jobs one after another; those of the same source and texts read it once. A context.
+    """Converts jobs one after another; jobs with the same source and texts read them once. A context manager.
 
-    What is shared lies in a hidden folder of the study's, which goes away at the end.
+    Shared data is in a hidden folder of the study, which is removed at the end.
     """
 
     def __init__(self, place: Path) -> None:
@@ -28,7 +28,7 @@ class Sharing:
         self._close()
 
     def convert(self, job: Job) -> None:
-        """As `rehead convert` would with the job's options."""
+        """Convert as `rehead convert` does with the job's options."""
         assert job.parent is not None
         require_apart(job.parent.model, job.model)
         opened = self._open(job, job.parent.model)

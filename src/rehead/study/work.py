@@ -1,4 +1,4 @@
-"""One job: make the model, measure it, and write down what was found, each unless it is done."""
+"""Runs one job: makes the model, measures it and writes the results, skipping what is done."""
 
 import json
 from collections.abc import Iterator
@@ -34,26 +34,26 @@ from rehead.training.start import read_text
 Record = dict[str, Any]
 MEASURED = "measured.json"
 FORMAT = 3
-"""Of measured.json; one of another format is measured again."""
+"""Format of measured.json; a file of another format is measured again."""
 
 
 def is_done(job: Job, preset: Preset) -> bool:
-    """Whether `work` has nothing left to do."""
-    found = read(job.folder / MEASURED)
-    return found is not None and found["of"] == _asked(job, preset)
+    """Return True if `run_job` has nothing left to do."""
+    results = read(job.folder / MEASURED)
+    return results is not None and results["of"] == _subject(job, preset)
 
 
 def measured(job: Job) -> Record:
-    """What `work` found."""
-    found = read(job.folder / MEASURED)
-    assert found is not None
-    return found
+    """Return the results of `run_job`."""
+    results = read(job.folder / MEASURED)
+    assert results is not None
+    return results
 
 
-def work(job: Job, preset: Preset, sharing: Sharing) -> Iterator[Record]:
-    """Train, convert, heal or export, then measure; yields the records of a training between two of its own.
+def run_job(job: Job, preset: Preset, sharing: Sharing) -> Iterator[Record]:
+    """Train, convert, heal or export, then measure; yields the records of training between two of its own.
 
-    A training that was stopped goes on from its last checkpoint, what is whole is not made again.
+    Interrupted training resumes from its last checkpoint; finished models are not made again.
     """
     if is_done(job, preset):
         return
@@ -61,20 +61,20 @@ def work(job: Job, preset: Preset, sharing: Sharing) -> Iterator[Record]:
     if job.is_trained:
         resume = RunFolder(job.folder).begun
         for record in train(replace(job.options, trainer=replace(job.options.trainer, resume=resume))):
-            if record.get("event") == "start":  # a run that is refused leaves nothing, this neither
+            if record.get("event") == "start":  # not earlier: a refused run leaves nothing behind
                 note(job)
             yield record
     else:
         note(job)
         if job.kind != "given" and not job.model.exists():
             _make(job, sharing)
-    found = {"of": _asked(job, preset), **_measure(job, preset)}
-    write_whole(job.folder / MEASURED, [json.dumps(found).encode()])
-    yield {"event": "measured", "found": found}
+    results = {"of": _subject(job, preset), **_measure(job, preset)}
+    write_whole(job.folder / MEASURED, [json.dumps(results).encode()])
+    yield {"event": "measured", "found": results}
 
 
 def _make(job: Job, sharing: Sharing) -> None:
-    """Convert or export what it starts from."""
+    """Convert or export the model of the parent."""
     assert job.parent is not None
     if job.export is not None:
         export_folder(
@@ -85,11 +85,12 @@ def _make(job: Job, sharing: Sharing) -> None:
 
 
 def load(job: Job) -> LanguageModel:
-    """The model of a job, where it would be trained."""
+    """Load the model of a job, on the device that trains it."""
     return checkpoint.load(job.model, device=choose_device(job.options.trainer.device))
 
 
-def _asked(job: Job, preset: Preset) -> Record:
+def _subject(job: Job, preset: Preset) -> Record:
+    """Return everything that the results depend on."""
     return {
         "format": FORMAT,
         "job": job.description(),
@@ -105,17 +106,17 @@ def _measure(job: Job, preset: Preset) -> Record:
     opened = open_model(job.model, device=choose_device(job.options.trainer.device))
     model = opened.model
     texts = _texts(job)
-    found = read_metrics(job.folder / "metrics.jsonl")
+    metrics = read_metrics(job.folder / "metrics.jsonl")
     own = job.length
-    losses = found.losses[-1][1:] if found.losses else _losses(job, model, texts, own)
+    losses = metrics.losses[-1][1:] if metrics.losses else _losses(job, model, texts, own)
     shorter = {length: _losses(job, model, texts, length)[1] for length in job.lengths if length != own}
     return {
         "train_loss": losses[0],
         "val_loss": losses[1],
         "val_loss_at": {str(length): loss for length, loss in {**shorter, own: losses[1]}.items()},
-        "curve": [(step + job.steps_before, *both) for step, *both in found.losses],
-        "seconds_per_step": found.seconds_per_step,
-        "torn_lines": found.torn,
+        "curve": [(step + job.steps_before, *both) for step, *both in metrics.losses],
+        "seconds_per_step": metrics.seconds_per_step,
+        "torn_lines": metrics.torn,
         "sample": _sample(model, opened.require_tokenizer(), preset, texts),
         "certificate": _certificate(job),
     }
@@ -127,7 +128,7 @@ def _texts(job: Job) -> Split:
 
 
 def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[float, float]:
-    """As a training at this block size evaluates, on the same blocks."""
+    """Return train and validation loss as training at this block size evaluates them, on the same blocks."""
     trainer = job.options.trainer
     train_loss, val_loss = (
         evaluate(
@@ -137,7 +138,7 @@ def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[fl
                 f"evaluating on {part} in blocks of {size:,}",
             ),
         )[0]
-        for part, ids in zip(("what is trained on", "what is held out"), texts, strict=True)
+        for part, ids in zip(("training text", "validation text"), texts, strict=True)
     )
     return train_loss, val_loss
 
@@ -154,11 +155,11 @@ def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: S
 
 
 def _certificate(job: Job) -> Record | None:
-    """What the certificate of a conversion, or of its healing, says; `file` is where it lies."""
+    """Return the certificate of a converted or healed model, with its path as `file`; None for others."""
     if job.kind not in ("converted", "healed"):
         return None
     place = checkpoint.resolve(job.model)
-    found = asdict(Certificate.read(place))
+    certificate = asdict(Certificate.read(place))
     for key in ("format", "source", "result", "environment"):
-        del found[key]
-    return found | {"kl": found["logits"]["kl"], "file": str(place / CERTIFICATE)}
+        del certificate[key]
+    return certificate | {"kl": certificate["logits"]["kl"], "file": str(place / CERTIFICATE)}

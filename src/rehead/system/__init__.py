@@ -1,1 +1,1 @@
-"""The machine: its devices, its memory, its processor, the user's cache folder."""
+"""The machine: its devices, memory and processor, and the user's cache folder."""

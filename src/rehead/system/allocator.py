@@ -1,7 +1,6 @@
-"""What the process does with memory that is freed: keep it for the next step, or give it back.
+"""Tells glibc's malloc to keep freed memory for the next step, or to return it to the system.
 
-glibc's malloc gives blocks back to the system or keeps them by thresholds that it adapts to what it has seen.
-Elsewhere than on glibc nothing happens here.
+By default malloc decides by thresholds that it adapts as the process runs. Without glibc these functions do nothing.
 """
 
 import ctypes
@@ -9,19 +8,19 @@ import ctypes
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 KEPT, LARGEST, LARGE = 2**31 - 1, 2**25, 2**20
-"""Bytes: kept at most; of the largest block that is ever kept, which is glibc's limit; of a large block."""
+"""Bytes: the most that is kept; the largest block that glibc can keep; a large block."""
 
 
 def keep_freed_memory() -> None:
-    """For training: activations freed after a step are not returned to the system only to be faulted in again.
+    """Keep activations that a training step frees, so that the next step does not fault their pages in again.
 
-    That was a tenth of a step of the homework's model (docs/log.md). What earlier work has freed goes back first.
+    That took a tenth of a training step of the default model (docs/log.md). Memory freed before is returned first.
     """
     _set(mapped=LARGEST, kept=KEPT)
 
 
 def return_freed_memory() -> None:
-    """For conversions: a weight that is done with is the system's again, so that many do not add up."""
+    """Return freed memory to the system, so that the converted weights of a large model do not add up."""
     _set(mapped=LARGE, kept=LARGE)
 
 

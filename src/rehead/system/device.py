@@ -1,4 +1,4 @@
-"""Where a model is computed."""
+"""Devices: choosing one, and waiting for it."""
 
 import torch
 
@@ -6,14 +6,14 @@ from rehead.errors import UsageError
 
 
 def choose_device(name: str) -> torch.device:
-    """cuda, mps or cpu for `auto`; otherwise the named one. UsageError where this machine does not have it."""
+    """Return cuda, mps or cpu for `auto`, else the named device. Raises UsageError if this machine lacks it."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        return torch.device(next(kind for kind, there in available.items() if there))
+        return torch.device(next(kind for kind, exists in available.items() if exists))
     kind, _, index = name.partition(":")
     if not available.get(kind, False):
-        here = ", ".join(kind for kind, there in available.items() if there)
-        raise UsageError(f"device={name}: this machine has {here}. Use one of them, or auto.")
+        names = ", ".join(kind for kind, exists in available.items() if exists)
+        raise UsageError(f"device={name}: this machine has {names}. Use one of them, or auto.")
     if name == kind:
         return torch.device(name)
     if kind != "cuda" or not index.isdigit():
@@ -25,6 +25,6 @@ def choose_device(name: str) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

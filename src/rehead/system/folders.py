@@ -1,8 +1,8 @@
-"""Where rehead keeps what it makes once per machine."""
+"""Where rehead keeps files that are shared by all runs on a machine."""
 
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Downloads and compiled kernels: ~/.cache/rehead. Not made here."""
+    """Return the folder of downloads and compiled kernels, ~/.cache/rehead, without creating it."""
     return Path.home() / ".cache" / "rehead"

@@ -1,4 +1,4 @@
-"""What this machine is: its processor and its memory."""
+"""This machine's processor and memory."""
 
 import os
 import platform
@@ -8,21 +8,21 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def physical_memory() -> int:
-    """Bytes of memory this machine has."""
+    """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def processor() -> str:
-    """The processor's name, as the system gives it."""
+    """Return the processor's name as the system reports it."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> str:
-    """What a compiler's `-march=native` means here."""
+    """Return a text that identifies what a compiler's `-march=native` means on this machine."""
     return f"{platform.machine()} {platform.processor()} {_cpuinfo('flags', 'Features')}"
 
 
 def _cpuinfo(*fields: str) -> str:
-    """The first value of one of these fields; empty where there is none."""
+    """Return the first value of one of these fields, or an empty text."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), "")

@@ -1,4 +1,4 @@
-"""Training: the loop, its optimizer, its run folder, and what is needed to go on exactly."""
+"""Training: the loop, its optimizer, its run folder, and the state that makes resuming exact."""
 
 from rehead.training.run import train
 

@@ -1,4 +1,4 @@
-"""A run on disk: config.yaml, metrics.jsonl, samples/, checkpoints/step-NNNNNN/, and a lock."""
+"""The folder of a run: config.yaml, metrics.jsonl, samples/, checkpoints/step-NNNNNN/, and a lock."""
 
 import json
 import os
@@ -23,7 +23,7 @@ REMEDY = "free some space or make it writable, then continue with trainer.resume
 
 
 class RunFolder:
-    """Paths of one run, and the few things done to them."""
+    """The files of one run, and the operations on them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,24 +32,24 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tokens = path / TOKENS
         self.read_tokens = path / f"{TOKENS}.read"
-        """Those of a start that may still be refused."""
+        """Tokens of a run that has not begun yet and may still be refused."""
 
     @property
     def begun(self) -> bool:
-        """Whether there is a run, with or without a checkpoint."""
+        """Return True if there is a run, with or without a checkpoint."""
         return self.config.exists() or bool(steps(self.path))
 
     @contextmanager
     def open(self, *, resume: bool) -> Iterator[Path | None]:
-        """Hold the folder for this process; give the checkpoint to resume, if there is one.
+        """Lock the folder for this process; yield the checkpoint to resume, or None.
 
-        Raises InvalidInput where a run is there and `resume` is not asked for or the other way round, Busy
-        where another process holds it. A block that fails before `begin` leaves nothing behind.
+        Raises InvalidInput if there is a run and `resume` is False, or no run and `resume` is True, and Busy
+        if another process holds the lock. A block that fails before `begin` leaves nothing behind.
         """
         if resume and not self.begun:
             raise InvalidInput(self._nothing_to_resume())
         with hold(self.path, lambda: self.begun):
-            made = not self.checkpoints.exists()
+            is_new = not self.checkpoints.exists()
             with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                 self.checkpoints.mkdir(exist_ok=True)
             try:
@@ -62,27 +62,25 @@ class RunFolder:
                     )
                 if newest is None and steps(self.path):
                     raise IntegrityError(
-                        f"{self.path} has checkpoints, and none of them is whole: there is nothing to resume from. "
-                        "Choose another system.work_dir, or remove them to train anew."
+                        f"every checkpoint in {self.path} is damaged: there is nothing to resume from. "
+                        "Choose another system.work_dir, or remove the checkpoints to train from the start."
                     )
                 yield newest
             finally:
                 self.read_tokens.unlink(missing_ok=True)
-                if made and not self.begun:
+                if is_new and not self.begun:
                     with suppress(OSError):
                         self.checkpoints.rmdir()
 
     def recorded(self, step: int) -> list[dict[str, Any]]:
-        """What metrics.jsonl says up to `step`; a last line that was cut is left out, with a warning."""
-        found = list(records(self.metrics)) if step else []
-        if None in found:
-            warnings.warn(
-                f"the last line of {self.metrics} was cut while it was written, and is left out", stacklevel=2
-            )
-        return [record for record in found if record is not None and record["step"] <= step]
+        """Return the records of metrics.jsonl up to `step`. A truncated last line is left out, with a warning."""
+        lines = list(records(self.metrics)) if step else []
+        if None in lines:
+            warnings.warn(f"the last line of {self.metrics} is incomplete and is ignored", stacklevel=2)
+        return [record for record in lines if record is not None and record["step"] <= step]
 
     def begin(self, config: str, before: Iterable[dict[str, Any]]) -> None:
-        """Write the resolved config, and of the metrics only `before`: what came after will be made again."""
+        """Write the resolved config, and cut the metrics to `before`: later steps will be repeated."""
         with resource(f"cannot write in {self.path}", REMEDY):
             os.replace(self.read_tokens, self.tokens)
             write_whole(self.metrics, [f"{json.dumps(record)}\n".encode() for record in before])
@@ -94,29 +92,29 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
     def save(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
-        """Publish `write`'s files as the checkpoint of `step`; then drop all before it but `keep` - 1.
+        """Publish the files of `write` as the checkpoint of `step`; keep `keep` - 1 older ones.
 
-        What lies after it is damaged, or the run would have gone on from there.
+        Checkpoints of later steps are damaged, or the run would have resumed from them; they are left alone.
         """
         folder = self.checkpoints / f"step-{step:06d}"
         with publish(folder, overwrite=True) as aside:
             write(aside)
         for _, old in [(number, old) for number, old in steps(self.path) if number <= step][:-keep]:
-            gone = old.rename(old.with_name(f"{ASIDE}{old.name}"))  # at once, for who is reading it
+            gone = old.rename(old.with_name(f"{ASIDE}{old.name}"))  # atomic, for a process that reads it now
             shutil.rmtree(gone, ignore_errors=True)
         return folder
 
     def write_sample(self, step: int, text: str) -> None:
-        """Keep a sample as samples/step-NNNNNN.txt."""
+        """Write a sample to samples/step-NNNNNN.txt."""
         file = self.path / "samples" / f"step-{step:06d}.txt"
         with resource(f"cannot write {file}", REMEDY):
             write_whole(file, [text.encode()])
 
     def _nothing_to_resume(self) -> str:
-        """That there is no run, and which ones are beside it."""
+        """Return the message that there is no run, with the nearest run beside it."""
         beside = sorted(place.name for place in self.path.parent.glob("*") if RunFolder(place).begun)
-        there = nearest(self.path.name, beside) if beside else f" There is none in {self.path.parent} at all."
+        hint = nearest(self.path.name, beside) if beside else f" There are no runs in {self.path.parent}."
         return (
-            f"{self.path} holds no run to resume.{there} Check system.work_dir, or leave trainer.resume out to "
+            f"{self.path} holds no run to resume.{hint} Check system.work_dir, or leave trainer.resume out to "
             "begin a run there."
         )

@@ -1,4 +1,4 @@
-"""Learning back what a conversion lost, from the model it was made of."""
+"""Healing: training a converted model to predict as the model it was converted from."""
 
 import warnings
 from dataclasses import asdict, replace
@@ -30,15 +30,14 @@ DEFAULTS = {
 
 
 def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
-    """The run that heals the model in `folder`, with the user's flags on top.
+    """Return the options of the run that heals the model in `folder`, with the user's flags on top.
 
-    It reads the teacher's own text where the teacher is a run folder, in blocks of the model's length,
-    and goes to FOLDER-healed.
+    If the teacher is a run folder, the run reads the teacher's text, in blocks of the model's length. Its
+    folder is FOLDER-healed.
     """
     if folder.resolve() == teacher.resolve():
         raise UsageError(
-            f"--teacher {teacher} is the model to heal itself, from which nothing is to be learned: give the model "
-            "it was converted from."
+            f"--teacher {teacher} is the model to heal itself: give the model it was converted from."
         )
     config, source = read_at(folder, read_config), read_at(teacher, read_config)
     _require_source(folder, source)
@@ -47,13 +46,15 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
         "model": {"folder": str(folder)},
         "trainer": {"teacher": str(teacher), **DEFAULTS},
     }
-    named = any(flag.removeprefix("--").startswith(("data.path=", "data.name=")) for flag in changes)
+    names_text = any(flag.removeprefix("--").startswith(("data.path=", "data.name=")) for flag in changes)
     run = teacher / "config.yaml"
-    if is_run(teacher) and not named:
+    if is_run(teacher) and not names_text:
         data = flags.read([], (run,)).data
         table["data"] = {"path": data.path, "name": data.name, "val_fraction": data.val_fraction}
-    elif not named:
-        raise ConfigError(f"{teacher} is no run folder, so it names no text to heal on. Give data.path=TEXT.")
+    elif not names_text:
+        raise ConfigError(
+            f"{teacher} is not a run folder, so it does not name a text to heal on. Give data.path=TEXT."
+        )
     table.setdefault("data", {})["block_size"] = config.block_size
     options = flags.read(changes, tables=(table,))
     require_apart(folder, Path(options.system.work_dir))
@@ -64,37 +65,38 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
 
 
 def _require_source(folder: Path, teacher: ModelConfig) -> None:
-    """Refuse another teacher than the model the certificate says it came from."""
+    """Raise ConfigError unless the teacher is the source named in the certificate."""
     place = resolve(folder)
     if not (place / CERTIFICATE).exists():
         warnings.warn(
-            f"{folder} has no {CERTIFICATE}: it is trained to follow its teacher, without one", stacklevel=3
+            f"{folder} has no {CERTIFICATE}: it is trained without checking that it came from the teacher",
+            stacklevel=3,
         )
     elif decode(ModelConfig, Certificate.read(place).source, str(place / CERTIFICATE)) != teacher:
         raise ConfigError(
-            f"{folder} was not converted from such a model as the teacher: see its {PAGE}. Give that one."
+            f"{folder} was converted from another model than the teacher. Give the source named in its {PAGE}."
         )
 
 
 def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place: str) -> None:
-    """Refuse a teacher that speaks of other tokens or cannot read as far."""
+    """Raise ConfigError for a teacher with another vocabulary or a shorter context."""
     sizes = model.config.vocab_size, teacher.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"trainer.teacher={place} has vocab_size={sizes[1]}, the model {sizes[0]}: a teacher predicts the same "
+            f"trainer.teacher={place} has vocab_size={sizes[1]}, the model {sizes[0]}: both must have the same "
             "tokens. Give the model this one was converted from."
         )
     limits = model.config.block_size, teacher.config.block_size
     if limits[0] > limits[1]:
         raise ConfigError(
-            f"trainer.teacher={place} reads {limits[1]} tokens, the model {limits[0]}. Give another."
+            f"trainer.teacher={place} reads {limits[1]} tokens, the model {limits[0]}. Give one with a longer context."
         )
 
 
 def healed_files(
     options: RunOptions, model: LanguageModel, teacher: LanguageModel, step: int, held_out: Ids
 ) -> dict[str, str]:
-    """The certificate of the converted model, measured anew against its teacher; none where it has none."""
+    """Return the certificate, measured again against the teacher, as files by name; none without a certificate."""
     assert options.model.folder is not None
     try:
         before = read_at(Path(options.model.folder), Certificate.read)

@@ -1,4 +1,4 @@
-"""A folder that one process writes at a time."""
+"""A lock that lets one process at a time write to a folder."""
 
 import fcntl
 import os
@@ -16,14 +16,14 @@ LOCK = ".lock"
 
 
 @contextmanager
-def hold(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
-    """Hold `folder` for this process, and make it where it is not there.
+def hold(folder: Path, keep: Callable[[], bool]) -> Iterator[None]:
+    """Lock `folder` for this process, and create it if it does not exist.
 
-    Unless it is to be `kept` at the end, what was made goes again. Raises Busy, at once, where another
-    process holds it.
+    Unless `keep()` is True at the end, created folders are removed. Raises Busy immediately if another
+    process holds the lock.
     """
     require_folders(folder / LOCK)
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    created = [place for place in (folder, *folder.parents) if not place.exists()]
     with resource(f"cannot write in {folder}", "choose another system.work_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
@@ -32,20 +32,20 @@ def hold(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
         try:
             yield
         finally:
-            if not kept():
+            if not keep():
                 (folder / LOCK).unlink(missing_ok=True)
-                with suppress(OSError):  # somebody else uses one of them
-                    for place in made:
+                with suppress(OSError):  # not empty: another process uses it
+                    for place in created:
                         place.rmdir()
 
 
 def _claim(folder: Path, lock: TextIO) -> None:
-    """Lock the folder for this process, and say in it whose it is."""
+    """Lock the folder for this process, and write its id into the lock file."""
     with resource(f"cannot lock {folder}", "choose a system.work_dir on another disk"):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK)):
-                raise BlockingIOError  # another one was refused at this moment, and has removed it
+                raise BlockingIOError  # another process has just removed the lock file
         except (BlockingIOError, FileNotFoundError) as error:
             lock.seek(0)
             owner = lock.read().strip() or "another process"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to save and stop; a second Ctrl-C stops it at once."""
+"""Signals of a run: Ctrl-C and SIGTERM ask it to save and stop; a second Ctrl-C stops it immediately."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class Stop:
-    """Which signal has asked to stop, None as long as none has."""
+    """The signal that asked to stop, None until one has."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -16,7 +16,7 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Within the block the first SIGINT or SIGTERM is only noted; handlers are put back at its end."""
+    """Record the first SIGINT or SIGTERM within the block instead of acting on it; restore the handlers at its end."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

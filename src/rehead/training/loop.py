@@ -1,4 +1,4 @@
-"""One optimizer step after another."""
+"""The training loop: one optimizer step at a time."""
 
 import math
 import time
@@ -21,10 +21,10 @@ from rehead.training.optimizer import build_optimizer, learning_rate
 
 
 class Trainer:
-    """The model, its optimizer, and how many steps they have taken together.
+    """Trains a model: holds it, its optimizer, and the number of steps taken.
 
-    With a `teacher` the model learns its predictions, without dropout: what it is to become is the
-    teacher's own function.
+    With a `teacher` the model learns the teacher's predictions, without dropout, because it should become
+    the same function.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Trainer:
     def advance(self, next_batch: Callable[[], Batch]) -> dict[str, Any]:
         """Take one step over `grad_accumulation` batches; return its record for metrics.jsonl.
 
-        `loss` is in nats per token, with dropout; `seconds` the whole step, data included. Raises
-        NumericError, before the weights change, where loss or gradient are not finite.
+        `loss` is in nats per token, with dropout; `seconds` is the time of the whole step, including data.
+        Raises NumericError, before the weights change, if the loss or the gradient is not finite.
         """
         options, start = self.options, time.perf_counter()
         rate = learning_rate(self.step, options)
@@ -59,7 +59,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NumericError(
                 f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite. The "
-                "weights were not changed; lower trainer.learning_rate."
+                "weights are unchanged; lower trainer.learning_rate."
             )
         self.optimizer.step()
         if self.model.device.type == "cuda":
@@ -93,12 +93,12 @@ class Trainer:
         return share * divergence + (1 - share) * loss
 
     def _in_parts(self, inputs: Tensor) -> bool:
-        """Whether there are too many logits to hold at once, and nothing else needs them."""
+        """Return True if there are too many logits to hold at once, and only the loss needs them."""
         plain = self.teacher is None and not self.options.compile and isinstance(self.model, GPT)
         return plain and inputs.numel() * self.model.config.vocab_size > LOGITS
 
     @torch.no_grad()
     def _teach(self, inputs: Tensor) -> Tensor:
-        """The teacher's log-probabilities, one row per token."""
+        """Return the teacher's log-probabilities, (B L, vocab)."""
         assert self.teacher is not None
         return self.teacher(inputs).flatten(0, 1).float().log_softmax(-1)

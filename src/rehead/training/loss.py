@@ -1,4 +1,4 @@
-"""Cross entropy of a large vocabulary without all its logits at once."""
+"""Cross entropy over a large vocabulary without holding all logits at once."""
 
 import torch
 import torch.nn.functional as F
@@ -7,16 +7,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 LOGITS = 2**24
-"""Logits held at a time: 64 MB in float32, and as much again for their gradient."""
+"""Logits held at a time: 64 MB in float32, and the same again for their gradient."""
 
 
 def cross_entropy(
     head: nn.Module, hidden: Float[Tensor, "B L D"], targets: Int[Tensor, "B L"], n_token: int
 ) -> Float[Tensor, ""]:
-    """Mean loss in nats per token; `head` gives logits of `n_token` tokens.
+    """Return the mean loss in nats per token; `head` gives logits of `n_token` tokens.
 
-    Some rows at a time where there are more than `LOGITS`; each part's logits are made again for the gradient, which
-    costs a third of the head's work and saves two copies of all logits.
+    More than `LOGITS` logits are computed in parts, and the backward pass recomputes each part: that costs a third
+    of the head's time and saves two copies of all logits.
     """
     rows, wanted = hidden.flatten(0, 1), targets.flatten()
     size = max(1, LOGITS // n_token)

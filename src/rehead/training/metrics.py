@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run records, an object a line, each with its step."""
+"""Reads metrics.jsonl, the records of a run: one JSON object per line, each with its step."""
 
 import json
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ NUMBERS = ("loss", "train_loss", "val_loss", "seconds")
 
 
 def records(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The records of `file`, nothing where there is none; None for a last line that was cut while it was written.
+    """Yield the records of `file`, if it exists; None for a last line that is incomplete.
 
-    Raises InvalidInput for any other line that is not an object with a whole number of steps.
+    Raises InvalidInput for any other line that is not a JSON object with an integer `step`.
     """
     if not file.exists():
         return
@@ -24,13 +24,13 @@ def records(file: Path) -> Iterator[dict[str, Any] | None]:
             if record is None and line.endswith(b"\n"):
                 raise InvalidInput(
                     f"{file}: line {number} ({line.strip().decode(errors='replace')!r:.60}) is not a record of a "
-                    "run: each is a JSON object with a whole number as its step. Correct that line, or delete it."
+                    "run: each is a JSON object with a whole number as its step. Correct the line, or delete it."
                 )
             yield record
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, None where it holds none."""
+    """Return the record in a line, or None."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

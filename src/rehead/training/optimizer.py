@@ -1,4 +1,4 @@
-"""AdamW as in minGPT, and the learning rate of every step."""
+"""AdamW as in minGPT, and its learning-rate schedule."""
 
 import math
 
@@ -9,7 +9,7 @@ from rehead.config import TrainerOptions
 
 
 def build_optimizer(model: nn.Module, options: TrainerOptions) -> torch.optim.AdamW:
-    """AdamW; only the weights of linear layers decay, not embeddings, norms, biases, learned scores."""
+    """Return an AdamW that decays the weights of linear layers, not embeddings, norms, biases or learned scores."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     embedding = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decaying = [p for p in model.parameters() if id(p) in linear - embedding]
@@ -24,7 +24,7 @@ def build_optimizer(model: nn.Module, options: TrainerOptions) -> torch.optim.Ad
 
 
 def learning_rate(step: int, options: TrainerOptions) -> float:
-    """Of step 0, 1, ...: a linear warm-up, then constant or a cosine down to the minimum."""
+    """Return the rate of step 0, 1, ...: a linear warm-up, then constant or a cosine down to the minimum."""
     if step < options.warmup_iters:
         return options.learning_rate * (step + 1) / options.warmup_iters
     if options.schedule == "constant":

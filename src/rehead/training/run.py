@@ -25,26 +25,27 @@ from rehead.training.loop import Trainer
 from rehead.training.start import located, read_teacher, read_text, start_model
 
 PROMPT_TOKENS = 8
-"""Samples go on from the first tokens of the validation text, unless a prompt is given."""
+"""Samples continue this many tokens of the validation text, unless a prompt is given."""
 
 
 def train(options: RunOptions) -> Iterator[dict[str, Any]]:
-    """Train as `options` say; yield the records of metrics.jsonl as they are made.
+    """Train a model; yield the records of metrics.jsonl as they are written.
 
     The first describes the run (`event` start), the last sums it up (`event` end). On SIGINT or
-    SIGTERM the run saves and raises Interrupted. With `trainer.resume` it goes on from the newest
-    good checkpoint as if it had never stopped (to the bit on CPU, same threads and versions).
+    SIGTERM the run saves and raises Interrupted. With `trainer.resume` it resumes from the newest
+    good checkpoint; on a CPU, with the same threads and versions, the result is bit-identical to an
+    uninterrupted run.
     """
     device = choose_device(options.trainer.device)
     folder = RunFolder(Path(options.system.work_dir))
     with folder.open(resume=options.trainer.resume) as checkpoint:
         run = Run(options, device, folder, checkpoint)
-        with stop_signals() as stop:  # only now: before, there is nothing to save and a signal may end it
+        with stop_signals() as stop:  # not before: until here there is nothing to save
             yield from run.records(stop)
 
 
 class Run:
-    """The parts of a run while it is going."""
+    """A run in progress: its text, model, optimizer and folder."""
 
     def __init__(
         self,
@@ -79,17 +80,17 @@ class Run:
         folder.begin(flags.write(located(options)), before)
 
     def records(self, stop: Stop) -> Iterator[dict[str, Any]]:
-        """Train to the end, or save and raise Interrupted once `stop` is asked for."""
+        """Train to the end, or save and raise Interrupted once `stop` has a signal."""
         try:
             yield from self._records(stop)
         except NumericError as error:
             raise NumericError(f"{error} {self._way_back()}") from error
 
     def _way_back(self) -> str:
-        """From where a run that has diverged can be taken up, if there is such a place."""
+        """Return how to resume a run that has diverged."""
         good = newest_step(self.folder.path)
         if good is None:
-            return "No checkpoint was saved yet: start again."
+            return "There is no checkpoint to resume from yet: start again."
         where = f"system.work_dir={self.folder.path} trainer.resume=True"
         return f"{where} resumes from step {good.name[5:].lstrip('0')}."
 
@@ -137,7 +138,7 @@ class Run:
         }
 
     def _evaluation(self) -> dict[str, Any]:
-        """Losses without dropout on the same blocks of both splits each time."""
+        """Return the losses without dropout, on the same blocks of both splits each time."""
         record: dict[str, Any] = {"step": self.trainer.step}
         size, n_batch = self.options.trainer.batch_size, self.options.trainer.eval_batches
         for name, ids in (("train_loss", self.split.train), ("val_loss", self.split.val)):
@@ -150,20 +151,20 @@ class Run:
         return record
 
     def _prompt(self, limit: int | None) -> list[int]:
-        """What samples continue. InvalidInput for a prompt in letters the text does not have."""
+        """Return the prompt of samples. Raises InvalidInput for characters outside the vocabulary."""
         given = self.options.trainer.sample_prompt
         if given is not None:
             prompt = [int(token) for token in self.tokenizer.encode(given)]
             if limit is not None and len(prompt) > limit:
                 raise ConfigError(
-                    f"trainer.sample_prompt has {len(prompt)} tokens, the model reads {limit}: give a shorter one."
+                    f"trainer.sample_prompt has {len(prompt)} tokens, the model reads {limit}: give a shorter prompt."
                 )
             return prompt
         ids = self.split.val if len(self.split.val) else self.split.train
         return [int(token) for token in ids[: min(PROMPT_TOKENS, limit or PROMPT_TOKENS)]]
 
     def _sample(self) -> dict[str, Any]:
-        """Text after the prompt, by default with the starter's settings."""
+        """Generate after the prompt; write and return the text."""
         options = self.options.trainer
         new = stream(
             self.trainer.model,
@@ -200,7 +201,7 @@ class Run:
         return {"event": "save", "step": trainer.step, "path": str(path)}
 
     def _certificate(self) -> dict[str, str]:
-        """What goes with a converted model that is being healed."""
+        """Return the certificate files of a healed model; none for other runs."""
         trainer = self.trainer
         if self.options.model.folder is None or trainer.teacher is None or len(self.split.val) < 2:
             return {}
@@ -211,12 +212,12 @@ class Run:
         return record
 
     def _refuse_changes(self, checkpoint: Path) -> None:
-        """Going on with another text or model, or back to an earlier step, would not be the same run."""
+        """Raise ConfigError for another text, model or seed than the run began with, or an earlier last step."""
         recorded = state.read_numbers(checkpoint)
         if self.options.trainer.max_iters < recorded["step"]:
             raise ConfigError(
                 f"trainer.max_iters={self.options.trainer.max_iters} is below step {recorded['step']}, which "
-                f"{self.folder.path} has reached: give more, or start a new system.work_dir."
+                f"{self.folder.path} has reached: give more steps, or start a new system.work_dir."
             )
         if recorded["text_sha256"] != self.tokens.sha256:
             raise ConfigError(
@@ -234,23 +235,23 @@ class Run:
                 was, now = getattr(getattr(before, group), name), getattr(getattr(given, group), name)
                 if was != now:
                     raise ConfigError(
-                        f"{group}.{name}={now} was {was} in the run that is resumed: leave it out, or start a new "
+                        f"{group}.{name}={now} was {was} in the run to resume: leave it out, or start a new "
                         "system.work_dir."
                     )
 
 
 def _arithmetic() -> dict[str, Any]:
-    """What rounding depends on."""
+    """Return the facts that rounding depends on."""
     compiled = not isinstance(kernel(), NoKernel)
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, "C++ kernel": compiled}
 
 
 def _warn_of_rounding(recorded: dict[str, Any]) -> None:
-    """Say so where a resumed run cannot be the uninterrupted one to the bit."""
+    """Warn if a resumed run cannot be bit-identical to an uninterrupted one."""
     changed = [
         f"{key} {recorded[key]} -> {now}"
         for key, now in _arithmetic().items()
         if recorded.get(key, now) != now
     ]
     if changed:
-        warnings.warn(f"the run goes on, but not to the bit: {', '.join(changed)}", stacklevel=2)
+        warnings.warn(f"the run resumes, but not bit for bit: {', '.join(changed)}", stacklevel=2)

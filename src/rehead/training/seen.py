@@ -1,4 +1,4 @@
-"""Whether a text holds what a run was trained on, so that its loss says little about other texts."""
+"""Checks whether a text contains training text of a run: its loss then says little about other texts."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from rehead.data import TOKENS, Ids, read_ids, split
 from rehead.tokenizer import Tokenizer
 
 WINDOW, PLACES = 256, 16
-"""Tokens that are looked for at a time, and how many such parts of the training text."""
+"""Tokens of a part of the training text, and how many parts are searched for."""
 
 
 def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool | None:
-    """Whether `ids` hold one of some parts of the training text; None where no run knows it."""
+    """Return whether `ids` contain a part of the training text; None if no run folder has that text."""
     run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     if not is_run(run) or not (run / TOKENS).is_file():
         return None
@@ -27,7 +27,7 @@ def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool
 
 
 def _holds(text: bytes, part: Ids) -> bool:
-    """Whether the tokens of `part` follow each other in `text`, the bytes of tokens of the same size."""
+    """Return whether `text`, the bytes of tokens of the same dtype, contains the tokens of `part` in a row."""
     wanted, at = part.tobytes(), -1
     while (at := text.find(wanted, at + 1)) >= 0:
         if at % part.itemsize == 0:

@@ -1,4 +1,4 @@
-"""What a run starts from: device, text, vocabulary, model, and weights trained before."""
+"""The start of a run: its text, vocabulary, model and pretrained weights."""
 
 import dataclasses
 import os
@@ -20,11 +20,11 @@ from rehead.tokenizer import Tokenizer, train
 from rehead.training.heal import require_same_vocabulary
 
 TRAINING_BYTES = 16
-"""Per parameter: a float32 weight, its gradient and AdamW's two moments."""
+"""Bytes per parameter: a float32 weight, its gradient and AdamW's two moments."""
 
 
 def located(options: RunOptions) -> RunOptions:
-    """The same options with paths that hold from any folder; a model's name on the Hub stays a name."""
+    """Return the options with absolute paths; names of models on the Hub are kept."""
 
     def whole(path: str | None) -> str | None:
         if path is None or (pinned(path) and not os.path.exists(path)):
@@ -41,10 +41,10 @@ def located(options: RunOptions) -> RunOptions:
 
 
 def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tuple[Tokenizer, Tokens]:
-    """The vocabulary and the tokens, which are written to the file `store`.
+    """Return the tokenizer and the tokens of the text, which are written to the file `store`.
 
-    The vocabulary comes from the checkpoint that is resumed, or the folder that is built on, or is
-    made from the text.
+    The tokenizer comes from the checkpoint to resume or the folder to start from; otherwise it is trained
+    on the text.
     """
     data, text = options.data, source_of(options.data)
     pretrained = options.model.pretrained_folder or options.model.folder
@@ -54,22 +54,22 @@ def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tupl
 
 
 def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: int) -> LanguageModel:
-    """A fresh model drawn from `seed`, with the weights of `pretrained_folder` where one is given.
+    """Return a model with fresh weights from `seed`, or with those of `pretrained_folder`.
 
-    Its vocabulary is then as large as that folder's, which may be padded beyond the tokenizer's. With
-    `folder`, the model that lies there.
+    With `pretrained_folder` the vocabulary has that model's size, which may be padded beyond the
+    tokenizer's. With `folder` the result is the model in that folder.
     """
     torch.manual_seed(seed)
     if options.folder is not None:
         options.require_folder_only()
-        found = load(options.folder).float()  # bfloat16 would round most steps away
-        _require_memory(found.config)
-        if block_size > found.config.block_size:
+        model = load(options.folder).float()  # bfloat16 would round most steps away
+        limit = model.config.block_size
+        _require_memory(model.config)
+        if block_size > limit:
             raise ConfigError(
-                f"data.block_size={block_size} is above the {found.config.block_size} of {options.folder}: use that "
-                "or less."
+                f"data.block_size={block_size} is above the {limit} of {options.folder}: use {limit} or less."
             )
-        return found
+        return model
     place = options.pretrained_folder
     trained = None if place is None else load(place)
     config = options.resolve(trained.config.vocab_size if trained else vocab_size, block_size)
@@ -81,7 +81,7 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:
-    """The model whose predictions are learned, if there is one, in eval mode."""
+    """Load the teacher, if there is one, in eval mode."""
     place = options.trainer.teacher
     if place is None:
         return None
@@ -91,7 +91,7 @@ def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device
 
 
 def _require_memory(config: ModelConfig) -> None:
-    """Refuse, before anything is allocated, a model that cannot be trained in this machine's memory."""
+    """Raise ResourceError, before allocating, for a model too large to train in this machine's memory."""
     need, have = parameters(config) * TRAINING_BYTES, physical_memory()
     if need > have:
         raise ResourceError(
@@ -101,9 +101,9 @@ def _require_memory(config: ModelConfig) -> None:
 
 
 def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> None:
-    """Copy trained weights; a longer position table keeps its first rows and draws the rest (B20).
+    """Copy trained weights. A longer position table gets their rows first, and random rows after them.
 
-    Raises ConfigError naming every field in which the two models differ beyond length and dropout.
+    Raises ConfigError with every field in which the models differ, except length and dropout.
     """
     differing = _differences(model.config, trained.config)
     if differing:
@@ -114,7 +114,7 @@ def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> No
     old_block, new_block = trained.config.block_size, model.config.block_size
     if new_block < old_block:
         raise ConfigError(
-            f"data.block_size={new_block} is below the {old_block} that {folder} was trained with: weights are "
+            f"data.block_size={new_block} is below the {old_block} that {folder} was trained with: a position table is "
             f"extended, never cut. Use {old_block} or more."
         )
     weights = trained.state_dict()
@@ -124,28 +124,28 @@ def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> No
 
 
 def _differences(new: ModelConfig, old: ModelConfig) -> list[str]:
-    """Fields that decide what weights mean and that differ, as "name: new here, old there"."""
+    """Return the fields that change the meaning of weights and differ, as "name is NEW here and OLD there"."""
     free = {"block_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
 
     def table(config: ModelConfig | AttentionConfig) -> dict[str, object]:
         fields = [field.name for field in dataclasses.fields(config) if field.name not in free]
         return {name: getattr(config, name) for name in fields}
 
-    found = {}
+    differing = {}
     if type(new) is not type(old):
         return [f"model.type is {type(old).__name__} there"]
     for name, value in table(new).items():
-        there = getattr(old, name)
-        if name != "attention" and value != there:
-            found[name] = (value, there)
+        before = getattr(old, name)
+        if name != "attention" and value != before:
+            differing[name] = (value, before)
     if isinstance(new, GPTConfig) and isinstance(old, GPTConfig):
         if new.n_layer != old.n_layer:
-            found["n_layer"] = (new.n_layer, old.n_layer)
-        for here, there in zip(new.attention, old.attention, strict=False):
-            if type(here) is not type(there):
-                found["attention"] = (here.name, there.name)
+            differing["n_layer"] = (new.n_layer, old.n_layer)
+        for layer, trained in zip(new.attention, old.attention, strict=False):
+            if type(layer) is not type(trained):
+                differing["attention"] = (layer.name, trained.name)
                 continue
-            for name, value in table(here).items():
-                if value != getattr(there, name):
-                    found[name] = (value, getattr(there, name))
-    return [f"{name} is {here} here and {there} there" for name, (here, there) in found.items()]
+            for name, value in table(layer).items():
+                if value != getattr(trained, name):
+                    differing[name] = (value, getattr(trained, name))
+    return [f"{name} is {value} here and {before} there" for name, (value, before) in differing.items()]

@@ -1,4 +1,4 @@
-"""Everything beside the weights that decides how training goes on, as tensors and numbers."""
+"""The state that resuming needs besides the weights, as tensors and numbers."""
 
 import json
 from pathlib import Path
@@ -14,17 +14,17 @@ from rehead.errors import IntegrityError, InvalidInput
 
 TENSORS, NUMBERS = "state.safetensors", "state.json"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""Of AdamW."""
+"""AdamW's state of one weight."""
 LARGEST = 2**20
-"""Bytes of the numbers."""
+"""Bytes of state.json, at most."""
 
-WITHOUT = "Remove the folder it lies in, and the run resumes from the checkpoint before."
+WITHOUT = "Remove its folder, and the run resumes from the checkpoint before it."
 
 
 def write(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, draws: Tensor, numbers: dict[str, Any]
 ) -> None:
-    """Optimizer moments by weight name, random states, the batch sampler's `draws`, and `numbers`."""
+    """Write optimizer moments by weight name, random states, the batch sampler's `draws`, and `numbers`."""
     tensors = {"rng.torch": torch.get_rng_state(), "rng.batches": draws}
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
@@ -36,7 +36,7 @@ def write(
 
 
 def read_numbers(folder: Path) -> dict[str, Any]:
-    """What `write` was given as `numbers`. Raises IntegrityError where it is not."""
+    """Return the `numbers` given to `write`. Raises IntegrityError if they are missing or damaged."""
     try:
         numbers = strict_json(folder / NUMBERS, LARGEST)
         kinds = {"step": int, "text_sha256": str, "best_val_loss": float | None}
@@ -48,9 +48,9 @@ def read_numbers(folder: Path) -> dict[str, Any]:
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Set optimizer and random states as they were; return the batch sampler's.
+    """Restore the optimizer and the random states; return the state of the batch sampler.
 
-    Raises IntegrityError where the state is of another model, or is not whole.
+    Raises IntegrityError if the state is damaged or belongs to another model.
     """
     path = folder / TENSORS
     try:
@@ -73,20 +73,20 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _require_moments(path: Path, sizes: dict[str, tuple[int, ...]], model: nn.Module, step: int) -> None:
-    """Refuse moments of other weights, of other shapes, without each other, or none after a step."""
+    """Raise IntegrityError for moments of unknown weights, wrong shapes, or missing moments."""
     left = dict(sizes)
     for name, weight in model.named_parameters():
-        found = {key: left.pop(f"optimizer.{key}.{name}", None) for key in MOMENTS}
-        wanted = {key: () if key == "step" else tuple(weight.shape) for key in MOMENTS}
-        if any(size is not None for size in found.values()) and found != wanted:
+        shapes = {key: left.pop(f"optimizer.{key}.{name}", None) for key in MOMENTS}
+        expected = {key: () if key == "step" else tuple(weight.shape) for key in MOMENTS}
+        if any(shape is not None for shape in shapes.values()) and shapes != expected:
             raise IntegrityError(
-                f"{path}: {name} has moments of shapes {found}, expected {wanted}. {WITHOUT}"
+                f"{path}: {name} has moments of shapes {shapes}, expected {expected}. {WITHOUT}"
             )
     if left:
-        raise IntegrityError(f"{path}: {min(left):.200} fits no weight of this model. {WITHOUT}")
+        raise IntegrityError(f"{path}: {min(left):.200} does not belong to a weight of this model. {WITHOUT}")
     if step and not sizes:
         raise IntegrityError(f"{path} has no optimizer state although step {step} was reached. {WITHOUT}")
 
 
 def _damaged(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path} is missing or damaged: this checkpoint cannot go on. {WITHOUT}")
+    return IntegrityError(f"{path} is missing or damaged: this checkpoint cannot be resumed. {WITHOUT}")

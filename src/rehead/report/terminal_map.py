@@ -1,4 +1,4 @@
-"""Attention maps on a terminal: a cell per weight, darker for more."""
+"""Attention maps on a terminal: a cell per weight, darker for larger weights."""
 
 import sys
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from torch import Tensor
 
 BOUNDS = (0.01, 0.1, 0.3, 0.6)
 BLOCKS, LETTERS = "·░▒▓█", ".:+*#"
-"""One sign per band of weights between the bounds; letters where the terminal has no blocks."""
+"""One sign per band of weights between the bounds; ASCII if the terminal has no block characters."""
 LONGEST = 14
 """Characters of a row's label."""
 
 
-def picture(
+def render(
     labels: Sequence[str], weights: Float[Tensor, "L L"], columns: int, equal: Sequence[bool] = ()
 ) -> list[str]:
-    """The lines of a map, as many first tokens as `columns` characters hold; numbers where they fit too.
+    """Return the lines of a map of as many first tokens as fit `columns` characters, with numbers if they fit.
 
-    Rows are queries. What is exactly 0 is left blank: a mask hides it. The first rows are marked = where they are
+    Rows are queries. A weight of exactly 0, which is masked, is blank. The first rows are marked = if they are
     `equal` to those of another text.
     """
     signs = BLOCKS if _can_say(BLOCKS) else LETTERS
@@ -37,12 +37,12 @@ def picture(
     if any(equal):
         lines.append(" " * margin + "= the same row as in the first text")
     if shown < len(labels):
-        lines.append(" " * margin + f"the first {shown} of {len(labels)} tokens; --html shows all")
+        lines.append(" " * margin + f"the first {shown} of {len(labels)} tokens; --html shows all of them")
     return lines
 
 
 def _heads(names: Sequence[str], width: int) -> list[str]:
-    """A head for every column: its label where all fit, else every fifth number."""
+    """Return the head of every column: its label if all fit, else every fifth number."""
     if all(len(name) < width for name in names):
         return [f"{name:>{width}}" for name in names]
     if width > 2:
