@@ -47,6 +47,7 @@ def _summary(runs: list[dict[str, Any]]) -> str:
     """The cases that had a goal, a line each: one screen that says how it went."""
     lines = [
         "\n## Summary\n",
+        *(f"{machine}\n" for machine in dict.fromkeys(map(_machine, runs))),
         "| case | against | where | ratio | goal |",
         "| --- | --- | --- | ---: | ---: |",
     ]

@@ -75,7 +75,7 @@ def test_b16_one_flag():
         **heads, rope=RopeConfig(), window=9, attn_pdrop=0.1, qkv_bias=True, o_bias=True
     )
     for flags, message in (
-        ({}, "model.attention=gqa_sum needs model.n_kv_head"),
+        ({}, "model.attention=gqa_sum has no default for n_kv_head. Set model.n_kv_head"),
         ({"n_kv_head": 4}, "n_kv_head=4 does not divide n_query_head=6"),
         (
             {"n_kv_head": 3, "kv_lora_rank": 8},

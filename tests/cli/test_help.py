@@ -180,8 +180,8 @@ def test_defaults_that_follow_from_others_are_what_help_says():
 
 def test_what_takes_long_says_how_long(capsys):
     for command, said in (
-        ("train", "The defaults take about a quarter of an hour on 2 CPU cores."),
-        ("study", "demo takes about 3 minutes, frontier took 33, and homework 90 with"),
+        ("train", "With the defaults, training takes about 15 minutes on 2 CPU cores."),
+        ("study", "demo takes about 3 minutes and frontier 33; homework takes 90 with"),
         ("convert", "24,576 tokens in about 6 minutes of one CPU core, and self takes 4 more"),
     ):
         assert main([command, "--help"]) == 0

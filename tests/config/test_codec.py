@@ -174,7 +174,7 @@ REFUSED = [  # change of a good table, what the message must name
     (put(["norm_eps"], True), ["config.norm_eps=True", "expected a number"]),
     (put(["norm_eps"], "1e-5"), ["config.norm_eps='1e-5'", "expected a number"]),
     (put(["norm_eps"], 0), ["norm_eps=0.0", "1e-5"]),
-    (put(["embd_pdrop"], 1), ["embd_pdrop=1.0", "not including) 1"]),
+    (put(["embd_pdrop"], 1), ["embd_pdrop=1.0", "below 1"]),
     (put(["norm"], "batchnorm"), ["config.norm='batchnorm'", "'layernorm', 'rmsnorm'"]),
     (put(["norm"], ["rmsnorm"]), ["config.norm=['rmsnorm']", "'layernorm', 'rmsnorm'"]),
     (put(["model_type"], "gtp"), ["unknown model type 'gtp'", "'gpt'"]),

@@ -58,7 +58,7 @@ def test_a_legend_entry_hides_its_series_and_the_pointer_reads_values(made_up, t
     assert chart.locator(".series").count() == 2
     assert chart.get_by_role("button", name="A").get_attribute("aria-pressed") == "false"
     chart.get_by_role("button", name="B").click()
-    assert "nothing chosen" in svg.text_content()
+    assert "nothing selected" in svg.text_content()
 
     frontier = page.locator(".chart.points").first
     frontier.scroll_into_view_if_needed()

@@ -85,7 +85,7 @@ def test_what_is_not_finite_is_a_gap(made_up):
 
 def test_claims_are_worded_by_what_the_seeds_allow(made_up):
     first, second = study.answers(made_up())[0].findings
-    assert first == "B ends 0.4000 nats per token above A, over 2 seeds that do not overlap."
+    assert first == "B ends 0.4000 nats per token above A, over 2 seeds whose ranges do not overlap."
     assert second == "C and A are not told apart: +0.0750 nats per token, within the range of 2 seeds."
     document = made_up()
     document["questions"][0]["claims"][0]["seeds"] = 1
@@ -175,7 +175,7 @@ def test_the_page_says_what_was_shortened_and_who_made_what(made_up):
     assert "Made at 50 % of the iterations" in text
     assert "rehead study words" in text
     assert text.count("rehead train words") == 8
-    assert "1 torn line(s)" in text
+    assert "1 incomplete line(s)" in text
     assert "expect a flat curve" in text
     assert "with a cache 1, 1, 1, ..., without 1, 2, 3, ..." in text
     assert "1,004 / 1,004 ✓" in text

@@ -1,6 +1,6 @@
-// Draws every figure.chart that has data as SVG, as wide as it is: lines or points, a legend whose entries can be
-// switched off, and the values under the pointer or, with the arrow keys, of one place after another.
-// What the data are is said in interactive.py; colours are the page's.
+// Draws every figure.chart with data as SVG at its width: lines or points, a legend whose entries can be switched off,
+// and the values under the pointer or, with the arrow keys, of one position after another. interactive.py documents the
+// data; colours come from the page.
 (() => {
   const HEIGHT = 330, TOP = 26, BOTTOM = 44, RIGHT = 14, NEAR = 40;
   const DASHES = { solid: "none", dash: "7 4", dashdot: "8 3 2 3", dot: "3 3" };
@@ -79,7 +79,7 @@
     const xs = real(shown.flatMap((one) => one.x)).map(place);
     const ys = real(shown.flatMap((one) => [...one.y, ...(one.low ?? []), ...(one.high ?? [])]));
     if (!xs.length || !ys.length) {
-      add(svg, "text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing chosen");
+      add(svg, "text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing selected");
       return [];
     }
     const [left, right] = range(xs, logX ? 0.08 : kind === "points" ? 0.05 : 0), [low, high] = range(ys, 0.06);
@@ -124,7 +124,7 @@
     return stops(data, shown).map((stop) => ({ ...stop, left: scaleX(stop.x), top: scaleY(stop.y) }));
   }
 
-  // The name of every point beside it, moved down where another name is already.
+  // The name beside every point, moved down if it would overlap another name.
   function names(svg, series, scaleX, scaleY, width) {
     const taken = [];
     for (const one of [...series].sort((a, b) => b.y[0] - a.y[0])) {
@@ -137,7 +137,7 @@
     }
   }
 
-  // Where the pointer can rest: the steps of lines, with every line's value there, or each point by itself.
+  // Stops of the pointer: each step, with the values of all lines there, or each point.
   function stops(data, shown) {
     const said = (one, i) => exact(one.y[i]) + (one.low ? ` (${exact(one.low[i])} to ${exact(one.high[i])})` : "");
     if (data.kind === "points") {
@@ -206,7 +206,7 @@
       event.preventDefault();
       choose(chosen < 0 ? (step > 0 ? 0 : places.length - 1) : Math.min(Math.max(chosen + step, 0), places.length - 1));
     });
-    new ResizeObserver(() => { // nothing is drawn where nothing is seen, such as in a closed <details>
+    new ResizeObserver(() => { // nothing is drawn while hidden, such as in a closed <details>
       if (figure.clientWidth === width) return;
       width = figure.clientWidth;
       again();

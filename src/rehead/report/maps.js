@@ -1,8 +1,8 @@
 // Draws every figure.attention-maps of a page: the map of one layer and head, and an overview
-// of all heads in which a click chooses one. What the data are is said in maps.py.
+// of all heads in which a click selects one. maps.py documents the data.
 (() => {
   const TICKS = [0.01, 0.1, 0.25, 0.5, 1];
-  const NUMBERS = 12, GAPS = 64; // tokens up to which weights are written into their cells, and cells stand apart
+  const NUMBERS = 12, GAPS = 64; // up to this many tokens, cells show their weights, and have gaps between them
   const UNITS = { entropy: "nats", distance: "tokens" };
 
   async function unpack(base64) {
@@ -18,7 +18,7 @@
     return parent.appendChild(node);
   }
 
-  // The page's colours for 0, a half and 1, and those between.
+  // The page's colours for 0, 0.5 and 1, interpolated between.
   function shades(figure) {
     const style = getComputedStyle(figure);
     const [weak, middle, strong] = ["--weak", "--middle", "--strong"].map((name) => {
@@ -85,7 +85,7 @@
     };
   }
 
-  // A gradient with what its ends, or some places on it, stand for.
+  // A gradient with labels at its ends, or at some positions.
   function drawScale(target, shade, title, marks) {
     const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share)));
     target.style.setProperty("--ramp", `linear-gradient(90deg, ${stops.join(", ")})`);
@@ -145,7 +145,7 @@
     for (const kind of ["beforeprint", "afterprint"]) addEventListener(kind, again);
     layers.value = data.layer;
     heads.append(new Option(data.head, data.head));
-    let width = 0; // nothing is drawn where nothing is seen, such as in a closed <details>
+    let width = 0; // nothing is drawn while hidden, such as in a closed <details>
     new ResizeObserver(() => {
       if (figure.clientWidth === width) return;
       width = figure.clientWidth;

@@ -1,4 +1,4 @@
-// Lets one variant's attention maps be chosen; of maps side by side, layer and head change together.
+// Selects one variant's attention maps; maps side by side show the same layer and head.
 addEventListener("DOMContentLoaded", () => {
   const chosen = document.querySelector("#maps > p select");
   chosen?.addEventListener("change", () => {

@@ -37,7 +37,7 @@ def render(
     if any(equal):
         lines.append(" " * margin + "= the same row as in the first text")
     if shown < len(labels):
-        lines.append(" " * margin + f"the first {shown} of {len(labels)} tokens; --html shows all of them")
+        lines.append(" " * margin + f"the first {shown} of {len(labels)} tokens; --html shows all")
     return lines
 
 
