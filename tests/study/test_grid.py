@@ -134,8 +134,8 @@ BAD = [
         ConfigError,
         ["val_fraction"],
     ),
-    ({"variants": {"a": {}, "b": {"from": "a", "heal": True, "convert": {}}}}, InvalidInput, ["of its own"]),
-    ({"variants": {"a b": {}, "a-b": {}}}, ConfigError, ["a-b", "apart"]),
+    ({"variants": {"a": {}, "b": {"from": "a", "heal": True, "convert": {}}}}, InvalidInput, ["a variant for each"]),
+    ({"variants": {"a b": {}, "a-b": {}}}, ConfigError, ["a-b", "rename one of them"]),
     (
         {"variants": {"a": {"model": {"ropee": True}}}},
         InvalidInput,
@@ -163,7 +163,7 @@ BAD = [
     ({"run": {"model": 5}}, InvalidInput, ["model=5", "dict"]),
     ({"prompt": 5}, InvalidInput, ["prompt=5", "str"]),
     ({"variants": {"a": [1]}}, InvalidInput, ["a:", "table"]),
-    ({}, ConfigError, ["one variant", "n_kv_head=[1,2,3]"]),
+    ({}, ConfigError, ["at least two variants", "n_kv_head=[1,2,3]"]),
 ]
 
 
@@ -201,7 +201,7 @@ def test_mistakes_on_the_command_line(here, capsys):
         (["--preset", "grid", "model.n_kv_head=[1,2"], 2, ["model.n_kv_head=[1,2"]),
         (["--preset", "grid", "model.n_kv_head=[]"], 2, ["empty"]),
         (["--preset", "grid", "model.nkv_head=[1,2]"], 2, ["model.nkv_head=1", "n_kv_head"]),
-        (["--fraction", "0"], 2, ["--fraction 0: ", "above 0"]),
+        (["--fraction", "0"], 2, ["--fraction 0 is not a share", "above 0"]),
         (["--jobs", "0"], 2, ["--jobs 0"]),
     ):
         assert main(["study", *words]) == status, words

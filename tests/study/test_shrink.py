@@ -267,11 +267,11 @@ def test_one_source_is_what_all_others_were_made_of():
 
 
 BAD = [
-    ({"b": {"export": {}}}, ["b:", "export what", "from:"]),
+    ({"b": {"export": {}}}, ["b:", "export needs a model to start from", "from:"]),
     ({"b": {"from": "a", "export": {"form": "x"}}}, ["'form'", "Known: format, for"]),
     ({"b": {"source": "x", "from": "a"}}, ["source:", "from:", "Leave one out"]),
-    ({"b": {"source": "x", "model": {"n_layer": 2}}}, ["source trains nothing", "model.n_layer"]),
-    ({"b": {"from": "a", "convert": {}, "export": {}}}, ["convert and export", "of its own"]),
+    ({"b": {"source": "x", "model": {"n_layer": 2}}}, ["source does not train", "model.n_layer"]),
+    ({"b": {"from": "a", "convert": {}, "export": {}}}, ["convert and export", "a variant for each"]),
     (
         {"b": {"from": "a", "export": {}}, "c": {"from": "b", "convert": {}}},
         ["'b'", "not a variant above", "a"],

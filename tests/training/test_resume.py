@@ -123,7 +123,7 @@ def test_metrics_hold_every_step_once_after_a_resume(tmp_path):
     stop_at(5, "part")
     with (tmp_path / "part" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "loss": 9.9}\n{"step": 6, "lo')  # made after the save, and torn
-    with pytest.warns(UserWarning, match=r"the last line of .*metrics\.jsonl was cut"):
+    with pytest.warns(UserWarning, match=r"the last line of .*metrics\.jsonl is incomplete"):
         run("part", "trainer.resume=true")
     lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "loss" in line]

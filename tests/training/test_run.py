@@ -329,7 +329,7 @@ def test_after_a_crash_metrics_after_the_checkpoint_are_made_again():
     assert [r["step"] for r in metrics("a") if "loss" in r] == [1, 2, 3, 4, 5]
     with Path("a/metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "los')
-    with pytest.warns(UserWarning, match=r"the last line of .*metrics\.jsonl was cut"):
+    with pytest.warns(UserWarning, match=r"the last line of .*metrics\.jsonl is incomplete"):
         resume("a", "trainer.save_every=2")
     assert deterministic(metrics("a")) == deterministic(metrics("whole"))
     assert [r["step"] for r in metrics("a") if r.get("event") == "start"] == [0, 4]

@@ -1,6 +1,6 @@
 """Dropout that is cheap on a CPU: it spends 15 random bits per number.
 
-PyTorch draws a separate random number for each, from a serial generator; that took a fifth of a training step (docs/log.md).
+PyTorch draws a separate random number for each, from a serial generator: a fifth of a training step (docs/log.md).
 Masks come from torch's global generator, so a seed or a saved random state determines them for any number of threads.
 """
 
