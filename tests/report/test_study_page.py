@@ -172,7 +172,7 @@ def test_attention_alone_is_shown_beside_the_whole_step(made_up):
 
 def test_the_page_says_what_was_shortened_and_who_made_what(made_up):
     text = Seen(study.html(made_up(text="words"), {})).text
-    assert "Made at 50 % of the iterations" in text
+    assert "Made at 50 % of the preset's iterations" in text
     assert "rehead study words" in text
     assert text.count("rehead train words") == 8
     assert "1 incomplete line(s)" in text

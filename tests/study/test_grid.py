@@ -134,7 +134,11 @@ BAD = [
         ConfigError,
         ["val_fraction"],
     ),
-    ({"variants": {"a": {}, "b": {"from": "a", "heal": True, "convert": {}}}}, InvalidInput, ["a variant for each"]),
+    (
+        {"variants": {"a": {}, "b": {"from": "a", "heal": True, "convert": {}}}},
+        InvalidInput,
+        ["a variant for each"],
+    ),
     ({"variants": {"a b": {}, "a-b": {}}}, ConfigError, ["a-b", "rename one of them"]),
     (
         {"variants": {"a": {"model": {"ropee": True}}}},

@@ -92,6 +92,8 @@ def test_the_terminal_tells_every_step_with_its_command(demo, results):
     ]  # fmt: skip
     assert re.search(r"^   exact +50 % of the KV cache  --to mla$", told.stderr, re.MULTILINE)
     assert "exact: KV cache 512 -> 256 bytes per token (50 %)" in told.stderr
+    loss = results["variants"][0]["runs"][0]["val_loss"]
+    assert f"\n   loss {loss:.4f} nats per token on text it was not trained on\n" in told.stderr
     assert "LlamaForCausalLM, read back by transformers" in told.stderr
     for name in (one["variant"] for one in results["variants"]):
         assert len(re.findall(rf"^ ?{name} ", told.stdout, re.MULTILINE)) >= 2, (
@@ -189,8 +191,11 @@ def test_a_model_that_is_there_is_studied_untouched(demo, here, capsys):
     assert "nowhere" in capsys.readouterr().err
     assert not Path("given").exists()
     assert main([*words, f"model.folder={folder}", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
     source, quarter, other = document["variants"]
+    loss = source["runs"][0]["val_loss"]
+    assert f"\n   loss {loss:.4f} nats per token on the end of input.txt\n" in printed.err
     assert (source["kind"], source["runs"][0]["folder"]) == ("given", str(folder))
     assert "--calibration=input.txt" in quarter["runs"][0]["command"]
     assert quarter["runs"][0]["certificate"]["test"]["tokens"] == len(Path("input.txt").read_text()) // 10

@@ -2,6 +2,7 @@
 
 import csv
 import fcntl
+import html
 import json
 import os
 import shlex
@@ -23,6 +24,7 @@ from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs
 from rehead.study.claims import compare
 from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
+from rehead.study.prompt import prompt_note
 from rehead.training.hold import hold
 
 TINY = ["study", "--preset", "tiny.yaml"]
@@ -382,17 +384,43 @@ def test_a_difference_is_claimed_over_seeds_that_do_not_overlap(base, other, apa
     assert compare(base, other)["told_apart"] is apart
 
 
-def test_a_prompt_of_other_letters_is_the_texts_beginning(here):
-    """Not an error after an hour of training."""
-    common = Path("tiny.yaml").read_text().partition("variants:")[0] + "variants: {A: {}}\nprompt: 漢字\n"
-    Path("other.yaml").write_text(common)
-    assert (
-        main(["study", "--preset", "other.yaml", "system.seed=1", "trainer.max_iters=1", "system.work_dir=o"])
-        == 0
+@pytest.mark.process
+def test_a_prompt_of_other_letters_is_the_texts_beginning_and_said_so(here):
+    """As typed: not an error after an hour of training, but one line on stderr and on the page, with the letters."""
+    variants = "variants: {A: {}, B: {}}\nprompt: O 漢字 漢\nnew_tokens: 5\n"
+    Path("other.yaml").write_text(Path("tiny.yaml").read_text().partition("variants:")[0] + variants)
+    words = ["study", "--preset", "other.yaml", "system.seed=1", "trainer.max_iters=1", "system.work_dir=o"]
+    note = (
+        "the prompt 'O 漢字 漢' has '漢', '字', which the vocabulary lacks: samples continue the validation text"
+        " instead"
     )
     text = Path("input.txt").read_text()
     begin = text[int(0.9 * len(text)) :][:8]
-    assert results(Path("o"))["variants"][0]["runs"][0]["sample"].startswith(begin)
+    for more in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "rehead", *words, *more], capture_output=True, text=True, check=True
+        )
+        assert done.stderr.splitlines().count(f"rehead: warning: {note}") == 1, done.stderr
+    document = json.loads(done.stdout)
+    assert document["prompt_note"] == note
+    assert all(one["runs"][0]["sample"].startswith(begin) for one in document["variants"])
+    page = Path("o/report.html").read_text()
+    assert html.unescape(page).count(note) == 1
+    assert "All continue the same text" in page
+
+
+@pytest.mark.parametrize(
+    ("unknown", "named"),
+    [
+        ({"A": [], "B": []}, None),
+        ({"A": ["ä"], "B": []}, "'ä', which the vocabulary lacks: samples of A continue"),
+        ({"A": ["ä", "ö"], "B": ["ö", "ü"]}, "'ä', 'ö', 'ü', which the vocabulary lacks: samples continue"),
+        ({"A": [chr(n) for n in range(12 * 16, 12 * 16 + 12)]}, "'É' and 2 more characters, which"),
+    ],
+)
+def test_a_note_names_letters_and_variants(unknown, named):
+    note = prompt_note("O", unknown)
+    assert note is None if named is None else named in note
 
 
 def test_csv_has_a_row_per_run_and_per_evaluation(whole):

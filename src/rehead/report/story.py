@@ -5,6 +5,7 @@ from typing import Any
 
 from rehead.conversion.folder import read_plannable
 from rehead.conversion.plan import plan
+from rehead.data.text import EMBEDDED
 from rehead.report.progress import Board
 from rehead.report.shrink import percent, proof, span
 from rehead.report.text import sanitise
@@ -73,7 +74,10 @@ def outcome(job: Job, found: Record) -> list[str]:
         return [f"{proof(found['read_back'])}."]
     certificate = found["certificate"]
     if certificate is None:
-        text = "the end of data.path" if job.kind == "given" else "text it was not trained on"
+        data = job.options.data
+        text = "text it was not trained on"
+        if job.kind == "given":
+            text = f"the end of {data.path or f'the corpus {data.name or EMBEDDED}'}"
         return [f"loss {found['val_loss']:.4f} nats per token on {text}"]
     before, after = certificate["kv_bytes_per_token"]
     size = f"KV cache {before:,} -> {after:,} bytes per token ({percent(after / before)})"

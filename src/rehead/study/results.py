@@ -16,6 +16,7 @@ from rehead.measure.environment import environment
 from rehead.study.claims import claim
 from rehead.study.job import Job, one_source
 from rehead.study.preset import PANELS, Preset, Question
+from rehead.study.prompt import prompt_note
 from rehead.study.work import measured
 
 Record = dict[str, Any]
@@ -36,6 +37,7 @@ def gather(
         by_variant.setdefault(job.variant, []).append(job)
     variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
     by_name = {variant["variant"]: variant for variant in variants}
+    unknown = {name: one["runs"][0].get("unknown_characters", []) for name, one in by_name.items()}
     questions = []
     for question in preset.questions or _usual(preset, jobs):
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
@@ -50,6 +52,7 @@ def gather(
         "command": shlex.join(command),
         "fraction": fraction,
         "temperature": preset.temperature,
+        "prompt_note": prompt_note(preset.prompt, unknown),
         "environment": environment(),
         "variants": variants,
         "questions": questions,

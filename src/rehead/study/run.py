@@ -1,6 +1,7 @@
 """Runs a study: its jobs, one after another or in parallel, then the document of results."""
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -67,6 +68,8 @@ def _run(
                     for record in run_job(job, preset, sharing):
                         watch(job, record)
     document = gather(preset, jobs, _costs(jobs, watch), command, fraction)
+    if document["prompt_note"] is not None:
+        warnings.warn(document["prompt_note"], stacklevel=3)
     place = jobs[0].place
     text = json.dumps(document, indent=1, ensure_ascii=False)
     for name, content in (

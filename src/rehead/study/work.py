@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.folder import export_folder
 from rehead.data import Split, evaluation_blocks, shown, split
 from rehead.data.files import write_whole
-from rehead.errors import InvalidInput
 from rehead.generation import stream
 from rehead.measure import evaluate
 from rehead.model import LanguageModel
@@ -22,6 +20,7 @@ from rehead.study.begun import note, read
 from rehead.study.job import Job
 from rehead.study.metrics import read_metrics
 from rehead.study.preset import Preset
+from rehead.study.prompt import unknown_characters
 from rehead.study.readback import read_back
 from rehead.study.sharing import Sharing
 from rehead.system.device import choose_device
@@ -104,7 +103,7 @@ def _measure(job: Job, preset: Preset) -> Record:
     if job.export is not None and job.parent is not None:
         return {"read_back": read_back(load(job.parent), job.model, _texts(job).val)}
     opened = open_model(job.model, device=choose_device(job.options.trainer.device))
-    model = opened.model
+    model, tokenizer = opened.model, opened.require_tokenizer()
     texts = _texts(job)
     metrics = read_metrics(job.folder / "metrics.jsonl")
     own = job.length
@@ -117,7 +116,8 @@ def _measure(job: Job, preset: Preset) -> Record:
         "curve": [(step + job.steps_before, *both) for step, *both in metrics.losses],
         "seconds_per_step": metrics.seconds_per_step,
         "torn_lines": metrics.torn,
-        "sample": _sample(model, opened.require_tokenizer(), preset, texts),
+        "sample": _sample(model, tokenizer, preset, texts),
+        "unknown_characters": unknown_characters(tokenizer, preset.prompt or ""),
         "certificate": _certificate(job),
     }
 
@@ -144,11 +144,10 @@ def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[fl
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: Split) -> str:
-    """What follows the preset's prompt or, where the text has other letters, the validation text's beginning."""
+    """Continue the preset's prompt; without one, or if it cannot be encoded, the beginning of the validation text."""
     prompt = [int(token) for token in texts.val[:PROMPT_TOKENS]]
-    if preset.prompt is not None:
-        with suppress(InvalidInput):
-            prompt = tokenizer.encode(preset.prompt).tolist()
+    if preset.prompt is not None and not unknown_characters(tokenizer, preset.prompt):
+        prompt = tokenizer.encode(preset.prompt).tolist()
     tokens = stream(model, [torch.tensor(prompt)], preset.new_tokens, preset.temperature, seed=0)
     tokens = staged(tokens, "writing a sample", preset.new_tokens, "tokens")
     return tokenizer.decode([*prompt, *(int(token) for token in tokens)])
