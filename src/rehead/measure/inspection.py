@@ -116,11 +116,11 @@ def compare(first: Inspection, second: Inspection) -> PrefixChange:
 
 
 def equal_rows(first: Inspection, second: Inspection, n_token: int, layer: int, head: int) -> list[bool]:
-    """For each of the first `n_token` tokens, whether its row of a map is the same in both texts up to rounding."""
-    one, other = (inspection.head(layer, head)[:n_token] for inspection in (first, second))
-    width = max(one.shape[1], other.shape[1])
-    one, other = (F.pad(rows, (0, width - rows.shape[1])) for rows in (one, other))
-    same: list[bool] = ((one - other).abs().amax(dim=1) <= UNCHANGED).tolist()
+    """Return for each of the first `n_token` tokens whether its row is the same in both texts up to rounding."""
+    maps = [inspection.head(layer, head)[:n_token] for inspection in (first, second)]
+    width = max(rows.shape[1] for rows in maps)
+    ours, theirs = (F.pad(rows, (0, width - rows.shape[1])) for rows in maps)
+    same: list[bool] = ((ours - theirs).abs().amax(dim=1) <= UNCHANGED).tolist()
     return same
 
 
