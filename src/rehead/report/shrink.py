@@ -86,23 +86,23 @@ def how(variant: Record) -> str:
     return f"{variant['kind']}, {variant['runs'][0]['steps']:,} steps"
 
 
-def findings(made: Sequence[Row]) -> list[str]:
+def findings(variants: Sequence[Row]) -> list[str]:
     """Return the findings; all losses are of one source on one text, so they can be compared."""
-    slow = rebuilding([row.variant for row in made])
-    return [*_free(made), *_rivals(made), *_healed(made), *([slow] if slow else [])]
+    slow = rebuilding([row.variant for row in variants])
+    return [*_free(variants), *_rivals(variants), *_healed(variants), *([slow] if slow else [])]
 
 
-def chart(made: Sequence[Row]) -> Panel:
+def chart(variants: Sequence[Row]) -> Panel:
     """Plot the loss over the source against the bytes per token of the cache."""
-    by_name = {row.name: row for row in made}
+    by_name = {row.name: row for row in variants}
     series = []
-    for row in made:
+    for row in variants:
         parent = by_name.get(row.variant["from"] or "")
         path = [] if parent is None else [(end.kv_bytes, _height(end)) for end in (parent, row)]
         if path and all(height is not None for _, height in path):
             x, y = zip(*path, strict=True)
             series.append(Series(name=row.name, x=x, y=y, look=row.look, faint=True))
-    for row in made:
+    for row in variants:
         height = _height(row)
         if height is not None:
             low, high = ([row.over[1]], [row.over[2]]) if row.over is not None else ([height], [height])
@@ -162,7 +162,7 @@ def texts(named: Any) -> str:
 
 def present(document: Record) -> None:
     """Print every variant beside the source, the findings, and how each continues the same prompt."""
-    made = rows(document)
+    variants = rows(document)
     cells = [
         (
             sanitise(row.name, 24),
@@ -172,7 +172,7 @@ def present(document: Record) -> None:
             _loss(row),
             f"{row.tokens_per_second:,.0f}",
         )
-        for row in made
+        for row in variants
     ]
     notes = (
         "KV bytes per token, over all layers. Loss: nats per token of the source, and the difference to it, on a "
@@ -180,11 +180,11 @@ def present(document: Record) -> None:
     )
     show(document["about"], HEADER, cells, notes, texts=(0, 1))
     console = Console()
-    for finding in findings(made):
+    for finding in findings(variants):
         print(wrapped(finding, console))
     print()
-    wide = max(len(sanitise(row.name, 24)) for row in made)
-    for row in made:
+    wide = max(len(sanitise(row.name, 24)) for row in variants)
+    for row in variants:
         words = " ".join(sanitise(row.variant["runs"][0]["sample"], MOST_SAMPLE).split())
         print(f"{sanitise(row.name, 24):{wide}}  {words[: SAMPLE - wide]}...")
     print()
@@ -208,8 +208,8 @@ def _loss(row: Row) -> str:
 
 
 def _certificate(variant: Record) -> Record | None:
-    found: Record | None = variant["runs"][0]["certificate"]
-    return found
+    certificate: Record | None = variant["runs"][0]["certificate"]
+    return certificate
 
 
 def _text(certificate: Record) -> Any:
@@ -227,16 +227,16 @@ def _height(row: Row) -> float | None:
     return None if row.over is None else row.over[0]
 
 
-def _free(made: Sequence[Row]) -> Iterator[str]:
-    for row in made:
+def _free(variants: Sequence[Row]) -> Iterator[str]:
+    for row in variants:
         if row.certificate is not None and row.certificate["exact"] and row.share < 1:
             share = percent(row.share)
             yield f"{sanitise(row.name)} keeps every logit, up to rounding, with {share} of the KV cache."
 
 
-def _rivals(made: Sequence[Row]) -> Iterator[str]:
+def _rivals(variants: Sequence[Row]) -> Iterator[str]:
     """Yield a comparison of approximations of equal size."""
-    lossy = [row for row in made if row.over is not None and row.variant["kind"] == "converted"]
+    lossy = [row for row in variants if row.over is not None and row.variant["kind"] == "converted"]
     for size in sorted({row.kv_bytes for row in lossy}, reverse=True):
         several = sorted(
             (row for row in lossy if row.kv_bytes == size), key=lambda row: row.over[0] if row.over else 0.0
@@ -246,9 +246,9 @@ def _rivals(made: Sequence[Row]) -> Iterator[str]:
             yield f"{percent(several[0].share)} of the KV cache costs, in nats per token: {losses}."
 
 
-def _healed(made: Sequence[Row]) -> Iterator[str]:
-    by_name = {row.name: row for row in made}
-    for row in made:
+def _healed(variants: Sequence[Row]) -> Iterator[str]:
+    by_name = {row.name: row for row in variants}
+    for row in variants:
         parent = by_name.get(row.variant["from"] or "")
         if row.variant["kind"] == "healed" and parent and parent.over and row.over:
             yield (

@@ -68,17 +68,17 @@ class Story:
         self._board.say(f"   $ {sanitise(command, 4000)}", faint=True)
 
 
-def outcome(job: Job, found: Record) -> list[str]:
+def outcome(job: Job, results: Record) -> list[str]:
     """Return the result of a job in a line or two."""
     if job.kind == "exported":
-        return [f"{proof(found['read_back'])}."]
-    certificate = found["certificate"]
+        return [f"{proof(results['read_back'])}."]
+    certificate = results["certificate"]
     if certificate is None:
         data = job.options.data
         text = "text it was not trained on"
         if job.kind == "given":
             text = f"the end of {data.path or f'the corpus {data.name or EMBEDDED}'}"
-        return [f"loss {found['val_loss']:.4f} nats per token on {text}"]
+        return [f"loss {results['val_loss']:.4f} nats per token on {text}"]
     before, after = certificate["kv_bytes_per_token"]
     size = f"KV cache {before:,} -> {after:,} bytes per token ({percent(after / before)})"
     logits = certificate["logits"]

@@ -131,13 +131,13 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         title = "What a smaller KV cache costs"
         environment.filters |= {"over": shrink.span, "texts": shrink.texts, "proof": shrink.proof}
         environment.filters["percent"] = shrink.percent
-        made = shrink.rows(document)
+        shrunk = shrink.rows(document)
         body = environment.get_template("shrink.html").render(
             shown,
             source=shrink.source_line(document),
-            rows=made,
-            panel=shrink.chart(made),
-            findings=shrink.findings(made),
+            rows=shrunk,
+            panel=shrink.chart(shrunk),
+            findings=shrink.findings(shrunk),
             before=figures[0][1] if figures else None,
             after=figures[1:],
         )

@@ -102,7 +102,8 @@ class _Subject:
         inputs = self._ids()[:, :-1]
         ways = {"attention": False, "attention_scores_kept": True}
         costs = {
-            key: attention_cost(self.model, inputs, scores_kept=kept, dtype=low) for key, kept in ways.items()
+            key: attention_cost(self.model, inputs, scores_kept=stored, dtype=low)
+            for key, stored in ways.items()
         }
         return {key: cost for key, cost in costs.items() if cost is not None}
 

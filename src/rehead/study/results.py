@@ -37,7 +37,7 @@ def gather(
         by_variant.setdefault(job.variant, []).append(job)
     variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
     by_name = {variant["variant"]: variant for variant in variants}
-    unknown = {name: one["runs"][0].get("unknown_characters", []) for name, one in by_name.items()}
+    unknown = {name: variant["runs"][0].get("unknown_characters", []) for name, variant in by_name.items()}
     questions = []
     for question in preset.questions or _usual(preset, jobs):
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
