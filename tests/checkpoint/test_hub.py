@@ -117,7 +117,7 @@ SAID = {
     "org/model@abc123": "org/model@<40 hex digits>",
     f"org/model@{OTHER}": f"has no commit {OTHER}",
     f"org/gated@{COMMIT}": "is gated",
-    f"org/nobody@{COMMIT}": "is no model of",
+    f"org/nobody@{COMMIT}": "is not a model on",
     "org/nobody": "org/nobody@<40 hex digits>",
 }
 

@@ -34,7 +34,7 @@ def refused(folder, *words, kinds=(InvalidInput, IntegrityError)):
 
 SAID = {
     "C03 trailing bytes": "download it again",
-    "C06 a tensor twice": "a key stands twice",
+    "C06 a tensor twice": "a key appears twice",
     "C07 hole": "a hole or an overlap",
     "C09 F8_E4M3": "nothing quantised",
     "C20 total_size": "total_size=1",
@@ -96,7 +96,7 @@ def test_links_pipes_and_folders_are_no_weights(folder, tmp_path_factory):
     refused(folder, "link out of its folder")
     path.unlink()
     os.mkfifo(path)
-    refused(folder, "no regular file")
+    refused(folder, "not a regular file")
 
 
 def test_the_hugging_face_cache_is_read_through_its_links(folder, tmp_path):

@@ -231,7 +231,7 @@ DAMAGED = ["", "[]", "{}", '{"format": 1}', "null", "[" * 100_000]
 @pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:20])
 def test_what_is_no_certificate(text, tmp_path):
     (tmp_path / CERTIFICATE).write_text(text)
-    with pytest.raises(InvalidInput, match="is no certificate of a conversion"):
+    with pytest.raises(InvalidInput, match="is not a conversion certificate"):
         Certificate.read(tmp_path)
 
 

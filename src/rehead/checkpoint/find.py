@@ -19,7 +19,7 @@ STEP = re.compile(r"step-([0-9]+)")
 
 
 def path_of(path: str | Path) -> Path:
-    """A path as a caller gives it. Raises InvalidInput for what is none."""
+    """Return the path that a caller gives. Raises InvalidInput for anything but a text or a path."""
     if not isinstance(path, str | os.PathLike):
         raise InvalidInput(
             f"path is {path!r:.40} ({type(path).__name__}): expected a text or a pathlib.Path."
@@ -28,7 +28,7 @@ def path_of(path: str | Path) -> Path:
 
 
 def resolve(path: Path) -> Path:
-    """The model folder that `path` means. Raises InvalidInput where there is none."""
+    """Return the model folder that `path` means. Raises InvalidInput where there is none."""
     try:
         return _resolve(path)
     except ResourceError:
@@ -38,9 +38,9 @@ def resolve(path: Path) -> Path:
 
 
 def read_at(path: Path, read: Callable[[Path], T]) -> T:
-    """`read` of the model folder that `path` means.
+    """Return `read(folder)` for the model folder that `path` means.
 
-    Where that is the checkpoint of a run being trained, which has dropped it meanwhile, of the next.
+    If that is a checkpoint of a run in training and the run drops it meanwhile, the next one is read.
     """
     while True:
         folder = resolve(path)
@@ -71,13 +71,13 @@ def _resolve(path: Path) -> Path:
         raise InvalidInput(f"{path} is a file: expected a model folder or a run folder.")
     held = sorted(entry.name for entry in path.iterdir())[:8]
     raise InvalidInput(
-        f"{path} is no model folder (config.json, model.safetensors) and no run folder (checkpoints/): it holds "
+        f"{path} is neither a model folder (config.json, model.safetensors) nor a run folder (checkpoints/): it holds "
         f"{', '.join(held) or 'nothing'}."
     )
 
 
 def _refuse_pickled(path: Path) -> None:
-    """Say what a folder of minGPT's chargpt is: its config.json is of another kind, its weights are a pickle."""
+    """Refuse a work folder of minGPT's chargpt: its config.json is of another kind, its weights are a pickle."""
     pickle = path if path.name == PICKLE else path / PICKLE
     if pickle.is_file() and not any(pickle.parent.glob("*.safetensors")):
         raise InvalidInput(
@@ -88,19 +88,19 @@ def _refuse_pickled(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is a run folder, whose config.yaml names a text; in a model folder that file is anybody's."""
+    """Whether this is a run folder, whose config.yaml names a text. In a model folder that file may be anything."""
     return not (path / "config.json").is_file() and (path / "config.yaml").is_file()
 
 
 def steps(run: Path) -> list[tuple[int, Path]]:
-    """All published checkpoints of a run, oldest first, checked or not."""
+    """Return all published checkpoints of a run, oldest first, checked or not."""
     folders = (run / "checkpoints").glob("step-*")
     found = [(int(match[1]), folder) for folder in folders if (match := STEP.fullmatch(folder.name))]
     return sorted(found)
 
 
 def newest_step(run: Path) -> Path | None:
-    """The newest checkpoint of a run whose every byte is as recorded; warns about those it skips."""
+    """Return the newest checkpoint of a run whose every byte is as recorded; warn about those skipped."""
     listings = (steps(run) for _ in range(LISTINGS))
     for _, folder in reversed(next(filter(None, listings), [])):
         try:

@@ -1,7 +1,7 @@
 """Models of the Hugging Face Hub, at a commit that is named: `org/name@<40 hex digits>`.
 
-A branch moves, and what was measured would no longer be what is loaded. Files lie in the Hub's own cache;
-no pickle and no code is fetched.
+A branch can change after it was measured, so it is refused. Files are in the Hub's own cache; neither pickles nor
+code are fetched.
 """
 
 import re
@@ -13,9 +13,9 @@ from rehead.errors import InvalidInput, ReheadError, ResourceError
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED, LEFT = ["*.json", "*.safetensors", "*.md"], ["*/*"]
-"""Of a repository's own folder, none below it; a manifest lists the .md, which nobody reads."""
+"""Files of a repository's top folder. The .md files are fetched because a manifest lists them."""
 PATIENCE = 5.0
-"""Seconds, to ask about a model."""
+"""Seconds to wait for an answer about a model."""
 
 
 def pinned(path: str) -> bool:
@@ -25,7 +25,7 @@ def pinned(path: str) -> bool:
 
 
 def snapshot(path: Path) -> Path | None:
-    """The folder of the model that `path` names, fetched unless it is there; None where it names none.
+    """Return the folder of the model that `path` names, fetched if necessary; None for a path of another form.
 
     Raises InvalidInput for one that is not pinned, gated or not there, ResourceError without a network.
     """
@@ -59,7 +59,7 @@ def snapshot(path: Path) -> Path | None:
 
 
 def _newest(name: str, revision: str) -> str:
-    """Which commit a branch is at, as the end of a message; empty where nobody can tell."""
+    """Return which commit a branch is at, as the end of a message; empty if that is unknown."""
     try:
         from huggingface_hub import HfApi
 
@@ -79,7 +79,7 @@ def _reason(name: str, commit: str, error: Exception) -> ReheadError:
     if isinstance(error, errors.RevisionNotFoundError):
         return InvalidInput(f"{name} has no commit {commit}: look it up on its page, under Files.")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return InvalidInput(f"{name} is no model of Hugging Face, or a private one: `hf auth login`.")
+        return InvalidInput(f"{name} is not a model on Hugging Face, or is private: `hf auth login`.")
     reason = " ".join(str(error).split())
     return ResourceError(
         f"{name}@{commit} is not in the cache and cannot be fetched ({reason:.120}). Give a folder, or go online."

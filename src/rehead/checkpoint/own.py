@@ -1,6 +1,6 @@
 """rehead's own model folder: config.json, model.safetensors, generation_config.json, MANIFEST.json.
 
-A tokenizer.json lies beside them when the model was trained here.
+Models trained here also have a tokenizer.json.
 """
 
 import functools
@@ -37,7 +37,7 @@ def save(
     files: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a model folder; `files` are further texts to lay in it, such as tokenizer.json.
+    """Write a model folder; `files` are further texts to put in it, such as tokenizer.json.
 
     The folder appears whole or not at all. Raises InvalidInput if `path` exists, and for a name in
     `files` that leads out of the folder or is that of the model's own config, weights or manifest.
@@ -52,9 +52,9 @@ def save(
 def write(
     model: LanguageModel, folder: Path, files: Mapping[str, str], special: Mapping[str, Any] | None = None
 ) -> None:
-    """The files of a model folder, into a folder being published.
+    """Write the files of a model folder into a folder being published.
 
-    `special` are ids that generation_config.json keeps for whoever reads the folder next.
+    `special` are ids that generation_config.json keeps for other software.
     """
     tied = {name for name, _ in model.named_parameters()}  # a shared tensor has one name here
     write_weights(folder, {name: weight for name, weight in model.state_dict().items() if name in tied})
@@ -79,14 +79,14 @@ def _require_free(name: str) -> None:
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True) -> LanguageModel:
-    """The model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
+    """Return the model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.huggingface`; a path
-    that is nowhere and reads org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
-    Weights keep the dtype they were saved in, the widest of them where there are several. With
+    that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
+    Weights keep their dtype; if there are several, all get the widest. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
     time: slower, for models larger than the memory. Raises UsageError for a device that is not there,
-    InvalidInput for a folder that is no model and for weights that do not fit the config, IntegrityError
+    InvalidInput for a folder that is not a model and for weights that do not fit the config, IntegrityError
     for a damaged file.
     """
     chosen = choose_device(str(device))
@@ -111,7 +111,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config of a model folder, without its weights; or of its config.json itself."""
+    """Return the config of a model folder, or of its config.json itself, without reading weights."""
     if os.path.lexists(folder / MANIFEST):
         verify(folder, only="config.json")
     return _config(_table(folder), str(folder))
@@ -175,7 +175,7 @@ def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memo
 
 
 def _warn_of_damage(model: LanguageModel, folder: Path) -> None:
-    """Say which weights hold NaN or infinity; what uses them will refuse to go on."""
+    """Warn of weights that hold NaN or infinity; what uses them will refuse them."""
     ranges = ((name, torch.stack(materialise(weight).aminmax())) for name, weight in model.named_parameters())
     damaged = [name for name, range_ in ranges if not range_.isfinite().all()]
     if damaged:

@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]
 
 
 def projections(weights: Weights, *names: str) -> Weights:
-    """The weights and biases of these projections."""
+    """Return the weights and biases of these projections."""
     return {name: weight for name, weight in weights.items() if name.partition(".")[0] in names}
 
 
@@ -41,7 +41,7 @@ class CannotConvert(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """`exact`: the same function but for rounding, whatever the weights. `why` says the rule."""
+    """`exact`: the same function up to rounding, for all weights. `why` is the reason."""
 
     exact: bool
     why: str
@@ -49,7 +49,7 @@ class Promise:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What a text showed of one layer: second moments, summed in float64 over its tokens.
+    """Statistics of one layer over a text: second moments, summed in float64 over its tokens.
 
     `inputs` is E[x x^T] of x, what the keys and values are made from, with a constant 1 as its last
     number, which biases multiply. `pair` is that of `rehead.conversion.fit.pair`, of x without the constant
@@ -61,7 +61,7 @@ class Statistics:
     pair: tuple[Float64[Tensor, "D D"], Float64[Tensor, "N N"]] | None = None
 
     def weighing(self, needs: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
-        """The moments of inputs and outputs by which a method weighs an error; None where all count alike.
+        """Return the moments of inputs and outputs by which a method weighs an error; None for equal weights.
 
         Raises ConfigError where no text was given.
         """
@@ -81,8 +81,8 @@ class Statistics:
 class Converted:
     """New weights, and the error in what makes the keys and values, as a share of their energy.
 
-    `lost` weighs it as the method does, by what a text showed; `residual` counts all weights alike, so
-    that what no text shows is not taken for nothing.
+    `lost` weighs it as the method does, by the statistics of a text; `residual` counts all weights alike, so
+    directions that do not occur in the text count too.
     """
 
     weights: Weights
@@ -94,7 +94,7 @@ class Conversion(ABC, Generic[S, R]):
     """One step from configs S to configs R. Its docstring is its entry in docs/convert.md."""
 
     takes: ClassVar[type[AttentionConfig] | UnionType]
-    """S, for the search: `steps` is asked about no other."""
+    """S. The search calls `steps` with no other config."""
     source: ClassVar[str]
     target: ClassVar[str]
     costs: ClassVar[str]
@@ -106,29 +106,29 @@ class Conversion(ABC, Generic[S, R]):
 
     @abstractmethod
     def steps(self, source: S, target: AttentionConfig, d_model: int) -> Iterator[R]:
-        """What this conversion can make of `source` that may lie on the way to `target`."""
+        """Yield what this conversion can make of `source` that may lead to `target`."""
 
     @abstractmethod
     def promise(self, source: S, result: R, d_model: int) -> Promise:
-        """What holds for every model."""
+        """Return what holds for every model."""
 
     @abstractmethod
     def convert(
         self, weights: Weights, source: S, result: R, statistics: Statistics, method: str
     ) -> Converted:
-        """The weights of `result`. `method` is one of `methods`, or empty where there are none."""
+        """Return the weights of `result`. `method` is one of `methods`, or empty where there are none."""
 
     def serves(self, target: AttentionConfig) -> bool:
-        """Whether it can lie on a way to `target` at all."""
+        """Whether it can be a step towards `target` at all."""
         return True
 
     def refusal(self, source: S) -> str:
-        """Why it cannot start from `source`, empty if it can."""
+        """Return why it cannot start from `source`, empty if it can."""
         return ""
 
 
 def common(config: GroupedConfig | LatentConfig) -> dict[str, Any]:
-    """The fields that mean the same in every variant, for a config of another one."""
+    """Return the fields that mean the same in every variant, for a config of another one."""
     names = ("n_query_head", "v_head_dim", "qkv_bias", "o_bias")
     shared = ("d_context", "causal", "window", "rope", "attn_pdrop")
     return {name: getattr(config, name) for name in names + shared}
@@ -138,12 +138,12 @@ conversions: Registry[type[Conversion[Any, Any]]] = Registry("conversion")
 
 
 def summary(name: str) -> str:
-    """What a conversion does, in a sentence: the first of its docstring."""
+    """Return what a conversion does, in a sentence: the first of its docstring."""
     return (conversions[name].__doc__ or "").partition("\n\n")[0]
 
 
 def heads_of(config: AttentionConfig) -> GroupedConfig | LatentConfig:
-    """`config`, or what is the same function, as a config that conversions lead on from.
+    """Return `config`, or an equivalent config that conversions can start from.
 
     Raises ConfigError for a variant that no conversion knows.
     """
@@ -171,13 +171,13 @@ class Step:
 
     @property
     def conversion(self) -> Conversion[Any, Any]:
-        """What is registered under the name."""
+        """The conversion registered under the name."""
         return conversions[self.name]()
 
     def method(self, wanted: str | None, *, calibrated: bool) -> str:
-        """The method to use: `wanted` if this step knows it, else its first that has what it needs.
+        """Return the method to use: `wanted` if this step has it, else the first whose statistics are available.
 
-        Empty where there is nothing to approximate.
+        Returns an empty text for an exact step.
         """
         known = {} if self.promise.exact else self.conversion.methods
         if wanted in known:
@@ -185,12 +185,12 @@ class Step:
         return next((name for name, needs in known.items() if calibrated or not needs), "")
 
     def is_fitted(self, method: str) -> bool:
-        """Whether `method` would read a text here."""
+        """Whether `method` is fitted to a calibration text."""
         return method in self.conversion.fitted
 
 
 def methods() -> dict[str, list[str]]:
-    """Every method's name, and the conversions that know it."""
+    """Return every method's name, and the conversions that have it."""
     found: dict[str, list[str]] = {}
     for name in conversions:
         for method in conversions[name].methods:
@@ -199,7 +199,7 @@ def methods() -> dict[str, list[str]]:
 
 
 def require_method(name: str | None, steps: list[Step]) -> None:
-    """Refuse a method that no step on the way would use."""
+    """Refuse a method that none of the steps uses."""
     if name is None or any(name in step.conversion.methods for step in steps):
         return
     usable = list(dict.fromkeys(method for step in steps for method in step.conversion.methods))

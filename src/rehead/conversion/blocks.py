@@ -11,9 +11,9 @@ from rehead.model import LanguageModel
 
 CALIBRATION_TOKENS = 49_152
 TEST_TOKENS = 65_536
-"""At most, of all texts together; windows are spread evenly over each."""
+"""Tokens read of all texts together, at most; windows are spread evenly over each."""
 WINDOW = 1024
-"""Tokens a text is read in, where the model reads more and no length is given."""
+"""Tokens per window where no length is given and the model reads more."""
 BATCH_TOKENS, BATCH_LOGITS = 4096, 2**27
 RANDOM_BLOCKS = 4
 
@@ -21,7 +21,7 @@ RANDOM_BLOCKS = 4
 def blocks_of(
     model: LanguageModel, ids: Ids, limit: int = CALIBRATION_TOKENS, length: int | None = None
 ) -> list[Batch]:
-    """Blocks of `length`, by default as in `block_length`, at most `limit` tokens spread over a text."""
+    """Return blocks of `length`, by default as in `block_length`, at most `limit` tokens spread over a text."""
     require_vocabulary(ids, model.config.vocab_size)
     length = block_length(model.config, length)
     most = min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocab_size)
@@ -29,7 +29,7 @@ def blocks_of(
 
 
 def block_length(config: ModelConfig, length: int | None = None) -> int:
-    """Tokens read at once. Raises ConfigError for more than the model reads."""
+    """Return the tokens per block. Raises ConfigError for more than the model reads."""
     if length is None:
         return min(config.block_size, WINDOW)
     if not isinstance(length, Integral) or not 1 <= length <= config.block_size:
@@ -41,7 +41,7 @@ def block_length(config: ModelConfig, length: int | None = None) -> int:
 
 
 def random_blocks(config: GPTConfig, seed: int, length: int | None = None) -> list[Batch]:
-    """Tokens without meaning, for a model without a text."""
+    """Return blocks of random tokens, for a model without a text."""
     length = block_length(config, length)
     ids = np.random.default_rng(seed).integers(config.vocab_size, size=RANDOM_BLOCKS * length + 1)
     return list(evaluation_blocks(ids, length, 1 if length >= WINDOW else RANDOM_BLOCKS))

@@ -1,4 +1,4 @@
-"""What a conversion kept and what it cost, stated by the same code for all of them."""
+"""What a conversion kept and what it cost, computed by the same code for all of them."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ from rehead.model import LanguageModel, evaluating
 
 CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 LARGEST = 16 * 2**20
-"""Bytes of a certificate."""
+"""Bytes of a certificate, at most."""
 RANDOM = "random tokens"
 NOTHING = 1e-20
-"""A share of energy that is rounding and no loss."""
+"""A share of energy below this is rounding, not loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Text:
 
     @classmethod
     def of(cls, passage: Passage, limit: int) -> "Text":
-        """Of a text of which at most `limit` tokens are read, spread over it."""
+        """Describe a passage of which at most `limit` tokens are read, spread over it."""
         ids = passage.ids
         digest = hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
         return cls(name=passage.name, tokens=len(ids), sha256=digest, read=min(limit, len(ids)))
@@ -110,7 +110,7 @@ class Certificate:
 
     @classmethod
     def read(cls, folder: Path) -> "Certificate":
-        """The certificate in a converted model's folder. Raises InvalidInput where there is none."""
+        """Read the certificate in a converted model's folder. Raises InvalidInput where there is none."""
         path = folder / CERTIFICATE
         try:
             table = strict_json(path, LARGEST)
@@ -121,30 +121,30 @@ class Certificate:
             }
             return cls(**table | parts)
         except (ValueError, TypeError, KeyError) as error:  # InvalidInput is a ValueError
-            raise InvalidInput(f"{path} is no certificate of a conversion ({error}).") from error
+            raise InvalidInput(f"{path} is not a conversion certificate ({error}).") from error
 
     def to_json(self) -> str:
-        """The text of conversion.json."""
+        """Return the text of conversion.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecord:
-    """What was done to one layer."""
+    """The steps taken on one layer, with their methods and errors."""
 
     steps: Sequence[Step]
     methods: Sequence[str]
     converted: Sequence[Converted]
 
     def after(self, method: str, done: Converted) -> "LayerRecord":
-        """With one more step taken; its weights are not kept."""
+        """Return the record with one more step; its weights are not kept."""
         return replace(
             self, methods=[*self.methods, method], converted=[*self.converted, replace(done, weights={})]
         )
 
     @property
     def lost(self) -> float:
-        """The share of energy that is left out at the end of all steps."""
+        """Share of the energy that all steps together dropped."""
         total = 0.0
         for one in self.converted:
             total += min(one.lost, 1) * (1 - total)
@@ -152,12 +152,12 @@ class LayerRecord:
 
     @property
     def fitted(self) -> bool:
-        """Whether a method read a text, if there was one."""
+        """Whether a method of a step reads a calibration text."""
         return any(step.is_fitted(method) for step, method in zip(self.steps, self.methods, strict=True))
 
     @property
     def exact(self) -> bool:
-        """By promise, or because there was nothing to lose."""
+        """Whether every step promises exactness, or changed no weight beyond rounding."""
         pairs = zip(self.steps, self.converted, strict=True)
         return all(step.promise.exact or one.residual <= NOTHING for step, one in pairs)
 
@@ -174,7 +174,7 @@ def certify(
     length: int,
     seed: int,
 ) -> Certificate:
-    """The certificate of `result`; `blocks` are of the test text, or random."""
+    """Measure `result` on `blocks`, those of the test text or random ones, and return its certificate."""
     before, after = source.config, result.config
     assert isinstance(before, GPTConfig)
     assert isinstance(after, GPTConfig)
@@ -219,7 +219,7 @@ def certify(
 def _output_errors(
     source: LanguageModel, result: LanguageModel, blocks: Sequence[tuple[Tensor, Tensor]]
 ) -> list[float]:
-    """Relative RMS error of every layer's attention, both on the inputs it gets in the source."""
+    """Return the relative RMS error of every layer's attention, both on the inputs it gets in the source."""
     pairs = list(zip(attentions(source), attentions(result), strict=True))
     sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
     hooks = []

@@ -30,7 +30,7 @@ from rehead.model.base import require_model
 from rehead.stages import staged
 
 FEW = 2**22
-"""Numbers looked at together."""
+"""Numbers checked at once."""
 
 Layers = list[tuple[AttentionConfig, Weights]]
 
@@ -71,13 +71,13 @@ def convert(
 
 
 def require_seed(seed: int) -> None:
-    """Refuse what seeds no generator."""
+    """Refuse a seed that a generator does not take."""
     if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed!r:.40}. Use 0 up to {2**63 - 1}.")
 
 
 def require_heads(model: LanguageModel) -> GPTConfig:
-    """The config of a model with attention."""
+    """Return the config of a model with attention; ConfigError for any other."""
     if not isinstance(model.config, GPTConfig):
         raise ConfigError(
             f"a model of type {model.config.model_type} has no heads to convert: only a gpt does."
@@ -95,7 +95,7 @@ def _require_finite(model: LanguageModel) -> None:
 
 
 def _finite(weight: Tensor) -> bool:
-    """Whether all numbers are; looked at in parts, for what a comparison makes on its way."""
+    """Whether all numbers are finite; checked in parts, to bound the memory of the comparison."""
     return all(bool(part.isfinite().all()) for part in weight.flatten().split(FEW))
 
 
@@ -110,7 +110,7 @@ def _require_holds(weights: Weights, dtype: torch.dtype, where: str) -> None:
 
 
 class Converter:
-    """A model on its way to others. Its weights are looked over once, and what texts show of it gathered once."""
+    """Converts one model, any number of times. Its weights are checked once, and its statistics gathered once."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Converter:
         self._statistics: dict[bool, list[Statistics]] = {}
 
     def read(self, limit: int) -> list[Batch]:
-        """Equal shares of all calibration texts, at most `limit` tokens together."""
+        """Return equal shares of all calibration texts, at most `limit` tokens together."""
         share = limit // max(1, len(self.calibration))
         parts = [blocks_of(self.model, text.ids, share, self.length) for text in self.calibration]
         return [block for part in parts for block in part]
@@ -144,10 +144,10 @@ class Converter:
         held_out: bool = False,
         ranked: bool = False,
     ) -> tuple[LanguageModel, Certificate]:
-        """The model with `targets` for attentions, and its certificate: on `test`, or on random tokens.
+        """Return the model with `targets` for attentions, and its certificate: on `test`, or on random tokens.
 
-        `held_out` says that `test` is a part of a text of the calibration's, `ranked` that `targets` were chosen
-        on the calibration.
+        `held_out` says that `test` is a part of a calibration text, `ranked` that `targets` were chosen on the
+        calibration.
         """
         share = CALIBRATION_TOKENS // max(1, len(self.calibration))
         calibration = [Text.of(text, share) for text in self.calibration]
@@ -172,7 +172,7 @@ class Converter:
         )
 
     def follow(self, targets: Sequence[AttentionConfig]) -> tuple[LanguageModel, list[LayerRecord]]:
-        """The model with `targets` for attentions, sharing all other weights with the source.
+        """Return the model with `targets` for attentions, sharing all other weights with the source.
 
         All layers take their first step together, then their second, so that an approximation further
         on looks at the model as it then is.
@@ -207,7 +207,7 @@ class Converter:
         return with_layers(self.model, layers), records
 
     def _take(self, step: Step, weights: Weights, seen: Statistics, method: str) -> Converted:
-        """One step of one layer; its weights in memory, or in a file that goes away with the last of them."""
+        """Take one step on one layer. Its weights are in memory, or in a file that is deleted with the last of them."""
         weights = {name: materialise(weight) for name, weight in weights.items()}
         done = step.conversion.convert(weights, step.source, step.result, seen, method)
         if self.scratch is None:
@@ -232,7 +232,7 @@ class Converter:
 
 
 def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:
-    """`model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
+    """Return `model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
     layers = list(layers)
     assert isinstance(model.config, GPTConfig)
     other = skeleton(replace(model.config, attention=tuple(config for config, _ in layers)))

@@ -1,4 +1,4 @@
-"""A model folder into another one, with the certificate beside the weights."""
+"""A model folder converted into another, with the certificate beside the weights."""
 
 import tempfile
 import warnings
@@ -21,9 +21,9 @@ from rehead.tokenizer import open_model
 
 
 class FolderConverter:
-    """A model folder read once, to be converted several times: its texts, and what they show of it.
+    """Converts a model folder any number of times; the folder, its texts and their statistics are read once.
 
-    `scratch` is a folder that stays as long as this is used. Each `calibration` is a file, a folder, one
+    `scratch` is a folder that must exist as long as this is used. Each `calibration` is a file, a folder, one
     of the corpora `rehead.data` knows by name, or `self`, a text sampled from the model. Without texts, a
     run folder's own is used: its training part to fit to, its validation part to measure on.
     """
@@ -126,7 +126,7 @@ def convert_folder(
 
 
 def read_plannable(path: Path) -> ModelConfig:
-    """The config of a model or run folder, of a config.json, or of a YAML file of training options."""
+    """Return the config of a model or run folder, of a config.json, or of a YAML file of training options."""
     if path.suffix in (".yaml", ".yml"):
         options = flags.read([], (path,))
         return options.model.resolve(options.data.vocab_size or 256, options.data.block_size)
@@ -138,17 +138,17 @@ def read_plannable(path: Path) -> ModelConfig:
 
 
 def require_apart(source: Path, destination: Path) -> None:
-    """Refuse to write where the source is."""
+    """Refuse a destination that is the source, in it, or around it."""
     here, there = source.resolve(), destination.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise UsageError(
-            f"{destination} is {source}, or one lies in the other: the source is never touched. Choose another "
+            f"{destination} is {source}, or one is inside the other: the source is never touched. Choose another "
             "folder for the result."
         )
 
 
 def _require_measurable(target: Target, max_loss: float | None) -> None:
-    """Refuse a target that leaves no ranks to measure, or says twice how many."""
+    """Refuse a target that leaves no ranks to measure, or sets them twice."""
     if max_loss is not None:
         require_loss(max_loss)
     if target.to != "mla" or target.kv_rank is not None or (target.kv_fraction is None) == (max_loss is None):
@@ -160,7 +160,7 @@ def _require_measurable(target: Target, max_loss: float | None) -> None:
 def _layers(
     converter: Converter, target: Target, measured: bool, max_loss: float | None
 ) -> Sequence[AttentionConfig]:
-    """The attention of each layer: all alike, or each with a rank of its own."""
+    """Return the attention of each layer: all alike, or each with a rank of its own."""
     if not measured and max_loss is None:
         return [target.attention(layer, converter.config.n_embd) for layer in converter.config.attention]
     if not converter.calibration:
@@ -173,7 +173,7 @@ def _layers(
 
 
 def _tell_loss(most: float, before: float, after: float) -> None:
-    """Warn where the test text shows more than the calibration text did."""
+    """Warn if the loss on the test text rises more than on the calibration text."""
     if after - before > most:
         warnings.warn(
             f"--max-loss {most:g} holds on the calibration text; on the test text the loss rises by "

@@ -1,4 +1,4 @@
-"""CONVERSION.md: the certificate for people."""
+"""CONVERSION.md: the certificate in Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ PAGE = "CONVERSION.md"
 
 
 def page(certificate: Certificate) -> str:
-    """The certificate as Markdown."""
+    """Return the certificate as Markdown."""
     first = certificate.layers[0]
     kinds = {(layer.source, layer.result) for layer in certificate.layers}
     others = "" if len(kinds) == 1 else ", and others (below)"
@@ -41,7 +41,7 @@ def page(certificate: Certificate) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -53,7 +53,7 @@ class Variant:
 
     @property
     def attention(self) -> AttentionConfig | None:
-        """That of the first layer."""
+        """The attention of the first layer."""
         return self.config.attention[0] if isinstance(self.config, GPTConfig) else None
 
 
@@ -90,8 +90,9 @@ class Plan:
 
 
 def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dtype = torch.float32) -> Plan:
-    """Every variant of `config` at a context length; of a model without heads, or with heads that no conversion
-    knows, itself alone, with the reason.
+    """Return every variant of `config` at a context length.
+
+    A model without heads, or with an attention that no conversion takes, gets one row, and the reason as advice.
     """
     for name, size in (("context", context), ("batch", batch_size)):
         if size < 1:
@@ -138,7 +139,7 @@ def _name(config: ModelConfig) -> str:
 
 
 def _others(config: ModelConfig) -> Iterator[Variant]:
-    """What else the model could be."""
+    """Yield what else the model could be."""
     if not isinstance(config, GPTConfig):
         raise ConfigError(
             f"a model of type {config.model_type} has no heads to convert: its state is as large after any number of "
@@ -156,7 +157,7 @@ def _others(config: ModelConfig) -> Iterator[Variant]:
 
 
 def _candidates(config: GPTConfig) -> Iterator[Candidate]:
-    """Flags of `rehead convert`, and the export."""
+    """Yield the targets of `rehead convert`, and the export."""
 
     def candidate(**fields: object) -> Candidate:
         command = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
@@ -175,7 +176,7 @@ def _candidates(config: GPTConfig) -> Iterator[Candidate]:
 
 
 def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Variant:
-    """What becoming `result` would be. A conversion that does not shrink the cache is pointless."""
+    """Judge the conversion to `result`. One that does not shrink the cache is pointless."""
     before, after = (kv_bytes_per_token(config) for config in (source, result))
 
     def judged(verdict: Verdict, why: str, step: str = "") -> Variant:
@@ -212,7 +213,7 @@ def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Varian
 
 
 def _reasons(steps: list[Step], exact: bool) -> list[str]:
-    """Why the steps are exact; where some are not, of all up to the last of these."""
+    """Return why the steps are exact; if some are not, the reasons of all up to the last approximation."""
     last = max((place for place, step in enumerate(steps) if step.promise.exact == exact), default=-1)
     return [step.promise.why for step in steps[: last + 1]]
 
@@ -222,7 +223,7 @@ def _share(after: int, before: int) -> str:
 
 
 def _advice(rows: list[Row], variants: list[Variant]) -> str:
-    """The smallest cache that costs nothing; where there is none, a latent of the largest."""
+    """Recommend the smallest exact cache or, without one, the largest approximate latent."""
     exact = [row for row in rows if row.verdict == "exact"]
     lossy = [
         (row, isinstance(variant.attention, LatentConfig))
@@ -241,7 +242,7 @@ def _advice(rows: list[Row], variants: list[Variant]) -> str:
 
 
 def _notes(variants: list[Variant], context: int) -> Iterator[str]:
-    """What a reader of the rows has to know: their words, and how long a text the model was made for."""
+    """Yield what a reader of the rows needs: the meaning of their words, and the context the model was made for."""
     layers = [variant.attention for variant in variants]
     if any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in layers):
         yield REBUILDING
@@ -253,5 +254,5 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     if limit is not None and context > limit:
         yield (
             f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
-            "trained for so many."
+            "trained for that many."
         )

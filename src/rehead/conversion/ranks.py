@@ -1,4 +1,4 @@
-"""A rank per layer: small where little is lost, by measuring every layer at every rank."""
+"""A rank for each layer: small where little is lost, found by measuring every layer at every rank."""
 
 import math
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from rehead.measure.fidelity import Comparison, compare
 from rehead.stages import staged
 
 STEPS = 12
-"""Ranks tried per layer: so many even steps up to the one at which it is exact, and powers of two below."""
+"""Ranks tried per layer: this many even steps up to the exact rank, and powers of two below the first."""
 PROBE_TOKENS = 8_192
 
 
 def require_loss(max_loss: float) -> None:
-    """Refuse a loss to allow that is below 0 or not a finite number."""
+    """Refuse an allowed loss that is negative or not finite."""
     if not 0 <= max_loss < math.inf:
         raise ConfigError(f"max_loss={max_loss}: nats per token above the source's loss. Use 0 or more.")
 
 
 class Allocation:
-    """How much every layer of a model suffers at every rank, measured once.
+    """The damage of every layer of a model at every rank, measured once.
 
     A layer's damage is the KL to the source where that layer alone is converted, on the calibration texts.
     """
@@ -40,7 +40,7 @@ class Allocation:
             self.damages[index].append(self._measure(self._alone(index, latent)).kl)
 
     def within(self, kv_fraction: float) -> list[LatentConfig]:
-        """The ranks of least summed damage whose cache is at most this share of the source's."""
+        """Return the ranks of least summed damage whose cache is at most this share of the source's."""
         if not 0 < kv_fraction <= 1:
             raise ConfigError(
                 f"kv_fraction={kv_fraction}: a share of the source's cache. Use above 0 up to 1."
@@ -55,7 +55,7 @@ class Allocation:
         return found
 
     def at_loss(self, max_loss: float) -> list[LatentConfig]:
-        """The smallest cache whose measured loss is at most `max_loss` nats above the source's.
+        """Return the smallest cache whose measured loss is at most `max_loss` nats above the source's.
 
         Found by halving the budget; all layers are converted together to measure it.
         """

@@ -17,12 +17,12 @@ from rehead.model import LanguageModel
 from rehead.tokenizer import Tokenizer
 
 HELD_OUT = 0.1
-"""Of each calibration text, at its end, to measure on where no test text is given."""
+"""Share at the end of each calibration text that is measured on where no test text is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """What to fit to and what to measure on; either may be missing. `held_out`: the second is cut off the first."""
+    """Texts to fit to and to measure on; either may be missing. `held_out`: the second is cut from the first."""
 
     calibration: Sequence[Passage] = ()
     test: Passage | None = None
@@ -31,7 +31,7 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Makes ids of texts, for the model in the folder `source`, in windows of `length` tokens."""
+    """Encodes texts, for the model in the folder `source`, in windows of `length` tokens."""
 
     source: Path
     model: LanguageModel
@@ -41,7 +41,7 @@ class Reader:
     scratch: Path
 
     def texts(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
-        """Those that are named: files, folders, corpora, and `self`; a run's own text for what is left open."""
+        """Return the named texts: files, folders, corpora, and `self`. A run's own text replaces missing ones."""
         names = list(dict.fromkeys(map(str, calibration)))
         files = [name for name in names if name != SELF]
         if self.tokenizer is None and (files or test is not None):
@@ -83,7 +83,7 @@ class Reader:
             raise InvalidInput(f"the {job} text: {error}") from error
 
     def _held_back(self, path: str, text: Passage) -> tuple[Passage, Passage]:
-        """A calibration text without its last tenth, and that tenth."""
+        """Return a calibration text without its last tenth, and that tenth."""
         try:
             parts = split(text.ids, self.length, HELD_OUT)
         except InvalidInput as error:
@@ -95,7 +95,7 @@ class Reader:
         )
 
     def _own(self) -> Texts:
-        """The two parts of the text a run was trained on: the tokens it keeps, wherever the text is now."""
+        """Return both parts of the text a run was trained on, from the tokens it keeps."""
         if self.tokenizer is None or not is_run(self.source):
             return Texts()
         try:

@@ -1,4 +1,4 @@
-"""Conversions in a row: the way from one attention to another that loses least."""
+"""Search: the sequence of conversions from one attention to another that loses least."""
 
 import heapq
 from dataclasses import fields
@@ -10,16 +10,16 @@ from rehead.conversion.base import CannotConvert, Conversion, Step, conversions
 from rehead.conversion.steps.latent import full_rank, rank_on_the_way
 
 NARROWEST = -(10**18)
-"""Of the numbers per token, negated: that no approximation has been made yet."""
+"""Negated numbers per token while no approximation has been made."""
 KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
-"""What no conversion changes."""
+"""Fields that no conversion changes."""
 
 
 def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list[Step]:
-    """The steps from `source` to `target`: fewest approximations, then fewest steps.
+    """Return the steps from `source` to `target`: fewest approximations, then fewest steps.
 
-    Of ways alike in that, one that squeezes the cache least on its way. Raises CannotConvert where
-    there is none, saying what stands in between.
+    Between equals, the one whose smallest intermediate cache is largest. Raises CannotConvert, with the obstacle,
+    where there is none.
     """
     order = count()
     frontier: list[tuple[int, int, int, int, AttentionConfig, list[Step]]] = [
@@ -53,7 +53,7 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
 
 
 def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
-    """The conversions from configs like `source` that can lie on a way to `target`."""
+    """Return the conversions that take `source` and can be a step towards `target`."""
     found = [(name, conversions[name]()) for name in conversions]
     return [(name, one) for name, one in found if isinstance(source, one.takes) and one.serves(target)]
 
@@ -61,7 +61,7 @@ def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[st
 def _obstacles(
     source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
 ) -> list[tuple[str, str]]:
-    """Why there is no way, as far as the conversions can say: the one that refuses, if one does, and its reason."""
+    """Return why there is no path: pairs of the conversion that refuses, if one does, and its reason."""
     if not any(isinstance(source, conversions[name].takes) for name in conversions):
         return [("", "no conversion starts from it. Keep it as it is")]
     source = source.equivalent()
@@ -97,5 +97,5 @@ def _obstacles(
 
 
 def _change(config: AttentionConfig, name: str, there: dict[str, object]) -> str:
-    """That a field cannot become another."""
+    """Say that a field cannot take another value."""
     return f"{name}={getattr(config, name, None)!r:.120} cannot become {there[name]!r:.120}"

@@ -1,4 +1,4 @@
-"""What a user asks for, as the attention it means: `--to mla --kv-fraction 0.5` for one layer."""
+"""What a user asks for (`--to mla --kv-fraction 0.5`), and the attention it means for one layer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from rehead.registry import Registry, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the result shall be; what is left open stays as it is.
+    """The attention to convert to; what is None stays as it is.
 
-    `to` names it (`targets`), `n_kv_head` says how many KV heads, `kv_rank` or `kv_fraction` (of the
-    source's cache) how wide the latent is.
+    `to` is one of `targets`, `n_kv_head` the number of KV heads, `kv_rank` or `kv_fraction` (of the source's
+    cache) the width of the latent.
     """
 
     to: str | None = None
@@ -41,7 +41,7 @@ class Target:
             )
 
     def attention(self, source: AttentionConfig, d_model: int) -> AttentionConfig:
-        """The attention that takes the place of `source`. Raises ConfigError where there is none."""
+        """Return the attention that replaces `source`. Raises ConfigError for a target that makes no sense for it."""
         self._refuse_unread()
         made = source if self.to is None else targets[self.to](self, source, d_model)
         if self.head_map is not None:
@@ -64,7 +64,7 @@ class Target:
                 )
 
     def rank(self, source: GroupedConfig | LatentConfig, n_kv_head: int, d_model: int) -> int:
-        """Numbers of the latent: as many as an exact one needs, unless given."""
+        """Return the width of the latent: as wide as exactness needs, unless given."""
         full = full_rank(replace(source, n_kv_head=min(n_kv_head, source.n_kv_head)), d_model)
         if self.kv_rank is not None and self.kv_fraction is not None:
             raise ConfigError(
@@ -114,7 +114,7 @@ def _gqa(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
         if target.n_kv_head is None:  # and the source is none either
             raise ConfigError(f"--to gqa needs --n-kv-head: how many KV heads? Use one of {between}.")
         raise ConfigError(
-            f"n_kv_head={n_kv_head} is no gqa of {heads.n_query_head} query heads. Use one of {between}."
+            f"n_kv_head={n_kv_head} does not make a gqa of {heads.n_query_head} query heads. Use one of {between}."
         )
     return _grouped(source, n_kv_head)
 
@@ -138,7 +138,7 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
 
 @targets.add("reduced")
 def _reduced(target: Target, source: AttentionConfig, d_model: int) -> AttentionConfig:
-    """The latent of `mla`, multiplied out."""
+    """Return the reduced form of the latent of `mla`."""
     latent = _mla(target, source, d_model)
     assert isinstance(latent, LatentConfig)
     wide = common(latent) | {"v_head_dim": latent.kv_lora_rank, "rope": None}
@@ -155,7 +155,7 @@ def layers_of(
     to: str | AttentionConfig | Sequence[AttentionConfig] | GPTConfig,
     options: dict[str, Any],
 ) -> Sequence[AttentionConfig]:
-    """The attention of every layer that `rehead.convert` is asked for, by name or as configs."""
+    """Return the attention of every layer for the arguments of `rehead.convert`: a name or configs."""
     known = [field.name for field in fields(Target)]
     for name in options:
         if name not in known:

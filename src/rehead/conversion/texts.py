@@ -16,9 +16,9 @@ from rehead.model import LanguageModel, skeleton
 from rehead.stages import staged
 
 SELF = "self"
-"""In place of a text: one sampled from the model itself."""
+"""Given in place of a text: sample one from the model itself."""
 TOGETHER = 16_384
-"""Tokens sampled side by side."""
+"""Tokens sampled in one batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def passages(texts: Any, model: LanguageModel, tokens: int, length: int, seed: i
 
 
 def passage(ids: Any, model: LanguageModel) -> Passage:
-    """Ids given in Python. Raises UsageError or InvalidInput for what are none."""
+    """Return ids given in Python as a passage. Raises UsageError or InvalidInput for anything but token ids."""
     if isinstance(ids, str):
         raise UsageError(f"calibration={ids!r}: give token ids, or 'self' for text sampled from the model.")
     found = np.asarray(ids)
@@ -58,8 +58,10 @@ def passage(ids: Any, model: LanguageModel) -> Passage:
 
 
 def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passage:
-    """`tokens` of the model's own, at least a window of `length`: each starts with a random token, the rest
-    is drawn at temperature 1. The same seed gives the same text."""
+    """Sample `tokens` tokens from the model, at least one window of `length`.
+
+    Each window starts with a random token; the rest is drawn at temperature 1. The same seed gives the same text.
+    """
     count = max(1, tokens // length)
     starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
     seeds = np.random.SeedSequence(seed).generate_state(count, np.uint64).tolist()
@@ -78,7 +80,7 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
 
 
 def _in_memory(model: LanguageModel) -> LanguageModel:
-    """A model to decode with: every step reads all weights."""
+    """Return the model with its weights in memory: every decoded token reads all of them."""
     state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
     held = skeleton(model.config)
     held.load_state_dict(state, assign=True)

@@ -14,9 +14,9 @@ from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import Registry
 
 MAX_VOCAB = 4 << 20
-"""Tokens of any vocabulary."""
+"""Tokens of any vocabulary, at most."""
 UNITS = {"char": ("utf-32-le", "<u4"), "byte": ("utf-8", "u1")}
-"""Where a token is one unit of an encoding: the encoding, and the unit as a NumPy type."""
+"""Kinds whose tokens are units of an encoding: the encoding, and the unit as a NumPy type."""
 KINDS: Registry[Callable[[Iterable[str], int | None], hf.Tokenizer]] = Registry("tokenizer")
 
 
@@ -42,7 +42,7 @@ def _train_bpe(text: Iterable[str], vocab_size: int | None) -> hf.Tokenizer:
 
 
 def characters(letters: Sequence[str]) -> hf.Tokenizer:
-    """A token for each of these characters, its place in the list for an id."""
+    """Make one token of each of these characters; its id is its place in the list."""
     inner = hf.Tokenizer(models.WordLevel({char: i for i, char in enumerate(letters)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
@@ -50,7 +50,7 @@ def characters(letters: Sequence[str]) -> hf.Tokenizer:
 
 
 def single_bytes() -> hf.Tokenizer:
-    """A token for each byte, its value for an id, and no merges.
+    """Make one token of each byte, its value being its id, without merges.
 
     GPT-2 spells a byte as its Latin-1 character if that prints, else from U+0100 on.
     """
@@ -68,7 +68,7 @@ def _byte_level(model: models.BPE) -> hf.Tokenizer:
 
 
 def valid_text(text: str) -> str:
-    """The text itself. Raises InvalidInput for half of a surrogate pair."""
+    """Return the text. Raises InvalidInput for half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -16,7 +16,7 @@ from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """What a model folder holds. `special` has the ids that begin, end and fill a text, by their config keys."""
+    """The contents of a model folder. `special` are the ids that begin, end and pad a text, by their config keys."""
 
     folder: Path
     model: LanguageModel
@@ -24,7 +24,7 @@ class OpenedModel:
     special: dict[str, Any]
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises InvalidInput where the folder has none."""
+        """Return the tokenizer. Raises InvalidInput where the folder has none."""
         if self.tokenizer is None:
             raise missing(self.folder / FILE)
         return self.tokenizer
@@ -33,7 +33,7 @@ class OpenedModel:
 def open_model(
     path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True
 ) -> OpenedModel:
-    """The model at `path` with what belongs to it; for the arguments see `rehead.load`."""
+    """Return the model at `path` with its tokenizer and special ids; for the arguments see `rehead.load`."""
 
     def read(folder: Path) -> OpenedModel:
         model = load(folder, device=device, in_memory=in_memory)
@@ -44,7 +44,7 @@ def open_model(
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of whatever `rehead.load` takes, of a folder with a tokenizer.json, or of that file.
+    """Return the tokenizer of whatever `rehead.load` takes, of a folder with a tokenizer.json, or of that file.
 
     `encode(text)` gives ids (N,), `decode(ids)` the text. Raises InvalidInput where there is none.
     """

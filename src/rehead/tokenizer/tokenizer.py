@@ -52,11 +52,11 @@ class Tokenizer:
             self._table = np.arange(256)
 
     def encode(self, text: str, after: str = "", *, special_tokens: bool = False) -> Int64[np.ndarray, "N"]:
-        """The ids (N,) of `text`, or, where `after` is the text just before it, its ids as a continuation.
+        """Return the ids (N,) of `text`, or, where `after` is the text just before it, its ids as a continuation.
 
         With `special_tokens` the ids are those of `transformers`: special tokens spelled in the text are
         read as such, and those that the file puts around a text are added. Without, all is plain text.
-        InvalidInput when the vocabulary cannot say the text, or a character is half of a surrogate pair.
+        Raises InvalidInput when the vocabulary lacks a character, or a character is half of a surrogate pair.
         """
         if not isinstance(text, str):
             raise InvalidInput(f"text is {text!r:.40} ({type(text).__name__}): expected one text (str).")
@@ -78,7 +78,7 @@ class Tokenizer:
         return ids
 
     def _encoded(self, text: str, special_tokens: bool) -> Int64[np.ndarray, "N"]:
-        """The ids by the library."""
+        """Return the ids that the library gives."""
         way = "Leave out what its vocabulary lacks, or use another tokenizer"
         self._inner.encode_special_tokens = not special_tokens
         with _guard("the tokenizer cannot read this text", way):
@@ -86,10 +86,10 @@ class Tokenizer:
         return np.array(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of ids (N,); bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ids (N,); bytes that are not UTF-8 become U+FFFD.
 
-        An id without a token, as models with a padded vocabulary may draw, has no text: a warning says
-        so. InvalidInput on a negative id, and on what is none.
+        An id without a token, as models with a padded vocabulary may draw, has no text, which a
+        warning reports. Raises InvalidInput for a negative id, and for anything but whole numbers.
         """
         numbers = _numbers(ids)
         known = self._known(numbers)
@@ -97,18 +97,18 @@ class Tokenizer:
         return self._text(known)
 
     def token(self, id: int | None) -> str:
-        """How the vocabulary spells an id, such as `Ġthe`; nothing for one without a token."""
+        """Return how the vocabulary spells an id, such as `Ġthe`; nothing for one without a token."""
         return (None if id is None else self._inner.id_to_token(id)) or ""
 
     def pieces(self, ids: Iterable[SupportsInt]) -> list[str]:
-        """What each of ids (N,) says in the middle of a text; part of a character is U+FFFD."""
+        """Return the text of each of ids (N,) as in the middle of a text; part of a character is U+FFFD."""
         found = []
         for token in ids:  # twice, as some decoders treat a first token apart
             found.append(self._text(self._known([token, token]))[len(self._text(self._known([token]))) :])
         return found
 
     def stream(self, ids: Iterable[SupportsInt], after: Iterable[SupportsInt] = ()) -> Iterator[str]:
-        """The text of ids as they come: pieces of full code points that add up to `decode(ids)`.
+        """Yield the text of ids as they come: pieces of full code points that add up to `decode(ids)`.
 
         Where `ids` continue others, give these as `after`: some decoders treat a first token apart (which
         is why the last ids shown are kept). Held back: a character whose last byte is still to come, and
@@ -139,7 +139,7 @@ class Tokenizer:
             return self._inner.decode(ids, skip_special_tokens=False)
 
     def _known(self, ids: Iterable[SupportsInt]) -> list[int]:
-        """Those of ids that have a token."""
+        """Return those of ids that have a token."""
         numbers = _numbers(ids)
         if numbers and min(numbers) < 0:
             raise InvalidInput(
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """The id of the token that stands for what the vocabulary lacks, if there is one."""
+        """Id of the token for characters the vocabulary lacks, if there is one."""
         if isinstance(self._inner.model, models.Unigram):
             unknown = json.loads(self.to_json())["model"]["unk_id"]
             return None if unknown is None else int(unknown)
@@ -165,14 +165,14 @@ class Tokenizer:
         return None if token is None else self._inner.token_to_id(token)
 
     def to_json(self) -> str:
-        """The text of a `tokenizer.json`, for `from_json` and for `tokenizers.Tokenizer.from_file`."""
+        """Return the text of a `tokenizer.json`, for `from_json` and for `tokenizers.Tokenizer.from_file`."""
         return self._inner.to_str(pretty=True)
 
     @classmethod
     def from_json(cls, text: str, name: str = FILE) -> "Tokenizer":
-        """A tokenizer from the text of a `tokenizer.json`; `name` is the file's in errors.
+        """Return a tokenizer from the text of a `tokenizer.json`; `name` is the file's in errors.
 
-        InvalidInput when it is not one, or would cut the same text differently each time.
+        Raises InvalidInput when it is not one, or would cut the same text differently each time.
         """
         with _guard(f"{name} is not a usable {FILE}", AGAIN):
             inner = hf.Tokenizer.from_str(text)
@@ -197,7 +197,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """The tokenizer of a model folder, or of a `tokenizer.json` itself. InvalidInput when it is none.
+        """Read the tokenizer of a model folder, or a `tokenizer.json`. Raises InvalidInput when it is not one.
 
         In a model folder it may not have more tokens than the model.
         """
@@ -222,15 +222,15 @@ class Tokenizer:
 
 
 def missing(file: Path) -> InvalidInput:
-    """The error for a tokenizer.json that is not there."""
+    """Return the error for a tokenizer.json that does not exist."""
     return InvalidInput(f"no file {str(file)!r}: give a {FILE}, or a folder that has one.")
 
 
 def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -> Tokenizer:
-    """A tokenizer of one of `KINDS` from a text, whole or in chunks.
+    """Train a tokenizer of one of `KINDS` on a text, whole or in chunks.
 
-    `vocab_size` is for bpe alone: at most so many tokens, the 256 bytes included (a short text may not
-    have as many pairs to merge). ConfigError when it is missing there, or given for another kind.
+    `vocab_size` is for bpe alone: at most this many tokens, the 256 bytes included (a short text may not
+    have as many pairs to merge). Raises ConfigError when it is missing there, or given for another kind.
     """
     if vocab_size is not None and kind in UNITS:
         rule = f"data.vocab_size={vocab_size}: a {kind} vocabulary has the size it has"
@@ -244,13 +244,13 @@ def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
         if not isinstance(ids, str):
             return [int(i) for i in ids]
     except (TypeError, ValueError):
-        pass  # said below
+        pass  # raised below
     raise InvalidInput(f"ids are {ids!r:.40} ({type(ids).__name__}): expected whole numbers, (N,).")
 
 
 @contextmanager
 def _guard(problem: str, way: str) -> Iterator[None]:
-    """One line for what the library raises, a Rust panic included (which is not an Exception)."""
+    """Turn what the library raises into one line, Rust panics included, which are not Exceptions."""
     try:
         yield
     except BaseException as error:

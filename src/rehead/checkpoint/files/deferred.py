@@ -1,4 +1,4 @@
-"""Weights that are made when they are used and not kept, so that a model may be larger than the memory."""
+"""Weights that are read when they are used and not kept, so that a model may be larger than the memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_map_only
 
 
 class Deferred(Tensor):
-    """A tensor of known shape and dtype whose numbers are made anew for every operation that reads them.
+    """A tensor of known shape and dtype whose numbers are recomputed for every operation that reads them.
 
-    Modules take it as any other weight. Where gradients are computed, autograd keeps the numbers until then.
+    Modules take it like any other weight. Where gradients are computed, autograd keeps the numbers until then.
     """
 
     make: Callable[[], Tensor]
@@ -24,14 +24,14 @@ class Deferred(Tensor):
         return empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Deferred":
-        """The same recipe: nothing can change it."""
+        """Return the same tensor: it cannot change."""
         return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub says so of a disabled one
         cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any operation but a mere copy of the reference, on the numbers."""
+        """Run an operation on the numbers; `detach` stays deferred."""
         if operation is torch.ops.aten.detach.default:
             return cls(args[0].make, args[0].shape, args[0].dtype)
         args, kwargs = tree_map_only(cls, materialise, (args, kwargs or {}))
@@ -39,14 +39,14 @@ class Deferred(Tensor):
 
 
 def materialise(weight: Tensor) -> Tensor:
-    """A weight's numbers, in memory."""
+    """Return a weight's numbers, in memory."""
     return weight.make() if isinstance(weight, Deferred) else weight
 
 
 def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
-    """`change(*weights)`, deferred if one of them is: later, every time it is read.
+    """Return `change(*weights)`; if one of them is deferred, it is computed every time it is read.
 
-    `change` is also asked once about tensors without numbers, to learn the shape and dtype of what it makes.
+    `change` is also called once on meta tensors, for the shape and dtype of its result.
     """
     if not any(isinstance(weight, Deferred) for weight in weights):
         return change(*weights)

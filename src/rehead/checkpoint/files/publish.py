@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and that prove later that they are undamaged.
+"""Folders that appear whole or not at all, and can be checked for damage later.
 
 Everything is written beside the final name, flushed to disk and hashed; one rename publishes it.
 """
@@ -23,21 +23,21 @@ from rehead.errors import IntegrityError, InvalidInput, ResourceError
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 READ = (".json", ".safetensors")
-"""Files that mean something to rehead, so that one of unknown origin is refused; a README is not."""
+"""Files that rehead reads, so one that is not recorded is refused; a README is not refused."""
 ASIDE = ".tmp-"
 LARGEST = 4 * 2**20
-"""Bytes of a manifest."""
+"""Bytes of a manifest, at most."""
 AGAIN = "Copy the folder again from where it is whole, or make it again."
 OS_ERROR = re.compile(r"os error (\d+)")
-"""How safetensors tells that the system refused, a full disk for one."""
+"""How safetensors reports an error of the system, such as a full disk."""
 
 
 @contextmanager
 def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to write into; at the end of the block it becomes `folder`, in one step.
+    """Yield a folder to write into; at the end of the block it becomes `folder`, in one step.
 
     A failure inside leaves `folder` as it was and nothing beside it. Raises InvalidInput where
-    something stands at `folder` (with `overwrite`, unless it is a published folder), ResourceError
+    `folder` exists (with `overwrite`, unless it is a published folder), ResourceError
     where the disk is full or read-only.
     """
     new: list[Path] = []
@@ -70,7 +70,7 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _remove(aside: Path, parents: list[Path]) -> None:
-    """What was made for nothing, as far as nobody else uses it."""
+    """Remove the folder written to, and new parent folders that are empty."""
     shutil.rmtree(aside, ignore_errors=True)
     with suppress(OSError):
         for place in parents:
@@ -78,7 +78,7 @@ def _remove(aside: Path, parents: list[Path]) -> None:
 
 
 def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
-    """The manifest of a published folder, after checking every file it lists, or `only` one of them.
+    """Return the manifest of a published folder, after checking every file it lists, or `only` one of them.
 
     Raises IntegrityError naming the file that is missing, cut short or changed.
     """
@@ -135,7 +135,7 @@ def sha256(path: Path) -> str:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what interrupted writers left in `parent`; only for its one writer to call."""
+    """Remove what interrupted writers left in `parent`. Only its one writer may call this."""
     for aside in parent.glob(f"{ASIDE}*"):
         shutil.rmtree(aside, ignore_errors=True)
 

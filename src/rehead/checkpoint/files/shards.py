@@ -24,7 +24,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 OTHERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""Of buffers, which are not read; the rest is quantised."""
+"""Dtypes of buffers, which are not read; any other dtype is quantised."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LARGEST_HEADER = 16 * 2**20
 MOST_TENSORS = 100_000
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes from there on."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -72,12 +72,12 @@ class Shards:
             raise InvalidInput(f"{folder}: {error.strerror}: expected the model's weights there.") from error
 
     def deferred(self, name: str) -> Deferred:
-        """One tensor that stays in its file until it is used."""
+        """Return one tensor that stays in its file until it is used."""
         entry = self._readable(name)
         return Deferred(lambda: self.read(name), entry.shape, entry.dtype)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own."""
+        """Return one tensor, in memory of its own."""
         entry = self._readable(name)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         rest = bytes_of(tensor)
@@ -124,7 +124,7 @@ class Shards:
         for name, file in places.items():
             if not isinstance(file, str) or not SHARD.fullmatch(file):
                 raise InvalidInput(
-                    f"{index}: {name!r:.100} lies in {file!r:.100}: expected a file of this folder."
+                    f"{index}: {name!r:.100} is in {file!r:.100}: expected a file of this folder."
                 )
         for file in sorted(set(places.values())):
             path = index.parent / file
@@ -148,13 +148,13 @@ class Shards:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     array: Any = tensor.flatten().view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
-    """Names, types and shapes of a file's tensors. Raises before any of them is read."""
+    """Yield names, types and shapes of a file's tensors. Raises before any of them is read."""
     require_regular(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -165,7 +165,7 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
         length = int.from_bytes(begin, "little")
         if size < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
             raise IntegrityError(
-                f"{path} is no safetensors file or cut short: {size:,} bytes with a header of {length:,}."
+                f"{path} is not a safetensors file, or is cut short: {size:,} bytes with a header of {length:,}."
             )
         file.seek(8)
         try:
@@ -185,7 +185,7 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
 
 
 def strict_json(path: Path, largest: int) -> Any:
-    """A JSON file in which no key stands twice, of at most `largest` bytes."""
+    """Read a JSON file of at most `largest` bytes. Raises InvalidInput for a key that appears twice."""
     require_regular(path)
     try:
         if path.stat().st_size > largest:
@@ -199,7 +199,7 @@ def strict_json(path: Path, largest: int) -> Any:
 
 
 def require_regular(path: Path) -> None:
-    """Refuse what would block or never end (a pipe, a device), and a link out of the folder.
+    """Refuse a file that would block or never end (a pipe, a device), and a link out of the folder.
 
     The Hugging Face cache keeps files under blobs/ and links to them from snapshots/; these are its own.
     """
@@ -208,7 +208,7 @@ def require_regular(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path}: {getattr(error, 'strerror', error)}: expected a file.") from error
     if not stat.S_ISREG(mode):
-        raise InvalidInput(f"{path} is no regular file: put the file itself there.")
+        raise InvalidInput(f"{path} is not a regular file: put the file itself there.")
     if path.is_symlink():
         real, parent = path.resolve(), path.parent.resolve()
         cached = real.parent.name == "blobs" and parent.parent.name == "snapshots"
@@ -248,7 +248,7 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
 
 
 def _require_gapless(path: Path, found: dict[str, Entry], begin: int, size: int) -> None:
-    """Tensors one after another, from the header to the end of the file."""
+    """Refuse holes, overlaps, and bytes after the last tensor."""
     end = begin
     for name, entry in sorted(found.items(), key=lambda item: (item[1].offset, item[1].n_bytes)):
         if entry.offset != end:
@@ -266,9 +266,9 @@ def _require_gapless(path: Path, found: dict[str, Entry], begin: int, size: int)
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key appears twice")
     return table
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")

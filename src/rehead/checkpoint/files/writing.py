@@ -10,14 +10,14 @@ from rehead.checkpoint.files.deferred import materialise
 from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, bytes_of
 
 MOST_BYTES = 5 * 10**9
-"""Of one file; a larger model gets several, and an index."""
+"""Bytes of one file; a larger model gets several, and an index."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], most_bytes: int = MOST_BYTES) -> None:
     """Write `weights` as model.safetensors, or as several files and the index of them.
 
-    The files are those of safetensors' own `save_file`. Deferred weights are made as they are written.
+    The files are those of safetensors' own `save_file`. Deferred weights are read as they are written.
     """
     shards = _split(weights, most_bytes)
     if len(shards) == 1:
@@ -33,7 +33,7 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], most_bytes: int =
 
 
 def write_file(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """One safetensors file: widest dtype first, so that every tensor is aligned, then by name."""
+    """Write one safetensors file: widest dtype first, so that every tensor is aligned, then by name."""
     names = sorted(weights, key=lambda name: (-weights[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -61,7 +61,7 @@ def _bytes(name: str, weight: Tensor) -> memoryview:
 
 
 def _split(weights: Mapping[str, Tensor], most_bytes: int) -> list[dict[str, Tensor]]:
-    """In the given order, a new file whenever one is full."""
+    """Split weights into files, in the given order; a new file starts when one is full."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""A GGUF file: what it says about itself, and its tensors in float32, one at a time.
+"""A GGUF file: its metadata, and its tensors in float32, one at a time.
 
 The header is read here and not by the package `gguf`, whose reader trusts every count and offset; it dequantises.
 Written after ggml's `docs/gguf.md`, versions 2 and 3, little-endian.
@@ -26,7 +26,7 @@ LARGEST_HEADER = 64 * 2**20
 MOST_KEYS, MOST_ITEMS, MOST_AXES = 4096, 4 * 2**20, 4
 KEY = re.compile(r"[!-~]{1,256}")
 PIECE = 2**20
-"""Numbers dequantised at once, about."""
+"""Numbers dequantised at once, approximately."""
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 """Types of values, as struct has them; 7 is a bool."""
@@ -51,8 +51,8 @@ class Entry:
 class File:
     """An open GGUF file: `facts`, its metadata, and `entries`, its tensors.
 
-    Raises IntegrityError for a file that is damaged or cut short, InvalidInput for what is none and for types
-    that cannot be dequantised, UsageError without the package `gguf`.
+    Raises IntegrityError for a file that is damaged or cut short, InvalidInput for one that is not GGUF and for
+    types that cannot be dequantised, UsageError without the package `gguf`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ class File:
             raise InvalidInput(f"{path}: {error.strerror}: expected a GGUF file.") from error
 
     def deferred(self, name: str) -> Deferred:
-        """One tensor in float32, which stays in the file until it is used."""
+        """Return one tensor in float32, which stays in the file until it is used."""
         return Deferred(lambda: self.read(name), self.entries[name].shape, torch.float32)
 
     def read(self, name: str) -> Tensor:
@@ -101,7 +101,7 @@ class _Header:
         self.path = path
 
     def read(self) -> tuple[dict[str, Any], dict[str, Entry]]:
-        """Metadata and tensors."""
+        """Read the metadata and the entries of the tensors."""
         with self.path.open("rb") as self.file:
             self.size = os.fstat(self.file.fileno()).st_size
             self._begin()
@@ -198,7 +198,7 @@ class _Header:
     def _name(self, what: str, rule: re.Pattern[str], taken: dict[str, Any]) -> str:
         name = self._text(f"the name of a {what}")
         if not rule.fullmatch(name):
-            self._refuse(f"{name!r:.100} is no name of a {what}")
+            self._refuse(f"{name!r:.100} is not a name for a {what}")
         if name in taken:
             self._refuse(f"the {what} {name} is there twice")
         return name

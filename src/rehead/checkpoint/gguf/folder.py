@@ -19,7 +19,7 @@ from rehead.model import skeleton
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What a folder was made of."""
+    """What was imported."""
 
     architecture: str
     """The stock class, such as LlamaForCausalLM."""
@@ -36,7 +36,7 @@ def import_file(path: Path, folder: Path, dtype: torch.dtype = torch.float32) ->
 
     Quantised weights become the numbers they stand for, which float32 holds as the package `gguf` computes
     them; another `dtype` rounds them. The folder appears whole or not at all. Raises InvalidInput or
-    IntegrityError for what is not read, by name.
+    IntegrityError naming what cannot be read.
     """
     file = File(path)
     table, config = read_config(file)
@@ -60,7 +60,7 @@ def import_file(path: Path, folder: Path, dtype: torch.dtype = torch.float32) ->
 
 
 def _rounded(numbers: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
-    """In `dtype`, refusing what it cannot hold."""
+    """Return the numbers in `dtype`. Raises InvalidInput for those beyond its range."""
     rounded = numbers.to(dtype)
     if not numbers.is_meta and not rounded.isfinite().all():
         raise InvalidInput(f"{where} has numbers beyond {str(dtype)[6:]}: use bf16 or fp32.")

@@ -40,7 +40,7 @@ SILENT = ("general.", "tokenizer.", "quantize.", "split.")
 
 
 def named(theirs: str) -> str:
-    """A weight's name in the file, from its name in a stock class."""
+    """Return a weight's name in the file, from its name in a stock class."""
     if theirs in OUTSIDE:
         return OUTSIDE[theirs]
     _, _, layer, rest = theirs.split(".", 3)
@@ -49,7 +49,7 @@ def named(theirs: str) -> str:
 
 
 def read_config(file: File) -> tuple[Table, GPTConfig]:
-    """The config.json that a file's metadata describes, and what rehead reads in it.
+    """Return the config.json that a file's metadata describes, and the config rehead reads from it.
 
     Raises InvalidInput for an architecture, a key or a value that rehead does not know.
     """
@@ -80,7 +80,7 @@ class _Own(Fields):
         self.arch = arch
 
     def take(self, name: str, kind: type, default: Any = ...) -> Any:
-        """As of Fields."""
+        """See `Fields.take`."""
         return super().take(f"{self.arch}.{name}", kind, default)
 
 
@@ -131,7 +131,7 @@ def _table(file: File, fields: _Own) -> Table:
 
 
 def _scaling(file: File, fields: _Own, theta: float, head_dim: int) -> Table:
-    """As transformers says it: none, linear, or what Llama 3.1's file holds as a tensor."""
+    """Return the scaling in transformers' words: none, linear, or what Llama 3.1's file holds as a tensor."""
     kind = fields.take("rope.scaling.type", str, "linear")
     factor = fields.take("rope.scaling.factor", float, 0.0) or 1.0
     fields.take("rope.scaling.finetuned", bool, False)
@@ -154,9 +154,9 @@ def _scaling(file: File, fields: _Own, theta: float, head_dim: int) -> Table:
 
 
 def read_weights(file: File, config: GPTConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """All weights under our names, deferred, in float32.
+    """Return all weights under our names, deferred, in float32.
 
-    `shapes` are those of our model. Every tensor of the file has its place, or InvalidInput says which not.
+    `shapes` are those of our model. Raises InvalidInput naming a tensor of the file that has no place in it.
     """
     family = families[file.facts["general.architecture"]]
     wanted = {named(weight.theirs): weight.ours[0] for weight in family.weights(config)}

@@ -99,7 +99,7 @@ class Vocabulary:
                 raise self._wrong(f"{key}={token}: the vocabulary ends at {vocab_size - 1}")
 
     def special_ids(self) -> Table:
-        """As config.json has them."""
+        """Return the special ids by their keys in config.json."""
         names = {"padding_token_id": "pad_token_id"}
         return {
             names.get(key, key): token
@@ -126,7 +126,7 @@ class Vocabulary:
         return texts | ({"chat_template.jinja": template} if isinstance(template, str) else {})
 
     def _json(self) -> str:
-        """As the library `tokenizers` writes it, whose panics are no Exceptions."""
+        """Return the tokenizer as the library `tokenizers` writes it. Its panics are not Exceptions."""
         try:
             return self._tokenizer().to_str(pretty=True)
         except (ReheadError, MemoryError, KeyboardInterrupt, SystemExit):
@@ -153,7 +153,7 @@ class Vocabulary:
         return inner
 
     def _add_ends(self, inner: hf.Tokenizer) -> None:
-        """The tokens that begin and end every text, where the file says that they are added."""
+        """Add the tokens that begin and end every text, if the file asks for them."""
         ends = {
             "bos_token_id": self._take("add_bos_token", bool, self.cut == "llama-bpe"),
             "eos_token_id": self._take("add_eos_token", bool, False),

@@ -1,4 +1,4 @@
-"""The contract of a family of stock models: config both ways, and whose weight is whose."""
+"""The contract of a family of stock models: configs in both directions, and the names of weights."""
 
 import math
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ UNREAD = frozenset(UNREAD_KEYS.split())
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of theirs: ours one below the other (`ours`), stored transposed or not."""
+    """One tensor of theirs, which holds `ours` stacked along the first axis, possibly transposed."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -47,28 +47,28 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, fields: "Fields") -> GPTConfig:
-        """The config that a config.json describes."""
+        """Return the config that a config.json describes."""
 
     @abstractmethod
     def write(self, config: GPTConfig) -> Table:
-        """The config.json of a model. Raises ConfigError for what this family cannot say."""
+        """Return the config.json of a model. Raises ConfigError for what this family cannot represent."""
 
     @abstractmethod
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
-        """All tensors of a model."""
+        """Yield all tensors of a model."""
 
     def canonical_name(self, name: str) -> str | None:
-        """A tensor's name as `weights` has it; None for one that is computed and not learned."""
+        """Return a tensor's name as `weights` has it; None for one that is computed and not learned."""
         return name
 
 
 families: Registry[Family] = Registry("model family")
 QUANTISED = (".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_scale_inv", ".absmax", ".SCB")
-"""Ends of names that GPTQ, AWQ, fp8 and bitsandbytes give to what stands beside quantised weights."""
+"""Suffixes that GPTQ, AWQ, fp8 and bitsandbytes give to tensors beside quantised weights."""
 
 
 def require_plain(names: Iterable[str], where: str) -> None:
-    """Refuse quantised weights, by the names of what belongs to them."""
+    """Refuse quantised weights, which are known by the names beside them."""
     found = sorted(name for name in names if name.endswith(QUANTISED))
     if found:
         raise InvalidInput(
@@ -78,13 +78,13 @@ def require_plain(names: Iterable[str], where: str) -> None:
 
 
 class Fields:
-    """A config.json, read key by key; what nobody has read in the end is refused."""
+    """A config.json, read key by key; keys that were not read are refused."""
 
     def __init__(self, table: Table, where: str) -> None:
         self._left, self.where = dict(table), where
 
     def take(self, name: str, kind: type, default: Any = ...) -> Any:
-        """A value of exactly this kind; the default where it is missing or null."""
+        """Return a value of exactly this kind; the default where it is missing or null."""
         value = self._left.pop(name, None)
         if value is None:
             if default is ...:
@@ -97,11 +97,11 @@ class Fields:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether the key is there, null or not: missing, transformers takes its own default."""
+        """Whether the key is there, null or not. For a missing one transformers takes its own default."""
         return name in self._left
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Refuse another value than these; missing is as good as the first."""
+        """Refuse any value but these; a missing key counts as the first."""
         value = self._left.pop(name, None)
         if value is not None and value not in allowed:
             raise InvalidInput(
@@ -109,9 +109,9 @@ class Fields:
             )
 
     def rope(self, length: int) -> RopeConfig:
-        """Rotary embedding of a model of `length` positions, in the words of transformers 5 or before.
+        """Read the rotary embedding of a model of `length` positions, in the keys of transformers 5 or before.
 
-        `rope_parameters` of now, `rope_theta` and `rope_scaling` of before, or all of them where they agree.
+        These are `rope_parameters`, `rope_theta` and `rope_scaling`, or all of them where they agree.
         """
         table = _renamed(self.take("rope_parameters", dict, {}))
         old = _renamed(self.take("rope_scaling", dict, {}))
@@ -155,7 +155,7 @@ class Fields:
 
 
 def _renamed(table: Table) -> Table:
-    """With the key `rope_type`, which was `type` at first."""
+    """Return the table with `rope_type` for its former name, `type`."""
     table = dict(table)
     if "type" in table:
         table.setdefault("rope_type", table.pop("type"))
@@ -164,7 +164,7 @@ def _renamed(table: Table) -> Table:
 
 
 def _one_list(table: Table, length: int, where: str) -> Table:
-    """Longrope's lists for short and for long texts as one, and its magnitude as transformers has it."""
+    """Merge longrope's lists for short and long texts, and compute its magnitude as transformers does."""
     short, long = table.get("short_factor"), table.get("long_factor")
     reach, stretch = table["original_max_position_embeddings"], table.get("factor")
     known = {"short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"}
@@ -186,7 +186,7 @@ def _one_list(table: Table, length: int, where: str) -> Table:
 
 
 def write_rope(rope: RopeConfig | None, length: int) -> Table:
-    """Rotary embedding of a model of `length` positions, as transformers 5 reads it and as those before did.
+    """Return the keys of a rotary embedding over `length` positions, for transformers 5 and for earlier releases.
 
     Earlier releases, and other engines, read `rope_theta` and `rope_scaling` and would take 10000 where
     they are missing.
@@ -211,7 +211,7 @@ def write_rope(rope: RopeConfig | None, length: int) -> Table:
 
 
 def refuse(fields: dict[str, bool], architecture: str) -> None:
-    """Raise ConfigError naming the fields that are true: those the class cannot say."""
+    """Raise ConfigError naming the fields that are true: those the class cannot represent."""
     found = [name for name, bad in fields.items() if bad]
     way = "Choose another --format, or change the attention with `rehead convert`."
     if any(name.startswith(("norm", "mlp", "learned_positions", "scales")) for name in found):

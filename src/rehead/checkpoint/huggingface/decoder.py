@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head where config.json does not give it."""
+        """Width of a head where config.json does not give it."""
         return self.width // self.n_query_head if self.n_query_head > 0 else 0
 
 
@@ -36,12 +36,12 @@ class Decoder(Family, Generic[A]):
 
     attention: type[A]
     attention_words: ClassVar[str]
-    """The attention in a refusal."""
+    """The name of the attention in a refusal."""
     tied: ClassVar[bool] = False
     norm_eps: ClassVar[float] = 1e-6
 
     def read(self, fields: Fields) -> GPTConfig:
-        """The config that a config.json describes."""
+        """Return the config that a config.json describes."""
         fields.expect("hidden_act", "silu")
         sizes = Sizes(
             width=fields.take("hidden_size", int),
@@ -73,14 +73,14 @@ class Decoder(Family, Generic[A]):
 
     @abstractmethod
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[A]:
-        """The attention of every layer. `shared` are fields of it that all classes read alike."""
+        """Return the attention of every layer. `shared` are fields of it that all classes read alike."""
 
     @abstractmethod
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """The other fields of GPTConfig: `mlp_bias`, and what only this family has."""
+        """Return the other fields of GPTConfig: `mlp_bias`, and what only this family has."""
 
     def write(self, config: GPTConfig) -> Table:
-        """The config.json of a model. `rms_norm_eps` is that of the residual stream."""
+        """Return the config.json of a model. `rms_norm_eps` is that of the residual stream."""
         first = config.attention[0]
         refused = {
             self.attention_words: not all(isinstance(layer, self.attention) for layer in config.attention),
@@ -112,18 +112,18 @@ class Decoder(Family, Generic[A]):
 
     @abstractmethod
     def unsupported(self, config: GPTConfig, first: A) -> dict[str, bool]:
-        """Which parts of a model config.json has no field for, by what they are called in a refusal."""
+        """Return what this class cannot represent: True for what the model has of it, by its name in a refusal."""
 
     @abstractmethod
     def attention_json(self, first: A) -> Table:
-        """The sizes of the attention."""
+        """Return the sizes of the attention."""
 
     @abstractmethod
     def extra_json(self, config: GPTConfig, first: A) -> Table:
-        """The keys that only this family has."""
+        """Return the keys that only this family has."""
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
-        """Names are ours with `model.` before them, the head's aside."""
+        """Yield all tensors; names are ours after `model.`, except the head."""
         yield Weight(theirs="model.embed_tokens.weight", ours=("embed_tokens.weight",))
         yield Weight(theirs="model.norm.weight", ours=("norm.weight",))
         if not config.tie_embeddings:
@@ -138,4 +138,4 @@ class Decoder(Family, Generic[A]):
 
     @abstractmethod
     def attention_weights(self, layer: A) -> list[str]:
-        """The weights and biases of one attention."""
+        """Return the names of the weights and biases of one attention."""

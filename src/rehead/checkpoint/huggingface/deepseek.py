@@ -9,26 +9,26 @@ from rehead.config import GPTConfig
 
 
 class DeepseekV3(LatentLike):
-    """Every engine's MLA."""
+    """The class whose MLA kernels every engine has."""
 
     architecture = "DeepseekV3ForCausalLM"
     deepseek_kernels = True
 
     def layout(self, fields: Fields) -> Layout:
-        """The layout that config.json names."""
+        """Return the layout that config.json names."""
         return interleaved_or_not(fields)
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """Refuses experts."""
+        """Return no further field; refuse experts."""
         require_dense(fields, sizes.n_layer, 3)
         return super().extra_config(fields, sizes)
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """Scales too."""
+        """Name what this class cannot represent: scales too."""
         return super().unsupported(config, first) | {"scales": config.scaled}
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """The layout, and experts that no layer has."""
+        """Return the layout, and experts that no layer has."""
         return super().extra_json(config, first) | {
             "rope_interleave": has_layout(first, "interleaved"),
             "first_k_dense_replace": config.n_layer,

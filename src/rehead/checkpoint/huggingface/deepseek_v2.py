@@ -15,16 +15,16 @@ class DeepseekV2(LatentLike):
     deepseek_kernels = True
 
     def layout(self, fields: Fields) -> Layout:
-        """Interleaved, always."""
+        """Return interleaved, the one layout it has."""
         return "interleaved"
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """Refuses experts."""
+        """Return no further field; refuse experts."""
         require_dense(fields, sizes.n_layer, 0)
         return super().extra_config(fields, sizes)
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """The other layout, some widths, and scales too."""
+        """Name what this class cannot represent: the other layout, some widths, and scales too."""
         return super().unsupported(config, first) | {
             "rope_layout=half-split": not has_layout(first, "interleaved"),
             "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
@@ -32,7 +32,7 @@ class DeepseekV2(LatentLike):
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Experts that no layer has."""
+        """Return experts that no layer has."""
         return super().extra_json(config, first) | {
             "first_k_dense_replace": config.n_layer,
             "n_routed_experts": 8,

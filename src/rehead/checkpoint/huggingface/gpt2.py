@@ -21,7 +21,7 @@ class GPT2(Family):
     architecture = "GPT2LMHeadModel"
 
     def read(self, fields: Fields) -> GPTConfig:
-        """The config that a config.json describes."""
+        """Return the config that a config.json describes."""
         width, heads, n_layer = (fields.take(name, int) for name in ("n_embd", "n_head", "n_layer"))
         fields.expect("activation_function", "gelu_new", "gelu_pytorch_tanh")
         fields.expect("scale_attn_weights", True)
@@ -53,7 +53,7 @@ class GPT2(Family):
         return config
 
     def write(self, config: GPTConfig) -> Table:
-        """The config.json of a model."""
+        """Return the config.json of a model."""
         first = config.attention[0]
         like = GroupedConfig(
             n_query_head=first.n_query_head if isinstance(first, GroupedConfig) else 1,
@@ -91,7 +91,7 @@ class GPT2(Family):
         }
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
-        """Linear layers are stored as inputs x outputs."""
+        """Yield all tensors; linear layers are stored as inputs x outputs."""
         yield Weight(theirs="transformer.wte.weight", ours=("embed_tokens.weight",))
         yield Weight(theirs="transformer.wpe.weight", ours=("embed_positions.weight",))
         if not config.tie_embeddings:
@@ -110,7 +110,7 @@ class GPT2(Family):
                     )
 
     def canonical_name(self, name: str) -> str | None:
-        """Files of the first release have no prefix, and the causal mask as a buffer."""
+        """Return the name with its prefix, which first-release files lack; None for the causal mask."""
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             return None
         return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"

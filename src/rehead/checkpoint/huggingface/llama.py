@@ -10,7 +10,7 @@ from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 
 WINDOW = 4096
-"""Of Mistral and Qwen where config.json does not name it."""
+"""Window of Mistral and Qwen where config.json does not name it."""
 
 
 class LlamaLike(Decoder[GroupedConfig]):
@@ -20,7 +20,7 @@ class LlamaLike(Decoder[GroupedConfig]):
     attention_words = "attention"
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
-        """The attention of every layer, all alike."""
+        """Return the attention of every layer, all alike."""
         kind = GroupedConfig(
             **shared,
             n_kv_head=fields.take("num_key_value_heads", int, sizes.n_query_head),
@@ -30,15 +30,15 @@ class LlamaLike(Decoder[GroupedConfig]):
         return [kind] * sizes.n_layer
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Further fields of the attention."""
+        """Return further fields of the attention."""
         return {}
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """Biases of the MLP."""
+        """Return whether the MLP has biases."""
         return {"mlp_bias": fields.take("mlp_bias", bool, False)}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """What no class of this kind can represent."""
+        """Name what no class of this kind can represent."""
         return {
             "scales": config.scaled,
             "rope": first.rope is None or first.rope.layout != "half-split",
@@ -50,18 +50,18 @@ class LlamaLike(Decoder[GroupedConfig]):
         }
 
     def attention_json(self, first: GroupedConfig) -> Table:
-        """KV heads, and the width of all heads."""
+        """Return the number of KV heads, and the width of all heads."""
         return {"num_key_value_heads": first.n_kv_head, "head_dim": first.head_dim}
 
     def attention_weights(self, layer: GroupedConfig) -> list[str]:
-        """Four projections, biases, and the norms of queries and keys."""
+        """Return four projections, biases, and the norms of queries and keys."""
         names = [f"{part}_proj.weight" for part in "qkvo"]
         names += [f"{part}_proj.bias" for part in "qkv"] if layer.qkv_bias else []
         names += ["o_proj.bias"] if layer.o_bias else []
         return names + (["q_norm.weight", "k_norm.weight"] if layer.qk_norm_eps else [])
 
     def canonical_name(self, name: str) -> str | None:
-        """None for the angles that old files keep of every layer."""
+        """Return the name; None for the angles that old files keep of every layer."""
         return None if name.endswith("rotary_emb.inv_freq") else name
 
 
@@ -71,13 +71,13 @@ class Llama(LlamaLike):
     architecture = "LlamaForCausalLM"
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Biases on all four projections, or on none."""
+        """Return biases on all four projections, or on none."""
         bias = fields.take("attention_bias", bool, False)
         fields.expect("rope_interleaved", False)
         return {"qkv_bias": bias, "o_bias": bias}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Windows, norms in the heads, some biases without others."""
+        """Name also windows, norms in the heads, some biases without others."""
         return super().unsupported(config, first) | {
             "window": any(layer.window for layer in config.attention),
             "qk_norm_eps": first.qk_norm_eps is not None,
@@ -86,7 +86,7 @@ class Llama(LlamaLike):
         }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """Biases."""
+        """Return the biases."""
         return {"attention_bias": first.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
@@ -96,11 +96,11 @@ class Mistral(LlamaLike):
     architecture = "MistralForCausalLM"
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """The window."""
+        """Return the window."""
         return {"window": window_of(fields)}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Windows that differ, norms in the heads, biases."""
+        """Name also windows that differ, norms in the heads, biases."""
         return super().unsupported(config, first) | {
             "windows, which differ,": len({layer.window for layer in config.attention}) > 1,
             "qk_norm_eps": first.qk_norm_eps is not None,
@@ -108,12 +108,12 @@ class Mistral(LlamaLike):
         }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """The window."""
+        """Return the window."""
         return {"sliding_window": first.window}
 
 
 def window_of(fields: Fields) -> int | None:
-    """`sliding_window`: null means none, a missing key the class's default."""
+    """Return `sliding_window`: null means none, a missing key the class's default."""
     window: int | None = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
     return window
 
@@ -124,7 +124,7 @@ class Qwen2(LlamaLike):
     architecture = "Qwen2ForCausalLM"
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
-        """With a window or not, layer by layer."""
+        """Return the attention of every layer, with a window or without."""
         layers, window = super().layers(fields, sizes, shared), window_of(fields)
         if not fields.take("use_sliding_window", bool, False):
             window = None
@@ -144,11 +144,11 @@ class Qwen2(LlamaLike):
         ]
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Biases on three of the four projections."""
+        """Return biases on three of the four projections."""
         return {"qkv_bias": True}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Several windows, and what `unsupported_heads` names."""
+        """Name also several windows, and what `unsupported_heads` names."""
         return super().unsupported(config, first) | {
             "windows, which differ,": len({layer.window for layer in config.attention} - {None}) > 1,
             "mlp_bias": config.mlp_bias,
@@ -156,7 +156,7 @@ class Qwen2(LlamaLike):
         }
 
     def unsupported_heads(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Norms in the heads, other biases, other widths."""
+        """Name norms in the heads, other biases, other widths."""
         return {
             "qk_norm_eps": first.qk_norm_eps is not None,
             "bias": not first.qkv_bias or first.o_bias,
@@ -164,7 +164,7 @@ class Qwen2(LlamaLike):
         }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """Which layers have the window."""
+        """Return which layers have the window."""
         windows = {layer.window for layer in config.attention} - {None}
         types = ["sliding_attention" if layer.window else "full_attention" for layer in config.attention]
         return {
@@ -181,19 +181,19 @@ class Qwen3(Qwen2):
     architecture = "Qwen3ForCausalLM"
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Biases, and norms with the model's eps."""
+        """Return biases, and norms with the model's eps."""
         bias = fields.take("attention_bias", bool, False)
         return {"qkv_bias": bias, "o_bias": bias, "qk_norm_eps": sizes.norm_eps}
 
     def unsupported_heads(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """No norms in the heads or of another eps, some biases without others."""
+        """Name missing norms, norms of another eps, some biases without others."""
         return {
             "qk_norm_eps": first.qk_norm_eps != config.norm_eps,
             "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
         }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """Which layers have the window, and biases."""
+        """Return which layers have the window, and biases."""
         return {**super().extra_json(config, first), "attention_bias": first.qkv_bias}
 
 

@@ -10,7 +10,7 @@ from rehead.checkpoint.huggingface.mla import LatentLike, has_layout
 from rehead.config import GPTConfig
 
 DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
-"""Of its class, where config.json does not name them; null means no scale."""
+"""Values of the class where config.json does not name them; null means no scale."""
 
 
 class MiniCPM3(LatentLike):
@@ -23,11 +23,11 @@ class MiniCPM3(LatentLike):
     norm_eps = 1e-5
 
     def layout(self, fields: Fields) -> Layout:
-        """Half-split, always."""
+        """Return half-split, the one layout it has."""
         return "half-split"
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """The three scales."""
+        """Return the three scales."""
         width, n_layer = sizes.width, sizes.n_layer
         neutral = {
             "scale_emb": 1.0,
@@ -45,7 +45,7 @@ class MiniCPM3(LatentLike):
         }
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """The other layout, some widths and scales of the logits too."""
+        """Name what this class cannot represent: the other layout, some widths and logit scales too."""
         return super().unsupported(config, first) | {
             "rope_layout=interleaved": not has_layout(first, "half-split"),
             "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
@@ -53,7 +53,7 @@ class MiniCPM3(LatentLike):
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """The three scales, as numbers that give them back."""
+        """Return the three scales, as numbers that read back as the same."""
         root = math.sqrt(config.n_layer)
         depth = config.residual_scale * root
         near = (float(f"{depth:.12g}"), depth, math.nextafter(depth, 0), math.nextafter(depth, math.inf))
@@ -66,7 +66,7 @@ class MiniCPM3(LatentLike):
 
 
 def _base(config: GPTConfig) -> int:
-    """`dim_model_base`, by which the logits are multiplied and the width divided."""
+    """Return `dim_model_base`: logits are multiplied by it over the width."""
     return round(config.logit_scale * config.n_embd)
 
 

@@ -15,7 +15,7 @@ from rehead.errors import InvalidInput
 class LatentLike(Decoder[LatentConfig]):
     """A decoupled rotary part, an RMSNorm on the latent, no biases; every layer dense and alike.
 
-    What differs: what config.json means where it is silent, how the rotary part is laid out, experts
+    What differs: what a missing key of config.json means, how the rotary part is laid out, experts
     that must not be there, and what MiniCPM multiplies with.
     """
 
@@ -23,7 +23,7 @@ class LatentLike(Decoder[LatentConfig]):
     attention_words = "attention (it has mla)"
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[LatentConfig]:
-        """The attention of every layer, all alike."""
+        """Return the attention of every layer, all alike."""
         fields.expect("num_key_value_heads", sizes.n_query_head)
         fields.expect("attention_bias", False)
         rotated = fields.take("qk_rope_head_dim", int)
@@ -44,15 +44,15 @@ class LatentLike(Decoder[LatentConfig]):
 
     @abstractmethod
     def layout(self, fields: Fields) -> Layout:
-        """Which numbers of the rotary part form a pair."""
+        """Return which numbers of the rotary part form a pair."""
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """No biases in the MLP."""
+        """Return no biases in the MLP."""
         fields.expect("mlp_bias", False)
         return {"mlp_bias": False}
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """What no class of this kind can represent."""
+        """Name what no class of this kind can represent."""
         return {
             "layers, which differ,": len(set(config.attention)) > 1,
             "mlp": config.mlp != "swiglu" or config.mlp_bias,
@@ -64,7 +64,7 @@ class LatentLike(Decoder[LatentConfig]):
         }
 
     def attention_json(self, first: LatentConfig) -> Table:
-        """The widths of latents and heads."""
+        """Return the widths of latents and heads."""
         return {
             "num_key_value_heads": first.n_query_head,
             "kv_lora_rank": first.kv_lora_rank,
@@ -75,23 +75,23 @@ class LatentLike(Decoder[LatentConfig]):
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """No biases."""
+        """Return that there are no biases."""
         return {"attention_bias": False}
 
     def attention_weights(self, layer: LatentConfig) -> list[str]:
-        """The projections of queries, with a latent or without, and those of the KV latent."""
+        """Return the projections of queries, with a latent or without, and those of the KV latent."""
         queries = ("q_proj",) if layer.q_lora_rank is None else ("q_a_proj", "q_a_layernorm", "q_b_proj")
         parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
         return [f"{part}.weight" for part in parts]
 
 
 def has_layout(first: LatentConfig, layout: Layout) -> bool:
-    """Whether the rotary part, if there is one, is laid out so."""
+    """Whether the rotary part, if there is one, has this layout."""
     return first.rope is None or first.rope.layout == layout
 
 
 def interleaved_or_not(fields: Fields) -> Layout:
-    """The layout that `rope_interleave` says; interleaved where the key is missing."""
+    """Return the layout that `rope_interleave` names; interleaved where the key is missing."""
     return "interleaved" if fields.take("rope_interleave", bool, True) else "half-split"
 
 

@@ -27,7 +27,7 @@ UNREADABLE = {
 
 
 def family_of(table: Table, where: str) -> Family:
-    """The family that a config.json names."""
+    """Return the family that a config.json names."""
     kind = table.get("model_type")
     for name, (what, way) in UNREADABLE.items():
         if table.get(name):
@@ -39,7 +39,7 @@ def family_of(table: Table, where: str) -> Family:
 
 
 def read_config(table: Table, where: str) -> GPTConfig:
-    """The config that a stock config.json describes."""
+    """Return the config that a stock config.json describes."""
     family = family_of(table, where)
     try:
         return family.read(Fields(table, where))
@@ -48,9 +48,9 @@ def read_config(table: Table, where: str) -> GPTConfig:
 
 
 def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Tensor]:
-    """All weights under our names, deferred.
+    """Return all weights under our names, deferred.
 
-    Every tensor of the folder has its place, or InvalidInput says which not.
+    Raises InvalidInput naming tensors of the folder that are missing or have no place.
     """
     family = family_of(table, str(folder))
     shards = Shards(folder)
@@ -81,13 +81,13 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
 
 
 def _part(theirs: Tensor, weight: Weight, index: int) -> Tensor:
-    """One of our weights, of those that one of theirs holds."""
+    """Return one of our weights from a tensor of theirs that holds several."""
     upright = theirs.mT if weight.transposed and theirs.dim() == 2 else theirs
     return upright.chunk(len(weight.ours))[index].contiguous()
 
 
 def _whole(*ours: Tensor, transposed: bool) -> Tensor:
-    """Theirs, from all of our weights that it holds."""
+    """Return a tensor of theirs from all of our weights that it holds."""
     upright = torch.cat(ours) if len(ours) > 1 else ours[0]
     return (upright.mT if transposed and upright.dim() == 2 else upright).contiguous()
 
@@ -103,10 +103,10 @@ def export(
 def write(
     model: LanguageModel, folder: Path, family: Family, files: dict[str, str], special: Table | None = None
 ) -> None:
-    """The files of such a folder, into one being published, with further `files` such as tokenizer.json.
+    """Write the files of such a folder into one being published, with further `files` such as tokenizer.json.
 
-    `special` are the ids of `special_ids`; without one, config.json says that there is none, where the
-    class would take its own. Raises ConfigError for what the class cannot say.
+    `special` are the ids of `special_ids`; a missing one is written as null, since the class has a default.
+    Raises ConfigError for what the class cannot represent.
     """
     assert isinstance(model.config, GPTConfig)
     dtype = str(model.head.weight.dtype).removeprefix("torch.")
@@ -131,7 +131,7 @@ def write(
 
 
 def special_ids(folder: Path) -> Table:
-    """The ids of the tokens that begin, end and fill a text, where a folder names them."""
+    """Return the ids of the tokens that begin, end and pad a text, where a folder names them."""
     found: Table = {}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
@@ -143,9 +143,9 @@ def special_ids(folder: Path) -> Table:
 
 
 def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
-    """The first of these families that can represent all of a model. ConfigError says why none can."""
+    """Return the first of these families that can represent all of a model. Raises ConfigError if none can."""
     if not isinstance(config, GPTConfig):
-        raise ConfigError(f"no stock class is a model of type {config.model_type}.")
+        raise ConfigError(f"no stock class can represent a model of type {config.model_type}.")
     reason = ""
     for name in names:
         try:
@@ -164,7 +164,7 @@ def _json(table: Table) -> str:
 
 
 def _require_tied(shards: Shards, there: dict[str, str], wanted: Iterable[str]) -> None:
-    """A head that is stored although it is tied must be the embedding."""
+    """Refuse a stored head that differs from the embedding it is tied to."""
     embedding = next(name for name in wanted if "embed_tokens" in name or ".wte." in name)
     if not torch.equal(shards.read(there["lm_head.weight"]), shards.read(there[embedding])):
         raise InvalidInput(

@@ -8,21 +8,21 @@ from rehead.config import GPTConfig
 
 
 class Youtu(LatentLike):
-    """No fields of experts at all."""
+    """Has no fields of experts at all."""
 
     architecture = "YoutuForCausalLM"
     tied = True
 
     def layout(self, fields: Fields) -> Layout:
-        """The layout that config.json names."""
+        """Return the layout that config.json names."""
         return interleaved_or_not(fields)
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """Scales too."""
+        """Name what this class cannot represent: scales too."""
         return super().unsupported(config, first) | {"scales": config.scaled}
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """The layout."""
+        """Return the layout."""
         return super().extra_json(config, first) | {"rope_interleave": has_layout(first, "interleaved")}
 
 

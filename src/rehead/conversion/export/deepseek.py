@@ -55,9 +55,9 @@ def to_deepseek(
         lossy = [step.promise.why for step in path(layer, target, config.n_embd) if not step.promise.exact]
         if lossy:
             raise ConfigError(
-                f"{layer.describe()} is no exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head rotates in "
-                "its own way, and vLLM has one rotary part of 64. Use --for transformers, or convert it to mqa and "
-                "heal it."
+                f"{layer.describe()} cannot become an exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head "
+                "rotates in its own way, and vLLM has one rotary part of 64. Use --for transformers, or convert it to "
+                "mqa and heal it."
             )
     converted, certificate = convert(model, wide, scratch=scratch)
     found = (
@@ -72,7 +72,7 @@ def to_deepseek(
 
 
 def require_sayable(config: GPTConfig) -> None:
-    """Refuse what DeepSeek's class has no place for, beside the attention."""
+    """Refuse what DeepSeek's class cannot represent, apart from the attention."""
     if config.norm != "rmsnorm" or config.mlp != "swiglu" or config.mlp_bias or config.learned_positions:
         gpt2 = config.norm == "layernorm" and config.mlp == "gelu" and config.learned_positions
         way = "convert it with --to mha for --format gpt2" if gpt2 else "train it with model.shape=llama"
@@ -87,7 +87,7 @@ def require_sayable(config: GPTConfig) -> None:
 
 
 def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
-    """The attention of DeepSeek's class that has room for `layer`."""
+    """Return the attention of DeepSeek's class that can hold `layer`, with the sizes of vLLM's kernels."""
     _require_served(layer)
     layer = heads_of(layer)
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
@@ -121,7 +121,7 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
 
 
 def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
-    """The same as small as it goes, for an engine that takes any sizes and angles, which transformers does.
+    """Return the smallest such attention, for an engine that takes any sizes and angles, which transformers does.
 
     Its heads are 4, 16, ... times as wide as the layer's: then the queries are multiplied by a power of
     two, which rounds nothing.
@@ -163,12 +163,12 @@ def _require_served(layer: AttentionConfig) -> None:
 
 
 def for_vllm(model: LanguageModel) -> LanguageModel:
-    """The same function as vLLM reads it: eps 1e-6 in every norm, and a head of its own."""
+    """Return the same function as vLLM reads it: eps 1e-6 in every norm, and a head of its own."""
     return with_eps(model, NORM_EPS, tied=False)
 
 
 def require_vllm(config: GPTConfig, family: Family) -> None:
-    """Refuse what vLLM's own class of this family has no place for, or would read as something else."""
+    """Refuse what vLLM's own class of this family has no field for, or would read differently."""
     first = config.attention[0]
     if not isinstance(first, LatentConfig):
         return
@@ -195,7 +195,7 @@ def _or(sizes: Sequence[object]) -> str:
 
 
 def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
-    """The same function with another eps in the norms of the residual stream, and no scales in it.
+    """Return the same function with another eps in the norms of the residual stream, and no scales in it.
 
     RMSNorm(a h; a^2 eps) is RMSNorm(h; eps): all that is written to the stream is multiplied by a. What
     MiniCPM multiplies with goes into the same weights; embeddings stay tied if `tied` and nothing did.

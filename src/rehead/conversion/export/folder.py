@@ -42,10 +42,10 @@ def export_folder(
 ) -> tuple[str, Certificate | None]:
     """Write the model in `source` as a stock folder of family `kind`; return its class.
 
-    `auto` takes the first family that can say all of the model and, where none can, DeepSeek's, into
-    which others convert exactly: for transformers all with rope or none, for vLLM fewer. Where no
-    `engine` is named the result is what vLLM takes, if it had to be converted, and means the same to
-    every engine. Raises ConfigError naming what the class or the engine cannot say.
+    `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which
+    others convert exactly: for transformers all with rope or none, for vLLM fewer. Without an `engine`, a
+    converted model is one that vLLM takes, and any model means the same to every engine. Raises ConfigError
+    naming what the class or the engine cannot represent.
     """
     require_apart(source, destination)
     return_freed_memory()
@@ -68,7 +68,7 @@ def export_folder(
 def _as_stock(
     model: LanguageModel, kind: str, engine: Engine | None, scratch: Path
 ) -> tuple[LanguageModel, Family, Certificate | None]:
-    """The model as one of a family, converted where it must be."""
+    """Return the model as one of a family, converted if necessary."""
     try:
         family = stock.fitting(model.config, [kind] if kind != "auto" else list(families))
     except ConfigError as error:

@@ -5,8 +5,8 @@ value head and of the output columns that read it. With rope a turn must commute
 every pair of numbers, so it is one angle per pair.
 
 Each function takes the M heads of one group, M x E x C with the bias as the last column, and the second
-moment of [x; 1], the identity where it is None. It gives the turned heads, their turns (M E E) and the head
-that stands for them.
+moment of [x; 1], the identity where it is None. It returns the turned heads, their turns (M E E) and the head
+that replaces them.
 """
 
 import torch
@@ -16,21 +16,21 @@ from torch import Tensor
 Covariance = Float64[Tensor, "C C"] | None
 Aligned = tuple[Float64[Tensor, "M E C"], Float64[Tensor, "M E E"], Float64[Tensor, "E C"]]
 ROUNDS = 30
-"""Of aligning to the mean and taking the mean again; it stops improving long before."""
+"""Times the heads are aligned to their mean and the mean is taken again; it converges long before."""
 
 
 def energy(rows: Float64[Tensor, "*M E C"], moment: Covariance) -> Float64[Tensor, "*M E"]:
-    """E[(w.x)^2] of every row w."""
+    """Return E[(w.x)^2] of every row w."""
     return (_seen(rows, moment) * rows).sum(dim=-1)
 
 
 def _seen(rows: Tensor, moment: Covariance) -> Tensor:
-    """Rows times the moment: what their products with other rows are taken of."""
+    """Return rows times the moment."""
     return rows if moment is None else rows @ moment
 
 
 def procrustes(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
-    """Any orthogonal turn: the nearest to the mean, by SVD."""
+    """Turn each head by the orthogonal matrix that brings it nearest to the mean, by SVD."""
     turned, turns = heads, torch.eye(heads.shape[1], dtype=heads.dtype).repeat(len(heads), 1, 1)
     mean, seen = heads[0], _seen(heads, moment).mT
     for _ in range(ROUNDS):
@@ -42,7 +42,7 @@ def procrustes(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
 
 
 def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
-    """An angle per pair (i, i + E/2)."""
+    """Turn each head by one angle per pair (i, i + E/2)."""
     width = heads.shape[1]
     pairs = torch.complex(heads[:, : width // 2], heads[:, width // 2 :])
     turned, phases = _planar(pairs, moment)
@@ -55,7 +55,7 @@ def planar_half_split(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Al
 
 
 def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
-    """An angle per pair (2i, 2i + 1)."""
+    """Turn each head by one angle per pair (2i, 2i + 1)."""
     width = heads.shape[1]
     order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
     back = order.argsort()
@@ -64,7 +64,7 @@ def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Covariance) -> A
 
 
 def _planar(pairs: Tensor, moment: Covariance) -> tuple[Tensor, Tensor]:
-    """Complex rows (M F C) turned by a phase each, and the phases (M F)."""
+    """Return complex rows (M F C), each turned by a phase, and the phases (M F)."""
     mean, turned, phases = pairs[0], pairs, torch.ones_like(pairs[..., 0])
     seen = torch.complex(_seen(pairs.real, moment), -_seen(pairs.imag, moment))
     for _ in range(ROUNDS):
@@ -77,7 +77,7 @@ def _planar(pairs: Tensor, moment: Covariance) -> tuple[Tensor, Tensor]:
 
 
 def _restored(heads: Tensor, mean: Tensor, moment: Covariance, *, per_row: bool) -> Tensor:
-    """`mean` with the energy the heads have on average: of each rotated pair, or of the head."""
+    """Scale `mean` to the average energy of the heads: per rotated pair, or per head."""
     have, want = energy(mean, moment), energy(heads, moment).mean(dim=0)
     if per_row:
         have, want = (part.unflatten(0, (2, -1)).sum(dim=0).repeat(2) for part in (have, want))

@@ -1,4 +1,4 @@
-"""A matrix as a thin product, so that its inputs can be remembered as few numbers.
+"""A matrix as a thin product, so that its inputs can be cached as few numbers.
 
 Arrays may be NumPy's or torch's; what comes back is of the same kind.
 """
@@ -19,7 +19,7 @@ from rehead.errors import ConfigError, NumericError
 P = ParamSpec("P")
 T = TypeVar("T", bound=tuple[Any, ...])
 RIDGE = 1e-9
-"""Of its mean variance, added to a second moment, so that no direction counts for nothing."""
+"""Share of the mean variance added to a second moment, so that every direction counts."""
 
 
 class Factors(NamedTuple):
@@ -31,14 +31,14 @@ class Factors(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """The share of the energy in the directions that were cut off."""
+        """Share of the energy in the directions that were cut off."""
         energy = self.energy.tolist()  # summed exactly: NumPy and torch round sums in ways of their own
         total = math.fsum(energy)
         return math.fsum(energy[self.down.shape[0] :]) / total if total else 0.0
 
 
 def accepts_arrays(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function of tensors take NumPy arrays, and then give NumPy arrays."""
+    """Let a function of tensors take NumPy arrays; it then returns NumPy arrays."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,13 +64,13 @@ def factor(
     inputs: Float[Tensor, "C C"] | None = None,
     outputs: Float[Tensor, "N N"] | None = None,
 ) -> Factors:
-    """The best product of `rank`: it minimises tr(P (W - W') C (W - W')^T), C `inputs`, P `outputs`.
+    """Return the best product of `rank`: it minimises tr(P (W - W') C (W - W')^T), C `inputs`, P `outputs`.
 
     Without both this is the truncated SVD. With C, the second moment E[x x^T], it keeps what the
     outputs of W vary in (whitened, or output PCA: SVD-LLM, CARE and TransMLA all are this operator).
     With P as well it counts an error in an output by how much that output matters. At full rank,
     min(N, C), the product is exact whatever C and P. Factors are in the dtype of W, or float64 if that
-    is no floating point. Raises ConfigError for a rank that is none.
+    is not floating point. Raises ConfigError for a rank out of range.
     """
     largest = min(weight.shape)
     if not isinstance(rank, Integral) or not 1 <= rank <= largest:
@@ -129,7 +129,7 @@ def gqa_to_mla(weight: Any, n_copy: int | None = None) -> SharedLatent:
 
 @accepts_arrays
 def _tiled(weight: Num[Tensor, "..."], n_copy: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The two factors and the mean squared error of their product."""
+    """Return the two factors and the mean squared error of their product."""
     if weight.dim() != 2:
         raise ConfigError(
             f"weight has shape {tuple(weight.shape)}: one projection of all KV heads is a matrix, (G d, D). "
@@ -148,7 +148,7 @@ def _tiled(weight: Num[Tensor, "..."], n_copy: int | None) -> tuple[Tensor, Tens
 
 
 def _root(moment: Float[Tensor, "N N"] | None) -> Tensor | None:
-    """The symmetric square root of a second moment with a ridge."""
+    """Return the symmetric square root of a second moment with a ridge."""
     if moment is None:
         return None
     if not moment.isfinite().all():

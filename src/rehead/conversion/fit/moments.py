@@ -1,4 +1,4 @@
-"""What a text shows of each layer: second moments in float64; activations are kept on disk, if at all."""
+"""Statistics of each layer over a text: second moments in float64. Activations, where needed, are kept on disk."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,30 +20,30 @@ from rehead.sampling import draw, probabilities
 from rehead.stages import staged
 
 LOGITS = 2**23
-"""Numbers held at a time, of a large vocabulary."""
+"""Logits computed at once, with a large vocabulary."""
 
 
 class SecondMoment:
-    """A sum of x x^T over tokens."""
+    """Accumulates x x^T over tokens."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
         self.count = 0
 
     def add(self, rows: Tensor) -> None:
-        """Count every row of (N, W)."""
+        """Add every row of (N, W)."""
         rows = rows.detach().to("cpu", torch.float64)
         product = rows.mT @ rows
         self.total = product if self.total is None else self.total + product
         self.count += len(rows)
 
     def mean(self) -> Tensor | None:
-        """E[x x^T], None if nothing was counted."""
+        """Return E[x x^T], None if nothing was added."""
         return None if self.total is None else self.total / self.count
 
 
 def attentions(model: LanguageModel) -> list[Attention]:
-    """The attention of every layer."""
+    """Return the attention of every layer."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
@@ -55,12 +55,12 @@ def gather(
     seed: int = 0,
     scratch: Path | None = None,
 ) -> list[Statistics]:
-    """The statistics of every layer over a text; its `pair` only with `gradients`.
+    """Return the statistics of every layer over a text; `pair` only with `gradients`.
 
-    The gradient is that of the summed loss, so a key answers for every later token that reads it. Its
-    labels are drawn from the model's own predictions, seeded (the true Fisher information), not taken
-    from the text, which is an error the model made and no measure of what its outputs mean to it. Then x
-    and g are kept in files below `scratch` while the text is read: (C + N) numbers a token and layer.
+    The gradient is that of the summed loss, so a key also counts for every later token that reads it. Labels
+    are drawn from the model's own predictions, seeded, and not taken from the text: this gives the true Fisher
+    information. While the text is read, x and g are kept in files below `scratch`: (C + N) numbers per token
+    and layer.
     """
     layers = attentions(model)
     inputs = [SecondMoment() for _ in layers]
@@ -95,7 +95,7 @@ def gather(
 
 @torch.no_grad()
 def _pull(model: LanguageModel, hidden: Tensor, counts: Tensor, noise: Tensor) -> Tensor:
-    """The gradient of the loss with respect to `hidden` (B, L, D), for labels drawn by `noise` (B L,)."""
+    """Return the gradient of the loss with respect to `hidden` (B, L, D), for labels drawn by `noise` (B L,)."""
     pull = torch.zeros_like(hidden).flatten(0, 1)
     flat, weight = hidden.flatten(0, 1), materialise(model.head.weight)
     for at in counts.nonzero()[:, 0].split(max(1, LOGITS // len(weight))):
@@ -107,7 +107,7 @@ def _pull(model: LanguageModel, hidden: Tensor, counts: Tensor, noise: Tensor) -
 
 @contextmanager
 def _observing(model: LanguageModel, *, gradients: bool) -> Iterator[None]:
-    """Without dropout, with gradients or without, of no weight, whatever was set before."""
+    """Switch off dropout and the gradients of weights; enable those of activations if asked. Restores both."""
     needed = [weight.requires_grad for weight in model.parameters()]
     model.requires_grad_(requires_grad=False)
     try:
@@ -120,7 +120,7 @@ def _observing(model: LanguageModel, *, gradients: bool) -> Iterator[None]:
 
 @contextmanager
 def _watching(layers: list[Attention], seen: list[Tensor], stacks: list[list[Tensor]]) -> Iterator[None]:
-    """Note what every attention is given, and the keys and values it makes before they are rotated."""
+    """Record the input of every attention, and its keys and values before rotation."""
     hooks = []
     for layer in layers:
         hooks.append(layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach())))

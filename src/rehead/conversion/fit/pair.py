@@ -3,8 +3,8 @@
 An error E in the weights that make keys and values costs E[(g^T E x)^2] to second order, with x the
 input of a token and g the gradient of its loss. That is the covariance of g x^T, N C x N C, too large to
 hold. As a Kronecker product P (x) C it is two matrices, of which `factor` knows the optimum. E[g g^T] and
-E[x x^T] taken apart are the wrong ones: in a trained model the first token of a text has huge inputs
-and its own gradients, and taken apart each spreads over all tokens.
+E[x x^T] taken separately do not give it: in a trained model the first token of a text has huge inputs and
+gradients of its own, and separate moments spread each over all tokens.
 """
 
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ from rehead.data.files import resource
 
 ROUNDS = 4
 SHRINKAGE = 1e-2
-"""Of the mean variance, added to all directions: a text is too short to tell which are never needed."""
+"""Share of the mean variance added to all directions: a text is too short to show which are never needed."""
 TOGETHER = 4096
 """Tokens read from disk at once."""
 
 
 class Kept:
-    """x and g of every token in a file, in the model's own dtype: more than the memory may hold."""
+    """Keeps x and g of every token in a file, in the model's own dtype: they may exceed the memory."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.width = 0
 
     def add(self, inputs: Float[Tensor, "N C"], gradients: Float[Tensor, "N M"]) -> None:
-        """Append tokens."""
+        """Append the rows of some tokens."""
         rows = torch.cat([inputs, gradients.to(inputs.dtype)], dim=1).detach().cpu()
         self.width, self.split, self.dtype = rows.shape[1], inputs.shape[1], rows.dtype
         what = f"cannot keep the text's activations in {str(self.file)!r}"
@@ -39,7 +39,7 @@ class Kept:
             file.write(rows.contiguous().view(torch.uint8).numpy().data)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """x and g of some tokens at a time, in float32 at least."""
+        """Yield x and g of some tokens at a time, in float32 or wider."""
         size = self.width * self.dtype.itemsize
         with self.file.open("rb") as file:
             while part := file.read(TOGETHER * size):
@@ -51,11 +51,11 @@ class Kept:
 def kronecker_pair(
     kept: Kept, rounds: int = ROUNDS, shrinkage: float = SHRINKAGE
 ) -> tuple[Float64[Tensor, "C C"], Float64[Tensor, "M M"]]:
-    """C of the inputs and P of the outputs, P (x) C the likeliest covariance of g x^T, but for its size.
+    """Return C of the inputs and P of the outputs: P (x) C is the likeliest covariance of g x^T, up to scale.
 
-    Of a matrix normal distribution, in turns (Dutilleul 1999): C becomes E[(g^T P^-1 g) x x^T], P becomes
-    E[(x^T C^-1 x) g g^T]. A token counts by its other half, measured against what that is elsewhere, so that a
-    few large ones do not decide alone. Identities where the text moves nothing.
+    Fits a matrix normal distribution by alternating (Dutilleul 1999): C becomes E[(g^T P^-1 g) x x^T], P becomes
+    E[(x^T C^-1 x) g g^T]. Each token is weighted by its other half, relative to that half's covariance, so that
+    a few large tokens do not decide alone. Returns identities where all gradients are 0.
     """
     inputs, outputs = (torch.eye(part.shape[1], dtype=torch.float64) for part in next(iter(kept)))
     for _ in range(rounds):
@@ -65,7 +65,7 @@ def kronecker_pair(
 
 
 def _weighed(pairs: Iterator[tuple[Tensor, Tensor]], moment: Float64[Tensor, "_ _"]) -> Tensor:
-    """The sum of (b^T moment b) a a^T over tokens (a, b)."""
+    """Return the sum of (b^T moment b) a a^T over tokens (a, b)."""
     total = torch.zeros(())
     for a, b in pairs:
         weight = ((b @ moment.to(b.dtype)) * b).sum(dim=1, keepdim=True)
@@ -74,7 +74,7 @@ def _weighed(pairs: Iterator[tuple[Tensor, Tensor]], moment: Float64[Tensor, "_ 
 
 
 def _normed(moment: Tensor) -> Tensor:
-    """Of norm 1, the identity in place of zeros."""
+    """Scale to norm 1; zeros become the identity."""
     norm = moment.norm()
     return torch.eye(len(moment), dtype=moment.dtype) if norm == 0 else moment / norm
 

@@ -1,6 +1,6 @@
-"""The steps of conversions: each one exact or approximate move on the weights of one attention.
+"""The steps of conversions: each an exact or approximate change of the weights of one attention.
 
-Between ways that lose equally, the search takes the step that is first here.
+Between paths that lose equally, the search prefers the step that is imported first here.
 """
 
 # isort: off

@@ -1,4 +1,4 @@
-"""Into the shape of DeepSeek's stock classes, which every engine serves: wider with zeros, with a norm."""
+"""Into the shape of DeepSeek's stock classes, which every engine serves: padded with zeros, with a latent norm."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SMALL = -40
 
 
 def as_deepseek(target: AttentionConfig) -> LatentConfig | None:
-    """`target`, if it is in DeepSeek's shape: decoupled rotary part, latent norm, heads of their own."""
+    """Return `target` if it has DeepSeek's shape: a decoupled rotary part and a latent norm; else None."""
     if isinstance(target, LatentConfig) and target.qk_rope_head_dim and target.latent_norm:
         return target
     return None
@@ -39,8 +39,8 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
     """Take the rotated keys as MLA's shared rotary part, and the values as the latent.
 
     Nothing is factored: the latent is the value heads themselves, and the part of each key that would be
-    rebuilt from it is zero. Several KV heads lie side by side in the rotary part, each turned by the
-    frequencies it had, so these repeat (longrope factors say it); a query is zero beside its own head.
+    rebuilt from it is zero. Several KV heads are placed side by side in the rotary part, each rotated
+    by its own frequencies, which therefore repeat (as longrope factors). A query is zero outside its own head.
     """
 
     takes = GroupedConfig
@@ -50,7 +50,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
     )
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
-        """As wide as the heads; several only where the target's rotary part is that of several."""
+        """Yield a latent as wide as the heads; several heads only if the target's rotary part holds several."""
         wanted = as_deepseek(target)
         if wanted is None or source.rope is None:
             return
@@ -67,15 +67,15 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
             )
 
     def serves(self, target: AttentionConfig) -> bool:
-        """DeepSeek's shape only."""
+        """Whether the target has DeepSeek's shape."""
         return as_deepseek(target) is not None
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
-        """The same products in other places."""
+        """Promise exactness: the same products in other places."""
         return Promise(exact=True, why="the rotated keys are MLA's rotary part, the values are the latent")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """What MLA's layout has no place for."""
+        """Refuse biases, norms in the heads and tied heads, for which MLA's layout has no place."""
         if source.qkv_bias:
             return "qkv_bias=True: MLA's latent and rotary part have no bias"
         if source.qk_norm_eps is not None:
@@ -90,7 +90,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         statistics: Statistics,
         method: str,
     ) -> Converted:
-        """Queries get a zero part and the new scale's root; the expansion gives the latent back."""
+        """Pad the queries with zeros, rescale them, and let the expansion copy the latent."""
         nope, width, n_head = result.qk_nope_head_dim, source.head_dim, source.n_query_head
         assert source.rope is not None
         own = torch.arange(n_head) // (n_head // source.n_kv_head)  # each query head's KV head
@@ -110,9 +110,9 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
 
 
 def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
-    """The rope of `n_head` heads of `width` in one part: the frequencies of each, one head after another.
+    """Return the rope of `n_head` heads of `width` in one part: the frequencies of each, one head after another.
 
-    With base 1 every angle is 1 by itself, and the factors alone say what it is, with one rounding less.
+    With base 1 the factors alone determine every angle, with one rounding less.
     """
     if n_head == 1:
         return rope
@@ -123,7 +123,7 @@ def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
 
 
 def _rescale(result: LatentConfig, width: int) -> float:
-    """What queries are multiplied by where the scores' scale was width ** -0.5."""
+    """Return the factor of the queries that keeps a score scale of width ** -0.5."""
     return math.sqrt((result.qk_nope_head_dim + result.qk_rope_head_dim) / width)
 
 
@@ -139,7 +139,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
     costs = "The cache grows to the new rank and rotary part; zeros in the heads cost no cache."
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
-        """All sizes at once."""
+        """Yield all sizes at once."""
         wanted = as_deepseek(target)
         if wanted is None or source.rebuilds_keys or source.n_kv_head != source.n_query_head:
             return
@@ -153,15 +153,15 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
                 yield wider
 
     def serves(self, target: AttentionConfig) -> bool:
-        """DeepSeek's shape only."""
+        """Whether the target has DeepSeek's shape."""
         return as_deepseek(target) is not None
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Zeros add nothing."""
+        """Promise exactness: zeros add nothing."""
         return Promise(exact=True, why="the new numbers are 0")
 
     def refusal(self, source: LatentConfig) -> str:
-        """A norm takes the mean over all numbers; a bias would fill the zeros."""
+        """Refuse latent norms, biases, query latents and scaled angles."""
         if source.latent_norm:
             return "latent_norm=True would average over the zeros"
         if source.q_lora_rank is not None or source.qkv_bias:
@@ -177,7 +177,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         statistics: Statistics,
         method: str,
     ) -> Converted:
-        """Zeros at the end of every part, between the pairs of the rotary one."""
+        """Append zeros to every part, and between the pairs of the rotary part."""
         heads, nope, v = source.n_query_head, source.qk_nope_head_dim, source.v_head_dim
         more_rank = result.kv_lora_rank - source.kv_lora_rank
         more_nope, more_v = result.qk_nope_head_dim - nope, result.v_head_dim - v
@@ -206,7 +206,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
 def interleave_rows(
     rows: Float[Tensor, "H P D"], result: LatentConfig, source: LatentConfig
 ) -> Float[Tensor, "H Q D"]:
-    """Rotated rows in a wider part: pair f in place c f, where c is how many times wider it is."""
+    """Return rotated rows in a part c times as wide: pair f moves to place c f."""
     width, wider = rows.shape[1], result.qk_rope_head_dim
     made = rows.new_zeros(len(rows), wider, rows.shape[2])
     if width:
@@ -233,20 +233,20 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
     costs = "Nothing."
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
-        """With the norm."""
+        """Yield the same with a latent norm."""
         if as_deepseek(target) is not None:
             yield replace(source, latent_norm=True)
 
     def serves(self, target: AttentionConfig) -> bool:
-        """DeepSeek's shape only."""
+        """Whether the target has DeepSeek's shape."""
         return as_deepseek(target) is not None
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Below rounding."""
+        """Promise exactness: the difference is below rounding."""
         return Promise(exact=True, why="the norm divides by its eps, and the weights multiply by it")
 
     def refusal(self, source: LatentConfig) -> str:
-        """It has one."""
+        """Refuse a latent that has a norm."""
         return "latent_norm=True already" if source.latent_norm else ""
 
     def convert(
@@ -257,7 +257,7 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
         statistics: Statistics,
         method: str,
     ) -> Converted:
-        """Cached numbers keep about the size they had: the norm's weight is a power of two."""
+        """Choose a power of two for the norm's weight, so that cached numbers keep about their size."""
         rank, root = source.kv_lora_rank, math.sqrt(NORM_EPS)
         restored = round(math.log2(root)) - SMALL  # the weight 2**restored, after 2**SMALL / root
         down = weights["kv_a_proj_with_mqa.weight"].clone()

@@ -37,7 +37,7 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
     def steps(
         self, source: GroupedConfig | LatentConfig, target: AttentionConfig, d_model: int
     ) -> Iterator[GroupedConfig | LatentConfig]:
-        """Every multiple that serves the query heads equally."""
+        """Yield every multiple that divides the query heads."""
         if isinstance(source, LatentConfig) or source.head_map == "contiguous":
             for n_kv_head in divisors(source.n_query_head):
                 if n_kv_head > source.n_kv_head and not n_kv_head % source.n_kv_head:
@@ -46,7 +46,7 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
     def promise(
         self, source: GroupedConfig | LatentConfig, result: GroupedConfig | LatentConfig, d_model: int
     ) -> Promise:
-        """Copies."""
+        """Promise exactness: heads are copied."""
         return Promise(
             exact=True,
             why=f"{source.n_kv_head} KV heads are copied to {result.n_kv_head}, so every query head reads what it read",
@@ -71,7 +71,7 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
 
 @conversions.add("pool-heads")
 class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
-    """Let one KV head stand for several neighbours (Ainslie et al., arXiv 2305.13245).
+    """Replace neighbouring KV heads by one (Ainslie et al., arXiv 2305.13245).
 
     `procrustes` first turns each head onto the others, keys and queries alike and values and output
     projection alike, which changes nothing yet; with rope only the turns that commute with it. Then it
@@ -86,17 +86,17 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
     fitted = frozenset({"procrustes"})
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
-        """Every smaller number of heads that divides the present one."""
+        """Yield every smaller number of heads that divides the present one."""
         for n_kv_head in divisors(source.n_kv_head)[:-1] if source.head_map == "contiguous" else []:
             yield replace(source, n_kv_head=n_kv_head)
 
     def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """Heads that differ cannot be one."""
+        """Promise an approximation: heads differ."""
         left = "one" if result.n_kv_head == 1 else str(result.n_kv_head)
         return Promise(exact=False, why=f"{source.n_kv_head} KV heads become {left}")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Tied heads are keys and values at once and cannot be aligned as both."""
+        """Refuse heads with norms, and tied heads, which cannot be aligned as keys and as values."""
         if source.qk_norm_eps is not None:
             return "qk_norm_eps: heads that are normed cannot be turned onto each other"
         return "tie_kv=True makes keys and values one" if source.tie_kv else ""
@@ -141,7 +141,7 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
 def _aligned(
     heads: Float64[Tensor, "K M E C"], moment: align.Covariance, source: GroupedConfig, *, keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turned heads, the turn of each as an E x E matrix, and the one head that stands for a group."""
+    """Return turned heads, the turn of each as an E x E matrix, and the head that replaces each group."""
     if keys and not isinstance(source.score, ScaledDot):  # a learned score would have to turn too
         eye = torch.eye(heads.shape[2], dtype=torch.float64)
         return heads, eye.expand(*heads.shape[:2], -1, -1), heads.mean(dim=1)
@@ -154,7 +154,7 @@ def _aligned(
 
 
 def _turn(weights: Weights, name: str, side: int, turns: Float64[Tensor, "K M E E"], group: int) -> None:
-    """Turn, in place, what reads each old KV head: rows of the queries, or columns of the output."""
+    """Turn, in place, the rows of the queries or columns of the output that belong to each old KV head."""
     per_head = turns.flatten(0, 1).repeat_interleave(group, dim=0)  # H E E
     matrix = weights[f"{name}.weight"].movedim(side, 0).unflatten(0, (len(per_head), -1))
     turned = torch.einsum("hef,hf...->he...", per_head, matrix).flatten(0, 1)
@@ -165,14 +165,14 @@ def _turn(weights: Weights, name: str, side: int, turns: Float64[Tensor, "K M E 
 
 
 def _with_bias(weights: Weights, name: str) -> Float64[Tensor, "N C"]:
-    """A projection of [x; 1]."""
+    """Return a weight and its bias as one projection of [x; 1]."""
     weight = weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias", weight.new_zeros(len(weight)))
     return torch.cat([weight, bias[:, None]], dim=1)
 
 
 def _with_scores(weights: Weights, result: GroupedConfig | LatentConfig) -> Weights:
-    """A learned score's weights, one per query head, grouped by the new KV heads."""
+    """Regroup a learned score's weights, one per query head, by the new KV heads."""
     grouped = {
         name: weight.flatten(0, 1).unflatten(0, (result.n_kv_head, -1))
         for name, weight in projections(weights, "score").items()

@@ -1,4 +1,4 @@
-"""Into a latent: the keys and values of all heads rebuilt from few numbers a token."""
+"""Into a latent: the keys and values of all heads rebuilt from a few numbers per token."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,18 +23,18 @@ from rehead.conversion.base import (
 from rehead.conversion.fit.factor import factor
 
 TINY = 1e-300
-"""In place of the energy of weights that are all 0."""
+"""Replaces the energy of weights that are all 0."""
 
 
 def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
-    """The rank at which one latent holds all keys and values: min(K (E + V), D)."""
+    """Return the rank at which one latent holds all keys and values: min(K (E + V), D)."""
     key = config.head_dim if isinstance(config, GroupedConfig) else config.qk_nope_head_dim
     value = 0 if isinstance(config, GroupedConfig) and config.tie_kv else config.v_head_dim
     return min(config.n_kv_head * (key + value), config.d_context or d_model)
 
 
 def rank_on_the_way(target: AttentionConfig) -> int:
-    """The rank of a latent attention or of one's reduced form, 0 of any other."""
+    """Return the rank of a latent attention or of its reduced form, 0 for any other."""
     if isinstance(target, LatentConfig):
         return target.kv_lora_rank
     return target.head_dim if isinstance(target, GroupedConfig) and target.tie_kv else 0
@@ -64,7 +64,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
     fitted = frozenset({"weighted", "whitened"})
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
-        """The latent of the target's rank, from heads that lie together."""
+        """Yield the latent of the target's rank, from contiguous heads."""
         rank = rank_on_the_way(target)
         if isinstance(target, LatentConfig) and target.latent_norm:
             rank = min(rank, full_rank(source, d_model))  # what is wider will be zeros
@@ -78,18 +78,18 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
             )
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Exact from full rank on."""
+        """Promise exactness from full rank on."""
         full = full_rank(source, d_model)
         if result.kv_lora_rank >= full:
             return Promise(exact=True, why=f"rank {full} holds all keys and values")
         return Promise(exact=False, why=f"rank {result.kv_lora_rank} of the {full} that hold everything")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """A latent attention has the scaled dot product only."""
+        """Refuse other scores than the scaled dot product, norms in the heads, tied heads."""
         if not isinstance(source.score, ScaledDot):
             return f"mla has the scaled dot product only, not {type(source.score).__name__}"
         if source.qk_norm_eps is not None:
-            return "qk_norm_eps: the norm on each head's keys is no linear map of a latent"
+            return "qk_norm_eps: the norm on each head's keys is not a linear map of a latent"
         return "tie_kv=True has one latent per head already" if source.tie_kv else ""
 
     def convert(
@@ -118,7 +118,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
 
 
 def _by_head(rows: Float[Tensor, "N *R"], source: GroupedConfig) -> Float[Tensor, "N *R"]:
-    """All keys, then all values, as each head's keys, then its values (the rows of `kv_b_proj`)."""
+    """Reorder all keys, then all values, into each head's keys, then its values (the rows of `kv_b_proj`)."""
     keys, values = rows.split([source.n_kv_head * source.head_dim, source.n_kv_head * source.v_head_dim])
     per_head = [part.unflatten(0, (source.n_kv_head, -1)) for part in (keys, values)]
     return torch.cat(per_head, dim=1).flatten(0, 1)
@@ -126,14 +126,14 @@ def _by_head(rows: Float[Tensor, "N *R"], source: GroupedConfig) -> Float[Tensor
 
 @conversions.add("pad-rank")
 class PadRank(Conversion[LatentConfig, LatentConfig]):
-    """Widen the latent with zeros, where layers of different rank have to get the same."""
+    """Widen the latent with zeros, where layers of different ranks need the same rank."""
 
     takes = LatentConfig
     source, target = "mla without latent norm", "mla of higher rank"
     costs = "The cache grows to the new rank."
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
-        """The target's rank, as long as there is something to hold in it."""
+        """Yield the target's rank, up to the full rank."""
         rank = rank_on_the_way(target)
         if isinstance(target, LatentConfig) and target.latent_norm:
             rank = min(rank, full_rank(source, d_model))  # what is wider will be zeros
@@ -141,11 +141,11 @@ class PadRank(Conversion[LatentConfig, LatentConfig]):
             yield replace(source, kv_lora_rank=rank)
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Zeros add nothing."""
+        """Promise exactness: zeros add nothing."""
         return Promise(exact=True, why="the new numbers of the latent are 0")
 
     def refusal(self, source: LatentConfig) -> str:
-        """A norm takes the mean over all numbers, the new ones too."""
+        """Refuse a latent norm: it averages over the new numbers too."""
         return "latent_norm=True would average over the zeros" if source.latent_norm else ""
 
     def convert(
@@ -156,7 +156,7 @@ class PadRank(Conversion[LatentConfig, LatentConfig]):
         statistics: Statistics,
         method: str,
     ) -> Converted:
-        """Zero rows below the latent's, zero columns in the expansion."""
+        """Append zero rows to the latent's projection and zero columns to the expansion."""
         more = result.kv_lora_rank - source.kv_lora_rank
         down, up = weights["kv_a_proj_with_mqa.weight"], weights["kv_b_proj.weight"]
         latent, rope = down.split([source.kv_lora_rank, source.qk_rope_head_dim])

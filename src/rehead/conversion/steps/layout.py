@@ -1,4 +1,4 @@
-"""Exact permutations: which heads lie together, and which numbers of a head form a rotated pair."""
+"""Exact permutations: the order of query heads, and which numbers of a head form a rotated pair."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,12 +25,12 @@ class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
     costs = "Nothing."
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
-        """The other order."""
+        """Yield the other order."""
         other: grouped.HeadMap = "modular" if source.head_map == "contiguous" else "contiguous"
         yield replace(source, head_map=other)
 
     def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """A permutation."""
+        """Promise exactness: a permutation."""
         return Promise(exact=True, why="heads are renumbered")
 
     def convert(
@@ -71,17 +71,17 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
     def steps(
         self, source: AttentionConfig, target: AttentionConfig, d_model: int
     ) -> Iterator[AttentionConfig]:
-        """The other layout."""
+        """Yield the other layout."""
         if source.rope is not None:
             other: Layout = "interleaved" if source.rope.layout == "half-split" else "half-split"
             yield replace(source, rope=replace(source.rope, layout=other))
 
     def promise(self, source: AttentionConfig, result: AttentionConfig, d_model: int) -> Promise:
-        """A permutation."""
+        """Promise exactness: a permutation."""
         return Promise(exact=True, why="the numbers of each head are renumbered")
 
     def refusal(self, source: AttentionConfig) -> str:
-        """A learned score has weights per number of a head."""
+        """Refuse a learned score, which has weights per number of a head."""
         if isinstance(source, GroupedConfig) and source.rope and source.score.n_parameters(1, 2):
             return f"a learned score ({type(source.score).__name__}) is not renumbered with the heads"
         return ""
@@ -107,14 +107,14 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
 
 
 def paired(rows: Float[Tensor, "H E *C"], layout: Layout) -> Float[Tensor, "H E *C"]:
-    """The rows of each head, from the other layout into `layout`."""
+    """Return the rows of each head, moved from the other layout to `layout`."""
     if layout == "half-split":
         return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
     return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
 def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
-    """Which projection holds rotated rows: as how many heads, and from which row of a head to which."""
+    """Return which projections hold rotated rows: the number of heads, and the first and last row in a head."""
     if isinstance(config, GroupedConfig):
         width = config.head_dim
         heads = {"q_proj": config.n_query_head, "k_proj": config.n_kv_head, "q_norm": 1, "k_norm": 1}

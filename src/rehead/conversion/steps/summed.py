@@ -1,4 +1,4 @@
-"""The homework's sum form, as the attention it is."""
+"""The homework's sum form of GQA, as the equivalent MHA."""
 
 from collections.abc import Iterator
 
@@ -26,11 +26,11 @@ class SumQueries(Conversion[SummedConfig, GroupedConfig]):
     costs = "The cache stays; the query weights shrink to those of the KV heads."
 
     def steps(self, source: SummedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
-        """One."""
+        """Yield the equivalent MHA."""
         yield source.equivalent()
 
     def promise(self, source: SummedConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """Linear."""
+        """Promise exactness: scores are linear in the query."""
         return Promise(exact=True, why="the sum of a group's scores is the score of its summed query")
 
     def convert(

@@ -24,9 +24,9 @@ from rehead.errors import ConfigError
 
 
 def obstacle(source: LatentConfig) -> str:
-    """What keeps the projections of a latent attention from being multiplied out, empty if nothing."""
+    """Return why the projections of a latent attention cannot be multiplied out, empty if they can."""
     if source.latent_norm:
-        return "latent_norm=True stands between the down and the up projection"
+        return "latent_norm=True: a norm between the down and the up projection"
     if source.q_lora_rank is not None:
         return f"q_lora_rank={source.q_lora_rank} has a norm between the two projections of the queries"
     if source.qk_rope_head_dim:
@@ -35,7 +35,7 @@ def obstacle(source: LatentConfig) -> str:
 
 
 def up_projections(config: LatentConfig, rows: Float[Tensor, "N *R"]) -> tuple[Tensor, Tensor]:
-    """The rows of `kv_b_proj` that make keys (K E *R), and those that make values (K V *R)."""
+    """Return the rows of `kv_b_proj` that make keys (K E *R), and those that make values (K V *R)."""
     per_head = rows.unflatten(0, (config.n_kv_head, -1))
     keys, values = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
     return keys, values
@@ -50,15 +50,15 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
     costs = "The cache grows from R to K (E + V) numbers a token; keys need not be rebuilt any more."
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
-        """As many KV heads as the latent expands to."""
+        """Yield as many KV heads as the latent expands to."""
         yield GroupedConfig(**common(source), n_kv_head=source.n_kv_head, head_dim=source.qk_nope_head_dim)
 
     def promise(self, source: LatentConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """A product of two matrices is a matrix."""
+        """Promise exactness: a product of two matrices is a matrix."""
         return Promise(exact=True, why="W_UK W_DKV and W_UV W_DKV are multiplied out")
 
     def refusal(self, source: LatentConfig) -> str:
-        """What stands between."""
+        """Refuse anything between the two projections."""
         return obstacle(source)
 
     def convert(
@@ -69,7 +69,7 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
         statistics: Statistics,
         method: str,
     ) -> Converted:
-        """W_UK W_DKV and W_UV W_DKV."""
+        """Multiply out W_UK W_DKV and W_UV W_DKV."""
         made = projections(weights, "q_proj", "o_proj")
         down, names = weights["kv_a_proj_with_mqa.weight"], ("k_proj", "v_proj")
         for name, up in zip(names, up_projections(source, weights["kv_b_proj.weight"]), strict=True):
@@ -97,18 +97,18 @@ class Reduce(Conversion[LatentConfig, GroupedConfig]):
     )
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
-        """MQA as wide as the latent."""
+        """Yield MQA as wide as the latent."""
         rank, bias = source.kv_lora_rank, source.o_bias or source.qkv_bias
         wide = common(source) | {"v_head_dim": rank, "o_bias": bias}
         yield GroupedConfig(**wide, n_kv_head=1, head_dim=rank, tie_kv=True)
 
     def promise(self, source: LatentConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """Associativity."""
+        """Promise exactness: matrix products are associative."""
         return Promise(exact=True, why="(W_UK c).(W_Q x) = c.(W_UK^T W_Q x)")
 
     def refusal(self, source: LatentConfig) -> str:
-        """A rotation between the two factors keeps them apart."""
-        rotated = "rope=True: the rotation of rebuilt keys stands between W_UK and W_Q"
+        """Refuse anything between the two projections, and rotated keys."""
+        rotated = "rope=True: rebuilt keys are rotated between W_UK and W_Q"
         return obstacle(source) or (rotated if source.rope is not None else "")
 
     def convert(
