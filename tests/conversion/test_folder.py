@@ -452,7 +452,9 @@ def test_mistakes_with_texts(arguments, status, says, run, capfd):
 
 def test_rope_to_reduced(gpt, capfd):
     rehead.save(gpt(replace(GQA, rope=RopeConfig())).float(), "model")
-    refused(capfd, ["model", "new", "--to", "reduced"], 2, "rope=True", "rebuilt keys are rotated", "W_UK and W_Q")
+    refused(
+        capfd, ["model", "new", "--to", "reduced"], 2, "rope=True", "rebuilt keys are rotated", "W_UK and W_Q"
+    )
 
 
 def test_a_latent_norm_stands_in_the_way(gpt, capfd):
