@@ -178,6 +178,13 @@ def test_defaults_that_follow_from_others_are_what_help_says():
     assert (told["n_hidden"].partition(";")[0], gpt.n_hidden) == ("4 n_embd", 4 * 192)
 
 
+def test_a_default_is_written_as_it_is_typed(capsys):
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "sequences at once [default: 1]" in text
+    assert "(1,)" not in text
+
+
 def test_what_takes_long_says_how_long(capsys):
     for command, said in (
         ("train", "With the defaults, training takes about 15 minutes on 2 CPU cores."),

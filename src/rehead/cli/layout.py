@@ -14,8 +14,8 @@ LONGEST_NAME = 30
 """A longer name gets a line of its own."""
 NARROW = 60
 """Characters per line; in a narrower terminal every meaning is below its name."""
-SILENT = ("False", "()")
-"""Defaults that are not shown."""
+SILENT = ("False", "()", "(1,)")
+"""Defaults that are not shown, or described in the help text."""
 
 
 class Layout:

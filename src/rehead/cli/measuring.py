@@ -81,7 +81,7 @@ def bench(
         ),
     ] = (),
     batch: Annotated[
-        tuple[int, ...], Parameter(negative="", consume_multiple=1, help="sequences at once")
+        tuple[int, ...], Parameter(negative="", consume_multiple=1, help="sequences at once [default: 1]")
     ] = (1,),
     new_tokens: Annotated[
         int | None, Parameter(help="tokens to generate [default: 32, or half the model's block_size if less]")
