@@ -18,9 +18,10 @@ from rehead.attention.kernels import Call
 from rehead.attention.kernels.continued import Continued
 from rehead.attention.kernels.folded import FEW_QUERIES, Folded
 from rehead.attention.kernels.sdpa import SDPA
+from rehead.attention.kernels.token import attend_token
 from rehead.attention.mask import Mask
-from rehead.attention.step import attend_token
 from rehead.checkpoint import load
+from rehead.decoding import torch_decoder
 from rehead.generation import generate
 from rehead.model import LanguageModel
 
@@ -119,7 +120,7 @@ def greedy(model: Any, ids: Tensor, n_new: int, sample: bool = False, **given: A
 
 def steps(model: LanguageModel) -> Any:
     """PyTorch's way, on any device."""
-    return model.decoder()
+    return torch_decoder(model)
 
 
 def alone(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

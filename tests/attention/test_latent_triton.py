@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rehead.attention.step import NextToken
 
 from rehead.attention import EMPTY, LatentConfig, kernels
 from rehead.attention.kernels import latent_token, selfcheck
-from rehead.attention.step import NextToken
 
 pytest.importorskip("triton")  # comes with torch on Linux only
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from rehead.attention.step import NextToken
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rehead.attention import kernels, scores, variants
-from rehead.attention.step import NextToken
 from rehead.native import NoKernel
 from rehead.native import sequence as native
 

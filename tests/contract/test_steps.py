@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rehead.attention.step import NextToken, Product, few
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rehead.attention import EMPTY, GroupedConfig, LayerCache, RopeConfig, step, variants
 from rehead.attention.rope import Rotary
-from rehead.attention.step import NextToken, Product, few
 from rehead.config import GPTConfig
 from rehead.model import build
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rehead.attention.fixed import Fixed
+from rehead.attention.step import Moment, NextToken
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
-from rehead.attention.fixed import Fixed
 from rehead.attention.kernels import selfcheck
-from rehead.attention.step import Moment, NextToken
 from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graphed
 from rehead.errors import UsageError

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rehead.decoding.gpt import MOST_ROWS
+from rehead.decoding.program import Kind, Op, Program, kernel
 
 from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
-from rehead.decoding.gpt import MOST_ROWS
-from rehead.decoding.program import Kind, Op, Program, kernel
 from rehead.errors import NumericError, UsageError
 from rehead.generation import generate
 from rehead.model import build

@@ -10,13 +10,13 @@ import torch
 import rehead
 from rehead.cli import main
 from rehead.config import ModelOptions, RNNConfig
+from rehead.decoding.torch_engine import is_watched
 from rehead.errors import ResourceError, UsageError
 from rehead.measure import bench as module
 from rehead.measure import cache_bytes, parameters, roofline
 from rehead.measure.bench import Arm, Case, Times, bench
 from rehead.measure.roofline import Roofline, matmul_rate, read_rate
 from rehead.model import build
-from rehead.model.step import is_watched
 from rehead.report.bench import present
 
 CPU = torch.device("cpu")

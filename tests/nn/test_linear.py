@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from rehead.attention.step import Product
 from torch import nn
 
-from rehead.attention.step import Product
 from rehead.nn.linear import Linear
 
 onednn = pytest.mark.skipif(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from rehead.attention.cache import LayerCache
 from rehead.attention.call import require_call
 from rehead.attention.mask import Mask
+from rehead.attention.program import Call, Program, Slot
 from rehead.attention.rope import RopeConfig
-from rehead.attention.step import Moment, Step
 from rehead.errors import ConfigError
 from rehead.fields import require_types
 from rehead.registry import Registry
@@ -226,21 +226,12 @@ class Attention(nn.Module, ABC):
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of one pass without cache, by the reference kernel."""
 
-    @property
-    def has_own_step(self) -> bool:
-        """Whether `step` is more than `forward`: all it knows of the past it asks of the `Moment`."""
-        return False
+    def lower(self, program: Program, x: Slot, layer: int) -> Slot:
+        """Write down `forward` of one new token, whose cache is that of `layer`; returns what x gathers.
 
-    def step(self) -> Step:
-        """`forward` of one new token for every row, prepared from the weights as they are now.
-
-        By definition it is `forward`; a variant that can do it in less says how.
+        Without a description of its own a variant is called as it is, by PyTorch.
         """
-
-        def step(x: Tensor, cache: LayerCache, moment: Moment) -> Tensor:
-            return self(x[:, None], cache=cache)[:, 0]
-
-        return step
+        return program.add(Call(x, self, self.d_model, layer))
 
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> "Choice | None":
         """How `forward` would compute `n_query` tokens after `n_past` in a cache (None: without one), in this mode.
@@ -250,7 +241,7 @@ class Attention(nn.Module, ABC):
         return None
 
     def one_token(self) -> str:
-        """What `step` does, for people."""
+        """What `lower` describes, for people."""
         return "a forward pass of its own"
 
     def _stub(self, *shape: int) -> Tensor:

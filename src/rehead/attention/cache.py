@@ -14,13 +14,15 @@ FIRST_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where one more token of every sequence goes: the same in all layers whose caches have as many rows."""
+class NextRow:
+    """The row that one more token of every sequence takes: the same in all caches of as many rows and one window."""
 
-    slots: Int[Tensor, " B"]
-    known: Int[Tensor, "B S"]
-    """The position of every row once it is there, `EMPTY` where there is none."""
+    slot: int | tuple[Int[Tensor, " B"], Int[Tensor, " B"]]
+    """One for all sequences, or sequences and the slot of each."""
     n_used: int
+    """Rows that are used with it; the others are not read."""
+    known: Int[Tensor, "B S"] | None = None
+    """The position of every row with it, `EMPTY` where there is none; None while they are consecutive."""
 
 
 class LayerCache:
@@ -127,10 +129,14 @@ class LayerCache:
         """Tokens of the longest sequence."""
         return self.length if self.positions is None else self._furthest
 
-    def place(self, positions: Int[Tensor, "B 1"]) -> Place:
-        """Where the tokens at `next(1)` go. Caches of as many rows and the same window share it."""
+    def next_row(self, positions: Int[Tensor, "B 1"] | None) -> NextRow:
+        """Where the tokens at `next(1)` go, after `reserve_one`. Caches of as many rows and one window share it."""
+        if positions is None:
+            return NextRow((self.length - 1) % self._n_rows, min(self.length, self._n_rows))
         known, slots = self._known_positions(), positions % self._n_rows
-        return Place(slots[:, 0], known.scatter(1, slots, positions), min(self._n_rows, self._furthest))
+        batch = torch.arange(len(slots), device=slots.device)
+        n_used = min(self._n_rows, self._furthest)
+        return NextRow((batch, slots[:, 0]), n_used, known.scatter(1, slots, positions))
 
     def reserve_one(self) -> int:
         """Make room for one token more of every sequence; how many rows there are."""
@@ -142,37 +148,26 @@ class LayerCache:
             self._furthest += 1
         return self._n_rows
 
-    def append_one(self, place: Place | None, **new: Float[Tensor, "B ..."]) -> list[Float[Tensor, "BK S _"]]:
-        """`append` of one token, without axis 1, after `reserve_one`; all rows that may be seen, (B K, S, E) each.
-
-        `place` says where, once positions were given.
-        """
-        n_used = self.settle(place)
-        if place is None:
-            slot = (self.length - 1) % self._n_rows
-            for name, store in self._store.items():
-                store.select(-2, slot).copy_(new[name])
+    def settle(self, row: NextRow) -> None:
+        """Count the token that takes `row` as seen."""
+        if row.known is None:
+            self._in_ring_order = self.length > self._n_rows
         else:
-            self.write_one(place.slots, **new)
-        return self.first(n_used)
+            self.positions = row.known
 
-    def write_one(self, slots: Int[Tensor, " B"], **new: Float[Tensor, "B ..."]) -> None:
-        """The rows of one token of every sequence, where `slots` says; what is known of the rows stays as it is."""
-        batch = torch.arange(len(slots), device=slots.device)
-        for name, store in self._store.items():
-            store.movedim(-2, 1)[batch, slots] = new[name]
+    def write_one(self, name: str, row: NextRow, new: Float[Tensor, "B K _"]) -> None:
+        """Write what one token of every sequence leaves under `name`, in heads; one without heads is one head."""
+        store = self._store[name]
+        if store.dim() == 3:
+            new = new.squeeze(1)
+        if isinstance(row.slot, int):
+            store.select(-2, row.slot).copy_(new)
+        else:
+            store.movedim(-2, 1)[row.slot] = new
 
-    def first(self, n_row: int) -> list[Float[Tensor, "BK S _"]]:
-        """The first rows there is room for, (B K, S, E) each."""
-        return [store.flatten(0, -3).narrow(1, 0, n_row) for store in self._store.values()]
-
-    def settle(self, place: Place | None) -> int:
-        """What is known of the rows once one token more is in them; how many are used."""
-        if place is not None:
-            self.positions = place.known
-            return place.n_used
-        self._in_ring_order = self.length > self._n_rows
-        return min(self.length, self._n_rows)
+    def first(self, name: str, n_row: int) -> Float[Tensor, "BK S _"]:
+        """The first `n_row` rows of every head."""
+        return self._store[name].flatten(0, -3).narrow(1, 0, n_row)
 
     @property
     def stores(self) -> list[Float[Tensor, "B ... S _"]]:

@@ -7,7 +7,6 @@ all, GQA (Ainslie et al., arXiv 2305.13245) anything between. Seeds A1-A8, B16.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -15,9 +14,9 @@ from rehead.attention import kernels
 from rehead.attention.base import FILLED, Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache
 from rehead.attention.mask import Mask
+from rehead.attention.program import Attend, Norm, Program, Rotate, Slot, Store
 from rehead.attention.rope import RopeConfig, Rotary
 from rehead.attention.score import ScoreConfig, scores
-from rehead.attention.step import Moment, Product, Step, attend_token
 from rehead.errors import ConfigError
 from rehead.nn.linear import Linear
 
@@ -213,41 +212,32 @@ class GroupedAttention(Attention):
 
     def one_token(self) -> str:
         """See `Attention.one_token`."""
-        if not self.has_own_step:
+        if self.score is not None:
             return "slow, a learned score has only the reference kernel"
         return "two products a KV head, its group of query heads folded into the rows; keys are read once"
 
-    @property
-    def has_own_step(self) -> bool:
-        """Learned scores have no other way than `forward`."""
-        return self.score is None
-
-    def step(self) -> Step:
-        """See `Attention.step`."""
-        if not self.has_own_step:
-            return super().step()
-        config, value_too = self.config, [] if self.v_proj is None else [self.v_proj]
-        project, output = Product(self.q_proj, self.k_proj, *value_too), Product(self.o_proj)
+    def lower(self, program: Program, x: Slot, layer: int) -> Slot:
+        """See `Attention.lower`; learned scores have no other way than `forward`."""
+        if self.score is not None:
+            return super().lower(program, x, layer)
+        config = self.config
         H, K, E, V = config.n_query_head, config.n_kv_head, config.head_dim, config.v_head_dim
-        scale = E**-0.5
-
-        def step(x: Tensor, cache: LayerCache, moment: Moment) -> Tensor:
-            both = project(x)
-            heads = both.narrow(1, 0, (H + K) * E).view(-1, H + K, E)
-            if self.q_norm is not None and self.k_norm is not None:
-                heads = torch.cat([self.q_norm(heads[:, :H]), self.k_norm(heads[:, H:])], dim=1)
-            if self.rotary is not None:
-                heads = moment.turn(self.rotary, heads)
-            rows = {"key": heads.narrow(1, H, K)}
-            if value_too:
-                rows["value"] = both.narrow(1, (H + K) * E, K * V).view(-1, K, V)
-            kept = moment.remember(cache, **rows)
-            query = self._to_slots(heads.narrow(1, 0, H)[:, None]).reshape(len(x) * K, H // K, E)
-            hidden = moment.hidden(cache, K, x.dtype)
-            gathered = attend_token(query, kept[0], kept[-1], scale, hidden).view(-1, 1, H, V)
-            return output(self._from_slots(gathered).reshape(-1, H * V))
-
-        return step
+        value_too = [] if self.v_proj is None else [(self.v_proj, K * V)]
+        query, key, *values = program.linear(x, (self.q_proj, H * E), (self.k_proj, K * E), *value_too)
+        query, key = query.split(H), key.split(K)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = program.add(Norm(query, self.q_norm)), program.add(Norm(key, self.k_norm))
+        if self.rotary is not None:
+            heads = program.add(Rotate((query, key), self.rotary))
+            query, key = heads.head(0, H), heads.head(H, K)
+        rows: dict[str, tuple[Slot, ...]] = {"key": (key,)}
+        for value in values:
+            rows["value"] = (value.split(K),)
+        program.add(Store(layer, rows))
+        is_modular = config.head_map == "modular"
+        gathered = program.add(Attend(layer, (query,), "key", list(rows)[-1], K, V, E**-0.5, is_modular))
+        (output,) = program.linear(gathered.flat(), (self.o_proj, self.d_model))
+        return output
 
     def weights(
         self,

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from rehead.attention import kernels
 from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
-from rehead.attention.kernels.latent_token import attend_latent_token
 from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import Mask
+from rehead.attention.program import Attend, AttendRebuilt, Norm, PerHead, Program, Rotate, Slot, Store
 from rehead.attention.rope import Rotary
-from rehead.attention.step import Moment, Product, Step, token_weights
 from rehead.nn.linear import Linear
 
 NORM_EPS = 1e-6
@@ -108,7 +107,7 @@ class LatentAttention(Attention):
     def one_token(self) -> str:
         """See `Attention.one_token`."""
         config = self.config
-        if not self.has_own_step:
+        if config.absorbs_below <= 1:
             return f"expanded, {config.n_kv_head} KV heads cost less than a latent of {config.kv_lora_rank}"
         if config.rebuilds_keys:
             return "slow, rotated keys are rebuilt from all latents; values are absorbed"
@@ -153,7 +152,7 @@ class LatentAttention(Attention):
     ) -> Float[Tensor, "B L H V"]:
         """Rebuild the keys, which are rotated; sum latents instead of values. No dropout."""
         assert self.rotary is not None
-        key = self.rotary(self._unturned_keys(latent), key_positions)
+        key = self.rotary(self.unrotated_keys(latent), key_positions)
         weights = kernels.weights(query, key, mask.dense(query.device), scale=self.scale)
         return self._expand_values(torch.einsum("bkgls,bsr->blkgr", weights, latent).flatten(2, 3), mask)
 
@@ -167,57 +166,40 @@ class LatentAttention(Attention):
             values = values + (bias if dense is None else bias * dense.any(dim=-1)[:, :, None, None, None])
         return values.flatten(2, 3)
 
-    @property
-    def has_own_step(self) -> bool:
-        """Absorbed, unless that is more work than rebuilding keys and values."""
-        return self.config.absorbs_below > 1
-
-    def step(self) -> Step:
-        """See `Attention.step`."""
+    def lower(self, program: Program, x: Slot, layer: int) -> Slot:
+        """See `Attention.lower`. Absorbed, unless that is more work than rebuilding keys and values."""
         config = self.config
-        if not self.has_own_step:
-            return super().step()
+        if config.absorbs_below <= 1:
+            return super().lower(program, x, layer)
+        H, N, P = config.n_query_head, config.qk_nope_head_dim, config.qk_rope_head_dim
+        R, width = config.kv_lora_rank, H * (N + P)
+        down = self.kv_a_proj_with_mqa, R + P
         if config.q_lora_rank is None:
-            down = Product(self.q_proj, self.kv_a_proj_with_mqa)
+            query, latent = program.linear(x, (self.q_proj, width), down)
         else:
-            down, up = Product(self.q_a_proj, self.kv_a_proj_with_mqa), Product(self.q_b_proj)
-        output, (key_up, value_up) = Product(self.o_proj), self._ups()
-        bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)
-        H, K, N, P = config.n_query_head, config.n_kv_head, config.qk_nope_head_dim, config.qk_rope_head_dim
-        R, V = config.kv_lora_rank, config.v_head_dim
-
-        def step(x: Tensor, cache: LayerCache, moment: Moment) -> Tensor:
-            n_row, both = len(x), down(x)
-            query, latent, rope = both.split([both.shape[1] - R - P, R, P], dim=1)
-            if config.q_lora_rank is not None:
-                query = up(self.q_a_layernorm(query))
-            query, row = query.view(n_row, H, N + P), x.new_empty(n_row, R + P)
-            row[:, :R] = self.kv_a_layernorm(latent)
-            asked = x.new_empty(n_row, H, R + P)
-            if P and self.rotary is not None:
-                turned = moment.turn(self.rotary, torch.cat([query[..., N:], rope[:, None]], dim=1))
-                asked[..., R:], row[:, R:] = turned[:, :H], turned[:, H]
-            (kept,) = moment.remember(cache, latent=row)  # B S RP
-            latents = kept.narrow(2, 0, R)
-            if config.rebuilds_keys and self.rotary is not None:
-                key = moment.turn_keys(self.rotary, self._unturned_keys(latents), cache)  # B S K N
-                query = moment.turn(self.rotary, query.contiguous()).view(n_row * K, -1, N)
-                weights = token_weights(
-                    query, key.transpose(1, 2).flatten(0, 1), self.scale, moment.hidden(cache, K, x.dtype)
-                )
-                gathered = torch.bmm(weights.view(n_row, H, -1), latents)
-            else:
-                by_head = query[..., :N].unflatten(1, (K, -1)).transpose(0, 1).reshape(K, -1, N)
-                absorbed = torch.bmm(by_head, key_up).view(K, n_row, -1, R).transpose(0, 1)
-                asked.narrow(2, 0, R).unflatten(1, (K, -1)).copy_(absorbed)
-                gathered = attend_latent_token(asked, kept, R, self.scale, moment.hidden(cache, 1, x.dtype))
-            context = gathered.view(n_row, K, -1, R).transpose(0, 1).reshape(K, -1, R)
-            values = torch.bmm(context, value_up.transpose(1, 2)).view(K, n_row, -1, V).transpose(0, 1)
-            if bias is not None:
-                values = values + bias[1][:, None]
-            return output(values.reshape(n_row, H * V))
-
-        return step
+            query, latent = program.linear(x, (self.q_a_proj, config.q_lora_rank), down)
+            query = program.add(Norm(query, self.q_a_layernorm))
+            (query,) = program.linear(query, (self.q_b_proj, width))
+        query, rope, latent = query.split(H), latent.columns(R, P), latent.columns(0, R)
+        if config.latent_norm:
+            latent = program.add(Norm(latent, self.kv_a_layernorm))
+        key_up, value_up = self._ups()
+        if config.rebuilds_keys:
+            assert self.rotary is not None
+            program.add(Store(layer, {"latent": (latent,)}))
+            query = program.add(Rotate((query,), self.rotary))
+            context = program.add(AttendRebuilt(layer, query, self, config.n_kv_head, R, self.scale))
+        else:
+            row, asked = (latent,), (program.add(PerHead(query.columns(0, N), key_up)),)
+            if self.rotary is not None:
+                rotated = program.add(Rotate((query.columns(N, P), rope), self.rotary))
+                row, asked = (*row, rotated.head(H, 1)), (*asked, rotated.head(0, H))
+            program.add(Store(layer, {"latent": row}))
+            context = program.add(Attend(layer, asked, "latent", "latent", 1, R, self.scale))
+        bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)[1]
+        values = program.add(PerHead(context, value_up, bias, transposed=True))
+        (output,) = program.linear(values.flat(), (self.o_proj, self.d_model))
+        return output
 
     def weights(
         self,
@@ -297,7 +279,8 @@ class LatentAttention(Attention):
             key = torch.cat([key, rope.unsqueeze(2).expand(*key.shape[:3], -1)], dim=-1)
         return key, value
 
-    def _unturned_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
+    def unrotated_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
+        """The keys of a latent, as they are before rotation."""
         key = torch.einsum("bsr,knr->bskn", latent, self._ups()[0])
         return key if self.kv_b_proj.bias is None else key + self._per_head(self.kv_b_proj.bias)[0]
 

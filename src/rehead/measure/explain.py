@@ -11,7 +11,7 @@ from rehead.attention import Attention, AttentionConfig
 from rehead.attention.kernels import Choice
 from rehead.attention.kernels.compiled import Compiled
 from rehead.attention.kernels.definition import Reference
-from rehead.decoding import graphed, why_no_graph, why_not
+from rehead.decoding import graph_engine, graph_refusal, native_refusal
 from rehead.model import GPT, LanguageModel, evaluating, modes_kept
 from rehead.model.layers import Block
 
@@ -42,13 +42,13 @@ def explain(model: LanguageModel, batch_size: int = 1) -> list[str]:
 
 
 def _decoding(model: LanguageModel) -> str:
-    no_kernel, no_graph = why_not(model), why_no_graph(model)
+    no_kernel, no_graph = native_refusal(model), graph_refusal(model)
     if no_kernel is None:
         threads = torch.get_num_threads()
         return f"one call a token into the C++ kernel, on {threads} thread{'s' * (threads > 1)}"
     if no_graph is None:
         return "CUDA graphs, one per length bucket"
-    of_device = model.device.type == graphed.DEVICE
+    of_device = model.device.type == graph_engine.DEVICE
     reason = f"CUDA graphs: {no_graph}" if of_device else f"C++ kernel: {no_kernel}"
     return f"PyTorch, a step a layer (no {reason})"
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rehead.attention.program import Program
 from rehead.config import ModelConfig
 from rehead.errors import UsageError
 from rehead.model.ids import require_ids, require_range
@@ -84,12 +85,12 @@ class LanguageModel(nn.Module, ABC):
         """What `forward` gives for the tokens whose `hidden` these are."""
         return self.head(hidden)
 
-    def decoder(self) -> Decode:
-        """What generation calls for one token more of every row, prepared from the weights as they are now.
+    def lower(self) -> Program | None:
+        """One new token of every sequence as operations (`rehead.decoding`); None: only as `forward` computes it."""
+        return None
 
-        For a model in eval mode, without gradients. By definition it is `forward`; make it anew after weights changed.
-        """
-        return lambda ids, cache: self.head(self.hidden(ids[:, None], cache=cache)[:, -1])
+    def require_room(self, n_token: int) -> None:
+        """Refuse more tokens than the model has positions for."""
 
     def require_generates(self) -> None:
         """Refuse what is no autoregressive model; most are."""

@@ -1,18 +1,17 @@
 """A decoder-only transformer: the homework's GPT, or Llama's shape, by config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import LayerCache
-from rehead.attention.step import Moment, NextToken, Product
+from rehead.attention.program import Embed, Norm, Program, Scale, describes
 from rehead.config import GPTConfig
-from rehead.model.base import Decode, LanguageModel, models, require_length
+from rehead.model.base import LanguageModel, models, require_length
 from rehead.model.init import initialise
 from rehead.model.layers import NORMS, Block
-from rehead.model.step import is_watched, layer_step
 from rehead.nn.dropout import Dropout
 
 
@@ -52,30 +51,19 @@ class GPT(LanguageModel):
             x = layer(x, positions, None if cache is None else cache[index])
         return self._normed(x)
 
-    def decoder(self) -> Decode:
-        """See `LanguageModel.decoder`."""
-        if is_watched(self) or torch.is_autocast_enabled(self.device.type):
-            return super().decoder()
-        step = self.step()
-
-        def decode(ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
-            self.require_room(cache[0].n_token + 1)
-            return step(ids, cache, NextToken(cache[0]))
-
-        return decode
-
-    def step(self) -> Callable[[Tensor, Sequence[LayerCache], Moment], Tensor]:
-        """Logits of the tokens after `ids` (B,), which stand where the moment says; prepared as a decoder is."""
-        layers = [layer_step(layer) for layer in self.layers if isinstance(layer, Block)]
-        head = Product(self.head)
-
-        def step(ids: Tensor, cache: Sequence[LayerCache], moment: Moment) -> Tensor:
-            x = self._embed(ids[:, None], moment.positions, moment.start)[:, 0]
-            for layer, remembered in zip(layers, cache, strict=True):
-                x = layer(x, remembered, moment)
-            return head(self._normed(x))
-
-        return step
+    def lower(self) -> Program | None:
+        """See `LanguageModel.lower`."""
+        if not all(describes(layer) for layer in self.layers):
+            return None
+        program, config = Program(), self.config
+        x = program.add(Embed(self.embed_tokens, self.embed_positions, config.embed_scale))
+        for index, layer in enumerate(self.layers):
+            x = program.call(layer, x, config.n_embd, index)
+        x = program.add(Norm(x, self.norm))
+        if config.logit_scale != 1:
+            x = program.add(Scale(x, config.logit_scale))
+        program.linear(x, (self.head, config.vocab_size))
+        return program
 
     def require_room(self, n_token: int) -> None:
         """Refuse more tokens than the table of positions has rows, if there is one."""

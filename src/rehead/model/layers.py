@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
+from rehead.attention.program import Add, Gate, Norm, Program, Slot
 from rehead.config import GPTConfig
 from rehead.nn.dropout import Dropout
 from rehead.nn.gelu import gelu
@@ -20,6 +21,7 @@ class GELU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.widths = config.n_hidden, config.n_embd
         self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
         self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
@@ -27,12 +29,20 @@ class GELU(nn.Module):
         """Each position for itself."""
         return self.down_proj(gelu(self.up_proj(x)))
 
+    def lower(self, program: Program, x: Slot) -> Slot:
+        """Write down `forward` of one token."""
+        n_hidden, width = self.widths
+        (up,) = program.linear(x, (self.up_proj, n_hidden), gelu=True)
+        (down,) = program.linear(up, (self.down_proj, width))
+        return down
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate x) * up x), Llama's (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.widths = config.n_hidden, config.n_embd
         self.gate_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
         self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
         self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
@@ -40,6 +50,13 @@ class SwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         """Each position for itself."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def lower(self, program: Program, x: Slot) -> Slot:
+        """Write down `forward` of one token."""
+        n_hidden, width = self.widths
+        gate, up = program.linear(x, (self.gate_proj, n_hidden), (self.up_proj, n_hidden))
+        (down,) = program.linear(program.add(Gate(gate, up)), (self.down_proj, width))
+        return down
 
 
 MLPS: dict[str, Callable[[GPTConfig], nn.Module]] = {"gelu": GELU, "swiglu": SwiGLU}
@@ -68,6 +85,13 @@ class Block(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), positions=positions, cache=cache)
         x = self._add(x, attended)
         return self._add(x, self.mlp(self.post_attention_layernorm(x)))
+
+    def lower(self, program: Program, x: Slot, layer: int) -> Slot:
+        """Write down `forward` of one token."""
+        normed = program.add(Norm(x, self.input_layernorm))
+        x = program.add(Add(program.call(self.self_attn, normed, x.width, layer), x, self.scale))
+        normed = program.add(Norm(x, self.post_attention_layernorm))
+        return program.add(Add(program.call(self.mlp, normed, x.width), x, self.scale))
 
     def _add(self, x: Tensor, more: Tensor) -> Tensor:
         """What the layer writes to the residual stream."""

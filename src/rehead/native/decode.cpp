@@ -53,17 +53,16 @@ inline Floats sums(Floats v[W]) {
 
 inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
-enum Kind : int64_t { EMBED, NORM, LINEAR, SPREAD, TURN, KEEP, ATTEND, GATE };
-enum Act : int64_t { NONE, GELU };
+enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE };
 
-struct Op {  // what the fields mean is said where they are read; program.py fills them in
-    int64_t kind, half, sync, act, add;
-    const void *w, *b, *w2;
+struct Op {  // what the fields mean is said where they are read; native_program.py fills them in
+    int64_t kind, bfloat16, sync, add, gelu, centred, interleaved;
+    const void *w, *w2, *b;
     const float* x;
     float* y;
-    int64_t n, k, heads, group, rows;
-    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head;
-    double eps;
+    int64_t n, k, heads, group, rows, column;
+    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w2_row, b_head;
+    double eps, scale;
 };
 
 struct Call { const int64_t* ids; const int64_t* positions; int64_t batch; };
@@ -83,12 +82,12 @@ template <class T> void embed(const Op& op, const Call& call, int64_t id, int64_
     }
 }
 
-template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t n) {  // act: LayerNorm, else RMSNorm
+template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t n) {  // centred: LayerNorm, else RMSNorm
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         const float* x = op.x + at / op.heads * op.x_row + at % op.heads * op.x_head;
         float* y = op.y + at / op.heads * op.y_row + at % op.heads * op.y_head;
         double mean = 0, square = 0;
-        if (op.act) { float s = 0; for (int64_t i = 0; i < op.n; i++) s += x[i]; mean = s / op.n; }
+        if (op.centred) { float s = 0; for (int64_t i = 0; i < op.n; i++) s += x[i]; mean = s / op.n; }
         float part = 0, shift = float(mean);
         for (int64_t i = 0; i < op.n; i++) part += (x[i] - shift) * (x[i] - shift);
         square = part / op.n;
@@ -151,7 +150,7 @@ inline void tile(const Op& op, const float* x, const T* w, const T* bias, float*
 template <class T> void linear(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t h = 0; h < op.heads; h++) {
         const T* w = (const T*)op.w + h / op.group * op.w_head;
-        const T* bias = op.b ? (const T*)op.b + h / op.group * op.rows : nullptr;  // rows: of a head's biases
+        const T* bias = op.b ? (const T*)op.b + h / op.group * op.b_head : nullptr;
         Share mine = op.heads > 1 ? Share{0, h % n == id ? op.n : 0} : share(op.n, W, id, n);
         for (int64_t j = mine.from; j < mine.to;) {
             bool four = j + 4 <= mine.to;
@@ -167,14 +166,14 @@ template <class T> void linear(const Op& op, const Call& call, int64_t id, int64
             }
             j += four ? 4 : 1;
         }
-        if (op.act == GELU)
+        if (op.gelu)
             for (int64_t b = 0; b < call.batch; b++)
                 gelu(op.y + b * op.y_row + h * op.y_head + mine.from, mine.to - mine.from);
     }
 }
 
 // y[b][h][k] = sum over n of x[b][h][n] w[h / group][n][k]: what moves an expansion to the query's side
-template <class T> void spread(const Op& op, const Call& call, int64_t id, int64_t n) {
+template <class T> void expand(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         int64_t b = at / op.heads, h = at % op.heads;
         const float* x = op.x + b * op.x_row + h * op.x_head;
@@ -186,8 +185,8 @@ template <class T> void spread(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
-// heads of n numbers turned; w, w2: cosines and signed sines by position; act: interleaved pairs
-void turn(const Op& op, const Call& call, int64_t id, int64_t n) {
+// heads of n numbers rotated; w, w2: cosines and signed sines by position
+void rotate(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         int64_t b = at / op.heads, half = op.n / 2;
         const float* x = op.x + b * op.x_row + at % op.heads * op.x_head;
@@ -195,19 +194,19 @@ void turn(const Op& op, const Call& call, int64_t id, int64_t n) {
         const float *cos = (const float*)op.w + call.positions[b] * op.n;
         const float *sin = (const float*)op.w2 + call.positions[b] * op.n;
         for (int64_t i = 0; i < half; i++) {
-            int64_t p = op.act ? 2 * i : i, q = op.act ? p + 1 : p + half;
+            int64_t p = op.interleaved ? 2 * i : i, q = op.interleaved ? p + 1 : p + half;
             float first = x[p] * cos[p] + x[q] * sin[p], second = x[q] * cos[q] + x[p] * sin[q];
             y[p] = first, y[q] = second;
         }
     }
 }
 
-// x[b][h] to the row of the cache (b, h, rows, k) that its position takes, from column n on
-template <class T> void keep(const Op& op, const Call& call, int64_t id, int64_t n) {
+// x[b][h] to the row of the cache (b, h, rows, k) that its position takes, from `column` on
+template <class T> void store_rows(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         int64_t b = at / op.heads, row = at * op.rows + call.positions[b] % op.rows;
         const float* x = op.x + b * op.x_row + at % op.heads * op.x_head;
-        for (int64_t i = 0; i < op.n; i++) store((T*)op.w + row * op.k + op.w_head + i, x[i]);
+        for (int64_t i = 0; i < op.n; i++) store((T*)op.w + row * op.k + op.column + i, x[i]);
     }
 }
 
@@ -261,7 +260,7 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
 }
 
 // Each of `heads` KV heads is read once by its `group` query heads. w keys (b, h, rows, k), w2 values of n numbers in
-// rows of w_head; x_head from one head of a group to the next, x_kv from group to group; eps: the scale.
+// rows of w2_row; x_head from one head of a group to the next, x_kv from group to group.
 template <class T> void attend(const Op& op, const Call& call, int64_t id, int64_t n) {
     int64_t units = call.batch * op.heads, parts = units >= n ? 1 : std::min(n, op.group);
     std::vector<float> top(op.group), total(op.group);
@@ -270,7 +269,7 @@ template <class T> void attend(const Op& op, const Call& call, int64_t id, int64
         Share mine = share(op.group, 4, unit % parts, parts);
         int64_t used = std::min(call.positions[b] + 1, op.rows);
         const T* keys = (const T*)op.w + at * op.rows * op.k;
-        const T* values = (const T*)op.w2 + at * op.rows * op.w_head;
+        const T* values = (const T*)op.w2 + at * op.rows * op.w2_row;
         const float* q = op.x + b * op.x_row + h * op.x_kv;
         float* y = op.y + b * op.y_row + h * op.y_kv;
         for (int64_t g = mine.from; g < mine.to; g++) {
@@ -281,8 +280,8 @@ template <class T> void attend(const Op& op, const Call& call, int64_t id, int64
             int64_t count = std::min(TILE, used - s);
             for (int64_t g = mine.from; g < mine.to;) {
                 auto with = [&]<int I>() {
-                    meet<I>(q + g * op.x_head, op.x_head, keys + s * op.k, op.k, values + s * op.w_head, op.w_head, count,
-                            op.k, op.n, float(op.eps), &top[g], &total[g], y + g * op.y_head, op.y_head);
+                    meet<I>(q + g * op.x_head, op.x_head, keys + s * op.k, op.k, values + s * op.w2_row, op.w2_row, count,
+                            op.k, op.n, float(op.scale), &top[g], &total[g], y + g * op.y_head, op.y_head);
                     g += I;
                 };
                 int64_t left = mine.to - g;
@@ -312,9 +311,9 @@ template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t 
         case EMBED: return embed<T>(op, call, id, n);
         case NORM: return norm<T>(op, call, id, n);
         case LINEAR: return linear<T>(op, call, id, n);
-        case SPREAD: return spread<T>(op, call, id, n);
-        case TURN: return turn(op, call, id, n);
-        case KEEP: return keep<T>(op, call, id, n);
+        case EXPAND: return expand<T>(op, call, id, n);
+        case ROTATE: return rotate(op, call, id, n);
+        case STORE: return store_rows<T>(op, call, id, n);
         case ATTEND: return attend<T>(op, call, id, n);
         case GATE: return gate(op, call, id, n);
     }
@@ -355,7 +354,7 @@ void step(const Op* ops, int64_t n_op, const int64_t* ids, const int64_t* positi
     {
         int64_t id = omp_get_thread_num(), n = omp_get_num_threads();
         for (int64_t i = 0; i < n_op; i++) {
-            if (ops[i].half) one<Bfloat16>(ops[i], call, id, n);
+            if (ops[i].bfloat16) one<Bfloat16>(ops[i], call, id, n);
             else one<float>(ops[i], call, id, n);
             if (ops[i].sync) barrier.meet(n);
         }

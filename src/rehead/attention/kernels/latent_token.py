@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention.kernels.selfcheck import BUDGET, passes, relative_error, seeded_normal
-from rehead.attention.step import token_weights
+from rehead.attention.kernels.token import token_weights
 from rehead.native import switch
 
 TRITON_ON = "cuda"

@@ -1,7 +1,8 @@
-"""A GPT's step as a CUDA graph: some hundred kernels started by one call, which is what a small model waits for.
+"""A program as a CUDA graph: some hundred kernels started by one call, which is what a small model waits for.
 
-A graph serves all positions below a power of two, and looks at as many rows, most of which it hides; then the next is
-captured. It is trusted once a replay has agreed with PyTorch's run of the same, at a position it was not captured at.
+What PyTorch runs of it is recorded. A graph serves all positions below a power of two, and looks at as many rows, most
+of which it hides; then the next is captured. It is trusted once a replay has agreed with PyTorch's run of the same, at a
+position it was not captured at.
 Tested by recording operations on a CPU; it has not been run on a GPU, nor is its speed known.
 """
 
@@ -12,14 +13,21 @@ import torch
 from torch import Tensor
 
 from rehead.attention import LayerCache
-from rehead.attention.fixed import Fixed, Tables
 from rehead.attention.kernels.selfcheck import passes, relative_error
-from rehead.attention.step import Moment, NextToken
-from rehead.decoding.gpt import is_gapless, widest
-from rehead.model import GPT, LanguageModel
+from rehead.attention.program import Call
+from rehead.decoding.token import (
+    Tables,
+    Token,
+    is_gapless,
+    is_same,
+    next_token,
+    recorded_token,
+    stores,
+    widest,
+)
+from rehead.decoding.torch_engine import TorchProgram, lowered, stored_layers, why_not_lowered
+from rehead.model import LanguageModel
 from rehead.model.base import Decode
-from rehead.model.layers import Block
-from rehead.model.step import is_watched
 from rehead.native import switch
 
 DEVICE = "cuda"
@@ -29,59 +37,53 @@ LEAST_REACH = 256
 BUDGET = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far logits may be from those of PyTorch, of the largest: libraries may take other kernels while captured."""
 
-Prepared = Callable[[Tensor, Sequence[LayerCache], Moment], Tensor]
-"""`GPT.step`."""
 
-
-def why_no_graph(model: LanguageModel) -> str | None:
+def graph_refusal(model: LanguageModel) -> str | None:
     """Why this model is not decoded by CUDA graphs; None where it is."""
     if model.device.type != DEVICE:
         return f"the model is on {model.device.type}"
     if (refusal := switch.gpu_refusal()) is not None:
         return refusal
-    if not isinstance(model, GPT):
-        return f"a model of type {model.config.model_type}"
-    if is_watched(model) or torch.is_autocast_enabled(DEVICE):
-        return "somebody watches its parts, or autocast is on"
     if model.head.weight.dtype not in BUDGET:
         return f"weights of {model.head.weight.dtype}"
-    for layer in model.layers:
-        if not isinstance(layer, Block) or not layer.self_attn.has_own_step:
-            return "an attention without a step of its own"
+    program = lowered(model)
+    if program is None:
+        return why_not_lowered(model)
+    for op in program.ops:
+        if isinstance(op, Call) and op.layer is not None:
+            return f"a {type(op.module).__name__} that only its forward describes"
     return None
 
 
-def graphed_decoder(model: LanguageModel) -> Decode | None:
-    """`model.decoder()`, by graphs; None where there is no such way."""
-    if why_no_graph(model) is not None:
-        return None
-    assert isinstance(model, GPT)
-    return Graphed(model)
+def graph_decoder(model: LanguageModel) -> Decode | None:
+    """Decoding by CUDA graphs; None where the model is not decoded so."""
+    return Graphed(model) if graph_refusal(model) is None else None
 
 
 class Graphed:
     """Keeps the books of the caches, and the graph for where they are."""
 
-    def __init__(self, model: GPT) -> None:
-        self.model, self.step = model, model.step()
-        self.bound: Bound | None = None
+    def __init__(self, model: LanguageModel) -> None:
+        program = lowered(model)
+        assert program is not None
+        self.model, self.run, self.layers = model, TorchProgram(program), stored_layers(program)
+        self.bound: CapturedStep | None = None
         self.is_trusted = True
         self._left: Tensor | None = None  # what the last step knew of the rows
 
     def __call__(self, ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
         """See `Decode`."""
         self.model.require_room(cache[0].n_token + 1)
-        moment = NextToken(cache[0])
-        if not self.is_trusted or not self._is_gapless(widest(cache)):
-            return self.step(ids, cache, moment)
-        for layer in cache:
-            layer.settle(moment.advance(layer))
+        is_gapless = self.is_trusted and self._is_gapless(widest(cache))
+        token = next_token(ids, cache, self.layers)
+        if not is_gapless:
+            return self.run(token)
         self._left = widest(cache).positions
         reach = max(LEAST_REACH, 1 << (cache[0].n_token - 1).bit_length())
         if self.bound is None or not self.bound.fits(cache, reach):
             self.bound = None  # its memory is free before there is another
-            self.bound = Bound(self.step, cache, reach)
-        logits = self.bound(ids, moment)
+            self.bound = CapturedStep(self.run, cache, reach)
+        logits = self.bound(token)
         self.is_trusted = self.bound.is_trusted
         if not self.is_trusted:
             self.bound = None
@@ -92,16 +94,15 @@ class Graphed:
         return (cache.positions is not None and cache.positions is self._left) or is_gapless(cache)
 
 
-class Bound:
+class CapturedStep:
     """The step over certain rows of caches, for positions below `reach`.
 
     Run twice by PyTorch, which compiles what there is to compile; captured; replayed and held against a third run.
     """
 
-    def __init__(self, step: Prepared, cache: Sequence[LayerCache], reach: int) -> None:
-        self.step, self.cache, self.reach = step, list(cache), reach
-        self.stores = [store for layer in cache for store in layer.stores]
-        self.tables: Tables = {}
+    def __init__(self, run: TorchProgram, cache: Sequence[LayerCache], reach: int) -> None:
+        self.run, self.cache, self.stores = run, list(cache), stores(cache)
+        self.tables = Tables(reach)
         self.device, n_row = self.stores[0].device, len(self.stores[0])
         with torch.inference_mode(False):  # buffers that anybody may write into
             self.ids = torch.zeros(n_row, dtype=torch.long, device=self.device)
@@ -112,19 +113,15 @@ class Bound:
 
     def fits(self, cache: Sequence[LayerCache], reach: int) -> bool:
         """True while the rows are where they were, and positions below `reach`."""
-        stores = [store for layer in cache for store in layer.stores]
-        same = len(stores) == len(self.stores) and all(
-            a is b for a, b in zip(stores, self.stores, strict=True)
-        )
-        return same and reach == self.reach
+        return reach == self.tables.reach and is_same(stores(cache), self.stores)
 
-    def __call__(self, ids: Tensor, moment: Moment) -> Tensor:
-        """Logits, (B, vocab), of tokens at the moment's positions."""
-        self.ids.copy_(ids)
-        if moment.positions is None:
-            self.positions.fill_(moment.start)
+    def __call__(self, token: Token) -> Tensor:
+        """Logits, (B, vocab)."""
+        self.ids.copy_(token.ids)
+        if token.positions is None:
+            self.positions.fill_(token.start)
         else:
-            self.positions.copy_(moment.positions)
+            self.positions.copy_(token.positions)
         if self.replay is not None and self.n_run > 2:
             self.replay()
         else:
@@ -167,7 +164,7 @@ class Bound:
     @torch.no_grad()
     def _run(self) -> None:
         """Writes logits and the new token's rows. The same again, if nothing else was written."""
-        logits = self.step(self.ids, self.cache, Fixed(self.positions, self.reach, self.tables))
+        logits = self.run(recorded_token(self.ids, self.positions, self.cache, self.tables))
         if self.logits is None:
             with torch.inference_mode(False):
                 self.logits = torch.empty_like(logits)

@@ -1,0 +1,29 @@
+"""One token over all rows of a cache: two products, which repeat nothing."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def attend_token(
+    query: Float[Tensor, "N G E"],
+    key: Float[Tensor, "N S E"],
+    value: Float[Tensor, "N S V"],
+    scale: float,
+    bias: Float[Tensor, "N 1 S"] | None = None,
+) -> Float[Tensor, "N G V"]:
+    """`Folded` for one token, N = B K. `bias` is 0, or minus infinity for what is hidden."""
+    return torch.bmm(token_weights(query, key, scale, bias), value)
+
+
+def token_weights(
+    query: Float[Tensor, "N G E"],
+    key: Float[Tensor, "N S E"],
+    scale: float,
+    bias: Float[Tensor, "N 1 S"] | None = None,
+) -> Float[Tensor, "N G S"]:
+    """The attention weights of one token."""
+    added = query.new_empty(()) if bias is None else bias
+    scores = torch.baddbmm(added, query, key.transpose(1, 2), beta=0 if bias is None else 1, alpha=scale)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)

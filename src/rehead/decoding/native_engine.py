@@ -1,0 +1,88 @@
+"""Decoding in C++: a program over the caches' rows, one call per token."""
+
+from collections.abc import Sequence
+from functools import cache as once
+
+import torch
+from torch import Tensor
+
+from rehead.attention import LayerCache
+from rehead.attention.program import Program
+from rehead.decoding.native_program import NativeProgram, kernel, refusal
+from rehead.decoding.token import is_gapless, is_same, next_token, stores, widest
+from rehead.decoding.torch_engine import lowered, stored_layers, torch_decoder, why_not_lowered
+from rehead.model import LanguageModel
+from rehead.model.base import Decode
+from rehead.native import NoKernel, library
+
+MOST_ROWS = 16
+"""Rows of a batch up to which reading the weights is what a token costs."""
+
+
+def native_refusal(model: LanguageModel) -> str | None:
+    """Why this model is not decoded in C++; None where it is."""
+    weights = list(model.parameters())
+    dtypes = {weight.dtype for weight in weights}
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type}"
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        return f"weights of {', '.join(sorted(map(str, dtypes)))}"
+    program = lowered(model)
+    if program is None:
+        return why_not_lowered(model)
+    if (reason := refusal(program)) is not None:
+        return reason
+    if not all(weight.is_contiguous() for weight in weights):
+        return "weights that are not contiguous"
+    loaded = kernel()
+    return str(loaded) if isinstance(loaded, NoKernel) else None
+
+
+def prepare(model: LanguageModel) -> None:
+    """Build now all C++ that this model's generation may need, so that no message about it appears in between."""
+    in_cpp = model.device.type == "cpu" and model.head.weight.dtype != torch.float64
+    if in_cpp and model.lower() is not None:
+        for name in ("sequence", "decode"):
+            library(name)
+
+
+def native_decoder(model: LanguageModel) -> Decode | None:
+    """Decoding in C++; None where the model is not decoded so. Rows beyond `MOST_ROWS` or with gaps go by PyTorch."""
+    if native_refusal(model) is not None:
+        return None
+    program = lowered(model)
+    assert program is not None
+    layers = stored_layers(program)
+    by_torch = once(lambda: torch_decoder(model))  # joins weights in copies, which few need
+    bound: list[BoundProgram] = []
+
+    def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        if len(ids) > MOST_ROWS or not is_gapless(widest(caches)):
+            return by_torch()(ids, caches)
+        n_position = caches[0].n_token + 1
+        model.require_room(n_position)
+        token = next_token(ids, caches, layers)
+        if not bound or not bound[0].fits(caches, n_position):
+            room = max(2 * n_position, *(cache.capacity or 0 for cache in caches), 64)
+            bound[:] = [BoundProgram(program, caches, room)]
+        if token.positions is None:
+            positions = torch.full((len(ids),), token.start)
+        else:
+            positions = token.positions[:, 0].contiguous()
+        logits = bound[0].run(ids.contiguous(), positions)
+        return logits.to(model.head.weight.dtype, copy=True)
+
+    return decode
+
+
+class BoundProgram:
+    """A program over the rows of certain caches, for positions below `reach`."""
+
+    def __init__(self, program: Program, caches: Sequence[LayerCache], reach: int) -> None:
+        self.stores, self.reach = stores(caches), reach
+        by_name = [dict(zip(cache.rows, cache.stores, strict=True)) for cache in caches]
+        self.run = NativeProgram(program, by_name, reach, torch.get_num_threads())
+
+    def fits(self, caches: Sequence[LayerCache], n_position: int) -> bool:
+        """True while the rows are where they were."""
+        return n_position <= self.reach and is_same(stores(caches), self.stores)

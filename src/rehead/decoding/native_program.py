@@ -1,0 +1,298 @@
+"""A program packed for decode.cpp: operations over fixed buffers, one call per token."""
+
+import ctypes
+from enum import IntEnum
+from functools import singledispatchmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rehead.attention.program import (
+    Add,
+    Attend,
+    AttendRebuilt,
+    Call,
+    Embed,
+    Gate,
+    Linear,
+    Norm,
+    Op,
+    PerHead,
+    Program,
+    Rotate,
+    Scale,
+    Slot,
+    Store,
+)
+from rehead.attention.rope import Rotary
+from rehead.native import NoKernel, library
+from rehead.nn.few_rows import is_plain
+
+
+class Kind(IntEnum):
+    """The operations of decode.cpp, which says what each computes and what its fields mean."""
+
+    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE = range(8)
+
+
+FLAGS = ("kind", "bfloat16", "sync", "add", "gelu", "centred", "interleaved")
+POINTERS = ("w", "w2", "b", "x", "y")
+INTEGERS = ("n", "k", "heads", "group", "rows", "column")
+STRIDES = ("x_row", "x_head", "x_kv", "y_row", "y_head", "y_kv", "w_head", "w2_row", "b_head")
+
+
+class NativeOp(ctypes.Structure):
+    """One operation, field for field the `Op` of decode.cpp."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in FLAGS]
+        + [(name, ctypes.c_void_p) for name in POINTERS]
+        + [(name, ctypes.c_int64) for name in INTEGERS + STRIDES]
+        + [(name, ctypes.c_double) for name in ("eps", "scale")]
+    )
+
+
+def kernel() -> ctypes.CDLL | NoKernel:
+    """decode.cpp, or why it is not there."""
+    loaded = library("decode")
+    if not isinstance(loaded, NoKernel):
+        loaded.op_size.restype = ctypes.c_int64
+        assert loaded.op_size() == ctypes.sizeof(NativeOp)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        loaded.step.argtypes = [pointer, number, pointer, pointer, number, number]
+        loaded.step.restype = None
+    return loaded
+
+
+class Span(NamedTuple):
+    """Columns of a buffer or of a cache's rows: what an operation reads or writes."""
+
+    of: int
+    first: int
+    end: int
+
+    def meets(self, other: "Span") -> bool:
+        """Whether they share a number."""
+        return self.of == other.of and self.first < other.end and other.first < self.end
+
+
+def refusal(program: Program) -> str | None:
+    """Why decode.cpp does not run a program; None where it does."""
+    before: Op | None = None
+    for op in program.ops:
+        modules: tuple[nn.Module, ...] = ()
+        match op:
+            case Linear(layers=layers):
+                modules = tuple(layer for layer in layers if not is_plain(layer))
+            case Norm(module=module):
+                modules = () if type(module) in (nn.LayerNorm, nn.RMSNorm) else (module,)
+            case Embed(tokens=tokens, positions=positions):
+                modules = tuple(
+                    table
+                    for table in (tokens, positions)
+                    if table is not None and type(table) is not nn.Embedding
+                )
+            case Call(module=module):
+                modules = (module,)
+            case AttendRebuilt():
+                return "keys to rebuild at every step"
+            case Add(x=x) if not (isinstance(before, Linear) and before.y == x):
+                return "an addition that no linear layer ends with"
+        if isinstance(op, Scale) or (isinstance(op, Add | Embed) and op.scale != 1):
+            return "its residual stream is scaled"
+        if modules:
+            return f"it has a {type(modules[0]).__name__}"
+        before = op
+    return None
+
+
+class NativeProgram:
+    """A program over certain rows of the caches, `stores` of each layer by name, for positions below `reach`."""
+
+    def __init__(self, program: Program, stores: list[dict[str, Tensor]], reach: int, n_thread: int) -> None:
+        loaded = kernel()
+        if isinstance(loaded, NoKernel):
+            raise loaded
+        self._library, self._stores, self._reach, self._n_thread = loaded, stores, reach, n_thread
+        self._batch = len(next(iter(stores[0].values())))
+        self._tables: dict[tuple[object, int], tuple[Tensor, Tensor]] = {}
+        self._ops: list[NativeOp] = []
+        self._held: list[Tensor] = []  # what the operations point to
+        self._open: list[
+            tuple[list[Span], list[Span]]
+        ] = []  # what was read and written since all threads met
+        self._buffers: dict[int, Tensor] = {}
+        self._placed = self._join_queries(program)
+        for index, op in enumerate(program.ops):
+            after = program.ops[index + 1 : index + 2]
+            if isinstance(op, Linear) and after and isinstance(after[0], Add):
+                self._placed[op.y] = after[0].onto  # added there at once
+                self._pack(op, add=True)
+            elif isinstance(op, Add):
+                self._placed[op.y] = self._resolved(op.onto)
+            else:
+                self._pack(op)
+        self._array: Any = (NativeOp * len(self._ops))(*self._ops)
+        self._result = self._address(program.ops[-1].y)[0]
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The last operation's result, for tokens `ids` (B,) at `positions` (B,), both int64 and contiguous."""
+        self._library.step(
+            self._array, len(self._ops), ids.data_ptr(), positions.data_ptr(), self._batch, self._n_thread
+        )
+        return self._result
+
+    def _join_queries(self, program: Program) -> dict[Slot, Slot]:
+        """Where slots are that are not where their operation would put them: parts of queries, side by side."""
+        placed: dict[Slot, Slot] = {}
+        for index, op in enumerate(program.ops):
+            if isinstance(op, Attend) and len(op.query) > 1:
+                heads, width, start = op.query[0].heads, sum(part.width for part in op.query), 0
+                joint = Slot(-1 - index, heads * width, 0, heads, width, width)
+                for part in op.query:
+                    placed[part] = joint.columns(start, part.width)
+                    start += part.width
+        return placed
+
+    def _resolved(self, slot: Slot) -> Slot:
+        while slot in self._placed:
+            slot = self._placed[slot]
+        return slot
+
+    def _address(self, slot: Slot) -> tuple[Tensor, Slot, Span]:
+        """The buffer from a slot's first number on, the slot where it really is, and what it covers."""
+        slot = self._resolved(slot)
+        if slot.source not in self._buffers:
+            self._buffers[slot.source] = torch.zeros(self._batch, slot.row, dtype=torch.float32)
+        end = slot.offset + (slot.heads - 1) * slot.stride + slot.width
+        buffer = self._buffers[slot.source]
+        return buffer[:, slot.offset :], slot, Span(buffer.data_ptr(), slot.offset, end)
+
+    def _emit(
+        self,
+        kind: Kind,
+        x: Slot | None = None,
+        y: Slot | None = None,
+        store: tuple[Tensor, ...] = (),
+        **fields: Tensor | float | None,
+    ) -> None:
+        """Append an operation: tensors become pointers. All threads wait where it meets what others still do."""
+        op = NativeOp(kind=kind, heads=1, group=1)
+        reads, writes, where = [], [], dict[str, Tensor | float | None]()
+        if x is not None:
+            tensor, x, span = self._address(x)
+            reads.append(span)
+            where |= {"x": tensor, "x_row": x.row, "x_head": x.stride}
+        if y is not None:
+            tensor, y, span = self._address(y)
+            writes.append(span)
+            where |= {"y": tensor, "y_row": y.row, "y_head": y.stride}
+        rows = [Span(tensor.data_ptr(), 0, 1) for tensor in store]
+        (writes if kind == Kind.STORE else reads).extend(rows)
+        for name, value in (where | fields).items():
+            if isinstance(value, Tensor):
+                self._held.append(value)
+                if name in ("w", "w2", "b"):
+                    op.bfloat16 = op.bfloat16 or value.dtype == torch.bfloat16
+                setattr(op, name, value.data_ptr())
+            elif value is not None:
+                setattr(op, name, value)
+        meets = any(
+            a.meets(b)
+            for read, written in self._open
+            for ours, theirs in ((reads, written), (writes, read), (writes, written))
+            for a in ours
+            for b in theirs
+        )
+        if meets:
+            self._ops[-1].sync = 1
+            self._open.clear()
+        self._open.append((reads, writes))
+        self._ops.append(op)
+
+    @singledispatchmethod
+    def _pack(self, op: Op, *, add: bool = False) -> None:
+        raise NotImplementedError(type(op).__name__)
+
+    @_pack.register
+    def _(self, op: Embed) -> None:
+        places = None if op.positions is None else op.positions.weight
+        self._emit(Kind.EMBED, None, op.y, w=op.tokens.weight, w2=places, n=op.y.width)
+
+    @_pack.register
+    def _(self, op: Norm) -> None:
+        norm, bias = op.module, None
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+        if isinstance(norm, nn.LayerNorm):
+            bias = norm.bias
+        self._emit(
+            Kind.NORM, op.x, op.y, w=norm.weight, b=bias, eps=eps, centred=isinstance(norm, nn.LayerNorm),
+            n=op.x.width, heads=op.x.heads,
+        )  # fmt: skip
+
+    @_pack.register
+    def _(self, op: Linear, *, add: bool = False) -> None:
+        for layer, y in zip(op.layers, op.parts, strict=True):
+            assert isinstance(layer, nn.Linear)
+            self._emit(
+                Kind.LINEAR, op.x, y, w=layer.weight, b=layer.bias, n=layer.out_features, k=layer.in_features,
+                add=add, gelu=op.gelu,
+            )  # fmt: skip
+
+    @_pack.register
+    def _(self, op: PerHead) -> None:
+        K, rows, columns = op.weight.shape
+        self._emit(
+            Kind.LINEAR if op.transposed else Kind.EXPAND, op.x, op.y, w=op.weight, n=rows, k=columns,
+            heads=op.x.heads, group=op.x.heads // K, w_head=op.weight.stride(0), b=op.bias,
+            b_head=None if op.bias is None else op.bias.stride(0),
+        )  # fmt: skip
+
+    @_pack.register
+    def _(self, op: Gate) -> None:
+        self._placed[op.y] = self._resolved(op.gate)
+        self._emit(Kind.GATE, op.up, op.y, n=op.up.width)
+
+    @_pack.register
+    def _(self, op: Rotate) -> None:
+        cos, sin = self._turns(op.rotary)
+        first = 0
+        for x in op.xs:
+            self._emit(
+                Kind.ROTATE, x, op.y.head(first, x.heads), w=cos, w2=sin, n=x.width, heads=x.heads,
+                interleaved=op.rotary.config.layout == "interleaved",
+            )  # fmt: skip
+            first += x.heads
+
+    def _turns(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        key = rotary.config, rotary.width
+        if key not in self._tables:
+            cos, sin = rotary.turns(self._reach, torch.float32, torch.device("cpu"))
+            self._tables[key] = cos.contiguous(), sin.contiguous()
+        return self._tables[key]
+
+    @_pack.register
+    def _(self, op: Store) -> None:
+        for name, parts in op.rows.items():
+            store, column = self._stores[op.layer][name], 0
+            for part in parts:
+                self._emit(
+                    Kind.STORE, part, store=(store,), w=store, heads=part.heads, rows=store.shape[-2],
+                    k=store.shape[-1], n=part.width, column=column,
+                )  # fmt: skip
+                column += part.width
+
+    @_pack.register
+    def _(self, op: Attend) -> None:
+        stores = self._stores[op.layer]
+        key, value = stores[op.key], stores[op.value]
+        query, H, K = self._resolved(op.query[0]), op.query[0].heads, op.n_kv_head
+        query = query.columns(0, sum(part.width for part in op.query))
+        near, far = (K, 1) if op.modular else (1, H // K)  # heads of a group, groups
+        self._emit(
+            Kind.ATTEND, query, op.y, (key, value), w=key, w2=value, heads=K, group=H // K, rows=key.shape[-2],
+            k=query.width, n=op.width, w2_row=value.shape[-1], scale=op.scale,
+            x_head=near * query.stride, x_kv=far * query.stride, y_head=near * op.width, y_kv=far * op.width,
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""One decoding step: the new tokens, the rows they take in the caches, and what all layers share of their positions."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rehead.attention import EMPTY, LayerCache, visible
+from rehead.attention.cache import NextRow
+from rehead.attention.rope import Rotary
+
+
+class Tables:
+    """Cosines and sines of positions below `reach`, in tensors that live as long as what was recorded with them."""
+
+    def __init__(self, reach: int) -> None:
+        self.reach = reach
+        self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+    def at(self, rotary: Rotary, dtype: torch.dtype, positions: Int[Tensor, "B S"]) -> tuple[Tensor, Tensor]:
+        """Those of `positions`."""
+        key = rotary.config, rotary.width, dtype
+        if key not in self._tables:
+            self._tables[key] = rotary.turns(self.reach, dtype, positions.device)
+        cos, sin = self._tables[key]
+        return cos[positions], sin[positions]
+
+
+class Token:
+    """A new token of every sequence: after `start` others, or each at its own of `positions`.
+
+    `rows` says, by number of rows and window, where the caches keep it. With `tables` nothing is a number of the host:
+    what a CUDA graph records of it holds for later positions too.
+    """
+
+    def __init__(
+        self,
+        ids: Int[Tensor, " B"],
+        caches: Sequence[LayerCache],
+        rows: dict[tuple[int, int | None], NextRow],
+        start: int = 0,
+        positions: Int[Tensor, "B 1"] | None = None,
+        tables: Tables | None = None,
+    ) -> None:
+        self.ids, self.caches, self.start, self.positions = ids, caches, start, positions
+        self._rows, self._tables = rows, tables
+        self._turns: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._bias: dict[tuple[object, ...], Tensor] = {}
+
+    def row(self, layer: int) -> NextRow:
+        """Where the cache of a layer keeps it."""
+        cache = self.caches[layer]
+        return self._rows[cache.n_rows, cache.window]
+
+    def places(self) -> Int[Tensor, " #B"]:
+        """Rows of a table of positions."""
+        if self.positions is None:
+            return torch.arange(self.start, self.start + 1, device=self.ids.device)
+        return self.positions[:, 0].clamp(min=0)
+
+    def turns(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of where it stands, for heads (B, H, E)."""
+        key = rotary.config, rotary.width, dtype
+        if key not in self._turns:
+            if self._tables is not None:
+                assert self.positions is not None
+                cos, sin = self._tables.at(rotary, dtype, self.positions)
+            else:
+                cos, sin = rotary.turns(1, dtype, self.ids.device, self.positions, self.start)
+            self._turns[key] = cos[..., 0, :, :], sin[..., 0, :, :]  # of the one token
+        return self._turns[key]
+
+    def key_turns(self, rotary: Rotary, dtype: torch.dtype, layer: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of where the rows of a layer stand, for keys (B, S, K, E)."""
+        cache, row = self.caches[layer], self.row(layer)
+        key = rotary.config, rotary.width, dtype, cache.n_rows, cache.window
+        if key not in self._turns:
+            n_key, device = row.n_used, self.ids.device
+            if self._tables is not None:  # row s holds the last position that is s modulo the rows there are
+                assert self.positions is not None
+                slots = torch.arange(n_key, device=device)
+                standing = (
+                    self.positions - (self.positions - slots) % cache.n_rows
+                )  # below 0: nothing is there yet
+                self._turns[key] = self._tables.at(rotary, dtype, standing.clamp(min=0))
+            else:
+                known = None if row.known is None else row.known[:, :n_key]
+                if known is None and n_key < cache.length:
+                    known = cache.row_positions(n_key)
+                self._turns[key] = rotary.turns(n_key, dtype, device, known)
+        return self._turns[key]
+
+    def bias(self, layer: int, n_head: int, dtype: torch.dtype) -> Float[Tensor, "BK 1 S"] | None:
+        """What is added to the scores of `n_head` KV heads: 0, or minus infinity for rows that are not seen."""
+        if self.positions is None:
+            return None
+        cache, row = self.caches[layer], self.row(layer)
+        key = cache.n_rows, cache.window, n_head, dtype
+        if key not in self._bias:
+            if row.known is None:  # rows beyond the position hold nothing yet; a full ring hides nothing
+                unseen = (torch.arange(row.n_used, device=self.ids.device) > self.positions)[:, None]
+            else:
+                unseen = ~visible(self.positions, row.known[:, : row.n_used], cache.window)
+            bias = torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, float("-inf"))  # B 1 S
+            self._bias[key] = bias[:, None].expand(-1, n_head, -1, -1).flatten(0, 1)
+        return self._bias[key]
+
+
+def next_token(ids: Int[Tensor, " B"], caches: Sequence[LayerCache], layers: Iterable[int]) -> Token:
+    """Make room for one more token of every sequence in the caches of `layers`, and count it as seen."""
+    start, positions = caches[0].length, caches[0].next(1)
+    rows: dict[tuple[int, int | None], NextRow] = {}
+    for layer in layers:
+        cache = caches[layer]
+        key = cache.reserve_one(), cache.window
+        if key not in rows:
+            rows[key] = cache.next_row(positions)
+        cache.settle(rows[key])
+    return Token(ids, caches, rows, start, positions)
+
+
+def recorded_token(
+    ids: Int[Tensor, " B"], positions: Int[Tensor, "B 1"], caches: Sequence[LayerCache], tables: Tables
+) -> Token:
+    """A token at any `positions` that these tensors hold when it is computed; its caches have counted it before."""
+    rows: dict[tuple[int, int | None], NextRow] = {}
+    batch = torch.arange(len(ids), device=ids.device)
+    for cache in caches:
+        if (key := (cache.n_rows, cache.window)) not in rows:
+            slots = positions[:, 0] % cache.n_rows
+            rows[key] = NextRow((batch, slots), min(tables.reach, cache.n_rows))
+    return Token(ids, caches, rows, positions=positions, tables=tables)
+
+
+def stores(caches: Sequence[LayerCache]) -> list[Tensor]:
+    """All rows of all layers."""
+    return [store for cache in caches for store in cache.stores]
+
+
+def is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether these are the same tensors."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def widest(caches: Sequence[LayerCache]) -> LayerCache:
+    """The layer that remembers most: where it has no gap, none has."""
+    return max(caches, key=lambda cache: cache.n_rows)
+
+
+def is_gapless(cache: LayerCache) -> bool:
+    """True where every row holds its last tokens, all of them: then a position says what is seen."""
+    if cache.positions is None:
+        return True
+    held, tokens = (cache.positions != EMPTY).sum(dim=1), cache.next(1)
+    assert tokens is not None
+    return bool((held == tokens[:, 0].clamp(max=cache.n_rows)).all())

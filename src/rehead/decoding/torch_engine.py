@@ -1,0 +1,299 @@
+"""A program by PyTorch: every operation is bound once to its weights and operands, and becomes a call."""
+
+from collections.abc import Callable, Sequence
+from functools import singledispatch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rehead.attention import LayerCache
+from rehead.attention.kernels.latent_token import attend_latent_token
+from rehead.attention.kernels.token import attend_token, token_weights
+from rehead.attention.program import (
+    Add,
+    Attend,
+    AttendRebuilt,
+    Call,
+    Embed,
+    Gate,
+    Linear,
+    Norm,
+    Op,
+    PerHead,
+    Program,
+    Rotate,
+    Scale,
+    Slot,
+    Store,
+)
+from rehead.decoding.token import Token, next_token
+from rehead.model import LanguageModel
+from rehead.model.base import Decode
+from rehead.nn.few_rows import JoinedLinear
+
+Values = list[Tensor]
+"""What operations have computed, by register: contiguous rows (B, n)."""
+Run = Callable[[Values, Token], Tensor]
+Read = Callable[[Values], Tensor]
+
+
+def torch_decoder(model: LanguageModel) -> Decode:
+    """Decoding by PyTorch: the model's program, or `forward` where it has none."""
+    program = lowered(model)
+    if program is None:
+        return lambda ids, caches: model.head(model.hidden(ids[:, None], cache=caches)[:, -1])
+    run, layers = TorchProgram(program), stored_layers(program)
+
+    def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        model.require_room(caches[0].n_token + 1)
+        return run(next_token(ids, caches, layers))
+
+    return decode
+
+
+def lowered(model: LanguageModel) -> Program | None:
+    """The program of a model; None where only `forward` shows all that it does."""
+    if is_watched(model) or torch.is_autocast_enabled(model.device.type):
+        return None
+    return model.lower()
+
+
+def why_not_lowered(model: LanguageModel) -> str:
+    """Why `lowered` gave None."""
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is enabled"
+    return "it has forward hooks" if is_watched(model) else f"a model of type {model.config.model_type}"
+
+
+def is_watched(model: nn.Module) -> bool:
+    """True where hooks read what passes through a part of the model, which a program would not show."""
+    return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def stored_layers(program: Program) -> list[int]:
+    """The layers whose rows the program writes itself."""
+    return [op.layer for op in program.ops if isinstance(op, Store)]
+
+
+class TorchProgram:
+    """The operations of a program over the weights as they are now; small weights of one input are joined in copies."""
+
+    def __init__(self, program: Program) -> None:
+        places, self._n_register = registers(program)
+        reader = Reader(places)
+        self._runs = [(places[op.y.source], bind(op, reader)) for op in program.ops]
+
+    def __call__(self, token: Token) -> Tensor:
+        """The last operation's result: logits (B, vocab) of a model."""
+        values: Values = [token.ids] * self._n_register
+        for register, run in self._runs:
+            values[register] = run(values, token)
+        return values[self._runs[-1][0]]
+
+
+def registers(program: Program) -> tuple[list[int], int]:
+    """Where each operation's result is kept, and how many places that takes: one is free after its last reader."""
+    last = {slot.source: index for index, op in enumerate(program.ops) for slot in op.reads}
+    place: list[int] = []
+    free: list[int] = []
+    n = 0
+    for index in range(len(program.ops)):
+        if free:
+            place.append(free.pop())
+        else:
+            place.append(n)
+            n += 1
+        free += [place[source] for source, end in last.items() if end == index]
+        if index not in last:  # nobody reads it
+            free.append(place[index])
+    return place, n
+
+
+class Reader:
+    """Reads slots from the values."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+
+    def row(self, slot: Slot) -> Read:
+        """One head, (B, width)."""
+        place, width, row, offset = self._places[slot.source], slot.width, slot.row, slot.offset
+        assert slot.heads == 1
+        if width == row:
+            return lambda values: values[place]
+        return lambda values: values[place].narrow(1, offset, width)
+
+    def heads(self, slot: Slot) -> Read:
+        """All heads, (B, H, width)."""
+        place, row, offset = self._places[slot.source], slot.row, slot.offset
+        heads, stride, width = slot.heads, slot.stride, slot.width
+
+        def read(values: Values) -> Tensor:
+            x = values[place]
+            return x.as_strided((len(x), heads, width), (row, stride, 1), x.storage_offset() + offset)
+
+        return read
+
+
+@singledispatch
+def bind(op: Op, read: Reader) -> Run:
+    """What computes one operation from the values of others."""
+    raise NotImplementedError(type(op).__name__)
+
+
+@bind.register
+def _(op: Embed, read: Reader) -> Run:
+    def run(values: Values, token: Token) -> Tensor:
+        x = op.tokens(token.ids)
+        if op.scale != 1:
+            x = x * op.scale
+        return x if op.positions is None else x + op.positions(token.places())
+
+    return run
+
+
+@bind.register
+def _(op: Norm, read: Reader) -> Run:
+    module = op.module
+    if op.x.heads == 1:
+        row = read.row(op.x)
+        return lambda values, _: module(row(values))
+    heads = read.heads(op.x)
+    return lambda values, _: module(heads(values)).flatten(1)
+
+
+@bind.register
+def _(op: Linear, read: Reader) -> Run:
+    x, product = read.row(op.x), JoinedLinear(*op.layers)
+    if op.gelu:
+        return lambda values, _: F.gelu(product(x(values)), approximate="tanh")
+    return lambda values, _: product(x(values))
+
+
+@bind.register
+def _(op: PerHead, read: Reader) -> Run:
+    x, bias = read.heads(op.x), op.bias
+    weight = op.weight.transpose(1, 2) if op.transposed else op.weight
+    K, H, N, M = len(weight), op.x.heads, op.x.width, weight.shape[2]
+
+    def run(values: Values, token: Token) -> Tensor:
+        by_head = x(values).unflatten(1, (K, H // K)).transpose(0, 1).reshape(K, -1, N)
+        y = torch.bmm(by_head, weight).view(K, -1, H // K, M).transpose(0, 1)
+        return (y if bias is None else y + bias[:, None]).reshape(-1, H * M)
+
+    return run
+
+
+@bind.register
+def _(op: Gate, read: Reader) -> Run:
+    gate, up = read.row(op.gate), read.row(op.up)
+    return lambda values, _: F.silu(gate(values)) * up(values)
+
+
+@bind.register
+def _(op: Rotate, read: Reader) -> Run:
+    xs, rotary = [read.heads(x) for x in side_by_side(op.xs)], op.rotary
+
+    def run(values: Values, token: Token) -> Tensor:
+        x = xs[0](values) if len(xs) == 1 else torch.cat([x(values) for x in xs], dim=1)
+        return rotary.apply(x, *token.turns(rotary, x.dtype)).flatten(1)
+
+    return run
+
+
+@bind.register
+def _(op: Store, read: Reader) -> Run:
+    rows = [(name, [read.heads(part) for part in parts]) for name, parts in op.rows.items()]
+
+    def run(values: Values, token: Token) -> Tensor:
+        cache, row = token.caches[op.layer], token.row(op.layer)
+        for name, parts in rows:
+            cache.write_one(name, row, joined(parts, values))
+        return values[0]
+
+    return run
+
+
+@bind.register
+def _(op: Attend, read: Reader) -> Run:
+    query, K, layer, scale = [read.heads(part) for part in op.query], op.n_kv_head, op.layer, op.scale
+    H, E, V = op.query[0].heads, sum(part.width for part in op.query), op.width
+
+    def latent(values: Values, token: Token) -> Tensor:
+        n_row, asked = token.row(layer).n_used, joined(query, values)
+        rows = token.caches[layer].first(op.key, n_row)
+        bias = token.bias(layer, 1, asked.dtype)
+        return attend_latent_token(asked, rows, V, scale, bias).flatten(1)
+
+    def grouped(values: Values, token: Token) -> Tensor:
+        n_row, asked, cache = token.row(layer).n_used, joined(query, values), token.caches[layer]
+        if op.modular:
+            asked = asked.unflatten(1, (-1, K)).transpose(1, 2).flatten(1, 2)
+        asked = asked.reshape(-1, H // K, E)
+        bias = token.bias(layer, K, asked.dtype)
+        y = attend_token(asked, cache.first(op.key, n_row), cache.first(op.value, n_row), scale, bias)
+        if op.modular:
+            y = y.view(-1, K, H // K, V).transpose(1, 2)
+        return y.reshape(-1, H * V)
+
+    return latent if op.key == op.value and K == 1 else grouped
+
+
+@bind.register
+def _(op: AttendRebuilt, read: Reader) -> Run:
+    query, K, R = read.heads(op.query), op.n_kv_head, op.width
+    H, N = op.query.heads, op.query.width
+
+    def run(values: Values, token: Token) -> Tensor:
+        rotary = op.attention.rotary
+        assert rotary is not None
+        cache, n_row, asked = token.caches[op.layer], token.row(op.layer).n_used, query(values)
+        latents = cache.first("latent", n_row).narrow(2, 0, R)  # B S R
+        keys = op.attention.unrotated_keys(latents)
+        keys = rotary.apply(keys, *token.key_turns(rotary, keys.dtype, op.layer))  # B S K N
+        bias = token.bias(op.layer, K, asked.dtype)
+        weights = token_weights(
+            asked.reshape(-1, H // K, N), keys.transpose(1, 2).flatten(0, 1), op.scale, bias
+        )
+        return torch.bmm(weights.view(-1, H, n_row), latents).flatten(1)
+
+    return run
+
+
+@bind.register
+def _(op: Add, read: Reader) -> Run:
+    onto, x, scale = read.row(op.onto), read.row(op.x), op.scale
+    return lambda values, _: onto(values).add_(x(values), alpha=scale)
+
+
+@bind.register
+def _(op: Scale, read: Reader) -> Run:
+    x, factor = read.row(op.x), op.factor
+    return lambda values, _: x(values) * factor
+
+
+@bind.register
+def _(op: Call, read: Reader) -> Run:
+    x, module, layer = read.row(op.x), op.module, op.layer
+    if layer is None:
+        return lambda values, _: module(x(values)[:, None])[:, 0].contiguous()
+    return lambda values, token: module(x(values)[:, None], cache=token.caches[layer])[:, 0].contiguous()
+
+
+def joined(parts: Sequence[Read], values: Values) -> Tensor:
+    """Parts side by side."""
+    return parts[0](values) if len(parts) == 1 else torch.cat([part(values) for part in parts], dim=-1)
+
+
+def side_by_side(slots: Sequence[Slot]) -> list[Slot]:
+    """The same heads in fewer slots, where one begins at the end of the last."""
+    merged = [slots[0]]
+    for slot in slots[1:]:
+        last = merged[-1]
+        end = last.head(last.heads, slot.heads)
+        if slot == end:
+            merged[-1] = last.head(0, last.heads + slot.heads)
+        else:
+            merged.append(slot)
+    return merged
