@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rehead.attention.step import NextToken
 
+from one_layer import one_layer
 from rehead.attention import EMPTY, LatentConfig, kernels
 from rehead.attention.kernels import latent_token, selfcheck
 
@@ -248,8 +248,8 @@ def test_a_step_by_it_is_forward(config, lengths, guarded, monkeypatch):
             cache = config.cache(3, 40)
             module(past, positions=positions, cache=cache)
             if prepared:
-                step = module.step()
-                outputs.append(torch.stack([step(x, cache, NextToken(cache)) for x in new]))
+                step = one_layer(module)
+                outputs.append(torch.stack([step(x, cache) for x in new]))
                 assert len(calls) == len(new) + len(latent_token.TRIED)
             else:
                 outputs.append(torch.stack([module(x[:, None], cache=cache)[:, 0] for x in new]))
@@ -273,11 +273,17 @@ def run(code, folder, **environment):
 def test_rehead_imports_no_triton(tmp_path):
     code = """
 import sys, torch, rehead, rehead.attention, rehead.model
-module = rehead.attention.LatentConfig(n_query_head=2, kv_lora_rank=9, qk_nope_head_dim=6, v_head_dim=5).build(8)
-from rehead.attention.step import NextToken
-cache = module.config.cache(1)
-with torch.inference_mode(): module.step()(torch.randn(1, 8), cache, NextToken(cache))
-assert cache.length == 1 and "triton" not in sys.modules
+from rehead.config import GPTConfig
+from rehead.decoding import torch_decoder
+mla = rehead.attention.LatentConfig(n_query_head=2, kv_lora_rank=9, qk_nope_head_dim=6, v_head_dim=5)
+config = GPTConfig(
+    vocab_size=5, block_size=9, n_embd=8, n_hidden=7, norm_eps=1e-5, attention=(mla,), learned_positions=True,
+    norm="layernorm", mlp="gelu", mlp_bias=True,
+)
+model = rehead.model.GPT(config).eval()
+cache = model.new_cache(1)
+with torch.inference_mode(): torch_decoder(model)(torch.zeros(1, dtype=torch.long), cache)
+assert cache[0].length == 1 and "triton" not in sys.modules
 """
     run(code, tmp_path)
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from rehead.attention.step import NextToken
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from one_layer import one_layer
 from rehead.attention import kernels, scores, variants
 from rehead.native import NoKernel
 from rehead.native import sequence as native
@@ -65,14 +65,10 @@ def learned(module, x, upstream):
 
 @torch.no_grad()
 def in_chunks(module, x, prepared):
-    """All from a cache; the last token by `forward`, or by the step that decoding prepares."""
+    """All from a cache; the last token by `forward`, or by its program."""
     cache = module.config.cache(B, dtype=x.dtype)
     parts = [module(x[:, a:b], cache=cache) for a, b in pairwise(CUTS)]
-    last = (
-        module.step()(x[:, -1], cache, NextToken(cache))[:, None]
-        if prepared
-        else module(x[:, -1:], cache=cache)
-    )
+    last = one_layer(module)(x[:, -1], cache)[:, None] if prepared else module(x[:, -1:], cache=cache)
     return torch.cat([*parts, last], 1)
 
 

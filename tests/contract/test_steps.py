@@ -1,16 +1,20 @@
-"""A prepared step is `forward` of one token: for every attention, cache and dtype; and it does nothing else."""
+"""A program is `forward` of one token: for every attention, cache and dtype; and it does nothing else."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from rehead.attention.step import NextToken, Product, few
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rehead.attention import EMPTY, GroupedConfig, LayerCache, RopeConfig, step, variants
+from one_layer import one_layer
+from rehead.attention import EMPTY, GroupedConfig, LayerCache, RopeConfig, variants
+from rehead.attention.kernels import token
 from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig
+from rehead.decoding import torch_decoder
+from rehead.decoding.token import Token
 from rehead.model import build
+from rehead.nn.few_rows import JoinedLinear, linear_few_rows
 
 B, D, C = 3, 13, 19
 EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
@@ -51,12 +55,9 @@ def outputs(module, cache, n_step, prepared):
     """What each of `n_step` tokens gathers."""
     torch.manual_seed(3)
     given = torch.randn(n_step, B, D).to(module.o_proj.weight.dtype)
-    advance = module.step()
+    advance = one_layer(module)
     return torch.stack(
-        [
-            advance(x, cache, NextToken(cache)) if prepared else module(x[:, None], cache=cache)[:, 0]
-            for x in given
-        ]
+        [advance(x, cache) if prepared else module(x[:, None], cache=cache)[:, 0] for x in given]
     )
 
 
@@ -74,7 +75,7 @@ def check(config, lengths=None, capacity=40, n_step=11, **tolerance):
 @each
 @starts
 @pytest.mark.parametrize("capacity", [None, 40])
-def test_a_step_is_forward_of_one_token(config, lengths, capacity):
+def test_a_program_is_forward_of_one_token(config, lengths, capacity):
     check(config, lengths, capacity)
 
 
@@ -86,31 +87,30 @@ def late(monkeypatch):
 
 
 def unhidden(monkeypatch):
-    monkeypatch.setattr(NextToken, "hidden", lambda *_: None)
+    monkeypatch.setattr(Token, "bias", lambda *_: None)
 
 
 def misplaced(monkeypatch):
-    place = LayerCache.place
+    next_row = LayerCache.next_row
 
     def late_slots(self, at):
-        right = place(self, at)
-        return replace(right, slots=right.slots - 1)
+        right = next_row(self, at)
+        batch, slots = right.slot
+        return replace(right, slot=(batch, slots - 1))
 
-    monkeypatch.setattr(LayerCache, "place", late_slots)
+    monkeypatch.setattr(LayerCache, "next_row", late_slots)
 
 
 def early(monkeypatch):
-    append = LayerCache.append_one
-    monkeypatch.setattr(
-        LayerCache, "append_one", lambda self, *a, **k: [row[:, :-1] for row in append(self, *a, **k)]
-    )
+    first = LayerCache.first
+    monkeypatch.setattr(LayerCache, "first", lambda self, name, n_row: first(self, name, n_row - 1))
 
 
 def unscaled(monkeypatch):
-    weigh = step.token_weights
-    for module in ("step", "latent", "kernels.latent_token"):
+    weigh = token.token_weights
+    for module in ("attention.kernels.token", "decoding.torch_engine", "attention.kernels.latent_token"):
         monkeypatch.setattr(
-            f"rehead.attention.{module}.token_weights",
+            f"rehead.{module}.token_weights",
             lambda q, k, scale, hidden=None: weigh(q, k, 1.0, hidden),
         )
 
@@ -132,7 +132,7 @@ def unscaled(monkeypatch):
         (unscaled, "mla, rebuilt keys", None),
     ],
 )
-def test_a_broken_step_is_caught(breaks, name, lengths, monkeypatch):
+def test_a_broken_program_is_caught(breaks, name, lengths, monkeypatch):
     check(EXAMPLES[name], lengths)
     breaks(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
@@ -175,7 +175,7 @@ def logits(model, prepared, n_step=12, lengths=None, batch=B):
     positions = None if lengths is None else torch.where(place < torch.tensor(lengths)[:, None], place, EMPTY)
     cache = model.new_cache(batch, 40)
     model(ids[:, :9], positions, cache)
-    decode = model.decoder() if prepared else lambda one, cache: model(one[:, None], cache=cache)[:, 0]
+    decode = torch_decoder(model) if prepared else lambda one, cache: model(one[:, None], cache=cache)[:, 0]
     return torch.stack([decode(one, cache) for one in ids[:, 9:].T])
 
 
@@ -271,7 +271,7 @@ def counted(model, context, batch=1, lengths=None):
     place = torch.arange(context)[None]
     positions = None if lengths is None else torch.where(place < torch.tensor(lengths)[:, None], place, EMPTY)
     model.hidden(ids, positions, cache)
-    decode = model.decoder()
+    decode = torch_decoder(model)
     decode(ids[:, 0], cache)  # tables are made here
     with Counted() as count:
         decode(ids[:, 0], cache)
@@ -324,7 +324,7 @@ def test_few_rows(threads, rows, n_out, n_in, bias):
     layer = torch.nn.Linear(n_in, n_out, bias=bias, dtype=torch.float32)
     x = torch.randn(rows, n_in, dtype=torch.float32)
     wanted = layer.double()(x.double())
-    got = few(x, layer.float().weight, layer.bias)
+    got = linear_few_rows(x, layer.float().weight, layer.bias)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -332,10 +332,10 @@ def test_products_side_by_side():
     small = [torch.nn.Linear(C, n, bias=n != 4) for n in (5, 4, 3)]
     x = torch.randn(2, C)
     wanted = torch.cat([layer(x) for layer in small], -1)
-    torch.testing.assert_close(Product(*small)(x), wanted)
-    assert Product(*small).joined is not None
-    whole = Product(*small)
+    torch.testing.assert_close(JoinedLinear(*small)(x), wanted)
+    assert JoinedLinear(*small).joined is not None
+    whole = JoinedLinear(*small)
     whole.joined = None  # as with large weights
     torch.testing.assert_close(whole(x), wanted)
-    mixed = Product(small[0], torch.nn.Sequential(small[1]), small[2])
+    mixed = JoinedLinear(small[0], torch.nn.Sequential(small[1]), small[2])
     torch.testing.assert_close(mixed(x), wanted)

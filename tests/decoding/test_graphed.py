@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rehead.attention.fixed import Fixed
-from rehead.attention.step import Moment, NextToken
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,7 +12,9 @@ from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.attention.kernels import selfcheck
 from rehead.config import GPTConfig, RNNConfig
-from rehead.decoding import graphed
+from rehead.decoding import graph_engine as graphed
+from rehead.decoding.token import Tables, recorded_token
+from rehead.decoding.torch_engine import TorchProgram
 from rehead.errors import UsageError
 from rehead.generation import generate
 from rehead.model import build
@@ -29,7 +29,8 @@ EXAMPLES |= {
     "mla, shared heads": replace(EXAMPLES["mla"], n_kv_head=2, qkv_bias=True),
     "mla, rebuilt keys, bias": replace(EXAMPLES["mla, rebuilt keys"], qkv_bias=True, window=4),
 }
-OWN = [name for name, config in EXAMPLES.items() if config.build(D).has_own_step]
+LEARNED = ("multiplicative", "concatenated", "additive")
+OWN = [name for name in EXAMPLES if not name.endswith(LEARNED) and "gqa_sum" not in name]
 each = pytest.mark.parametrize("name", OWN)
 LENGTHS = {"alike": None, "ragged": [7, 2, 4], "one empty": [3, 0, 9]}
 starts = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -164,7 +165,7 @@ def same(model, decode, most=1e-5, **given):
 def test_a_replay_is_forward(name, lengths, captures):
     """Windows of 4 and 5 wrap around; 9 + 14 tokens cross the 16 of the first graph."""
     model = model_of(name)
-    same(model, decoding.graphed_decoder(model), lengths=lengths)
+    same(model, decoding.graph_decoder(model), lengths=lengths)
     assert len(captures.n_replay) == 2
     assert sum(captures.n_replay) == STEPS - 4
 
@@ -172,7 +173,7 @@ def test_a_replay_is_forward(name, lengths, captures):
 @each
 def test_in_float64_it_is_forward_to_the_last_digits(name, captures):
     model = model_of(name, torch.float64)
-    same(model, decoding.graphed_decoder(model), most=1e-12, lengths=[7, 2, 4])
+    same(model, decoding.graph_decoder(model), most=1e-12, lengths=[7, 2, 4])
 
 
 @pytest.mark.parametrize("name", ["gqa, rope", "gqa, window", "mla", "mla, rebuilt keys"])
@@ -180,7 +181,7 @@ def test_in_float64_it_is_forward_to_the_last_digits(name, captures):
 def test_a_cache_that_grows_is_captured_anew(name, lengths, captures, monkeypatch):
     monkeypatch.setattr("rehead.attention.cache.FIRST_ROWS", 10)
     model = model_of(name)
-    same(model, decoding.graphed_decoder(model), lengths=lengths, capacity=None, n_step=30)
+    same(model, decoding.graph_decoder(model), lengths=lengths, capacity=None, n_step=30)
     assert sum(captures.n_replay) > 10
 
 
@@ -189,7 +190,7 @@ def test_a_cache_that_grows_is_captured_anew(name, lengths, captures, monkeypatc
 @starts
 def test_rows_may_be_taken_in_between(name, take, lengths, captures):
     model = model_of(name)
-    same(model, decoding.graphed_decoder(model), lengths=lengths, take=take, n_step=20)
+    same(model, decoding.graph_decoder(model), lengths=lengths, take=take, n_step=20)
 
 
 @starts
@@ -199,19 +200,19 @@ def test_layers_of_all_kinds(lengths, captures):
     ]
     scaled = {"embed_scale": 3.0, "residual_scale": 0.7, "logit_scale": 0.4}
     model = made(gpt(*kinds, learned_positions=True, **scaled))
-    same(model, decoding.graphed_decoder(model), lengths=lengths, n_step=30)
+    same(model, decoding.graph_decoder(model), lengths=lengths, n_step=30)
 
 
 def test_one_decoder_serves_several_texts(captures):
     model = model_of("gqa, rope")
-    decode = decoding.graphed_decoder(model)
+    decode = decoding.graph_decoder(model)
     for batch, lengths in ((3, None), (2, None), (3, [7, 2, 4]), (3, None)):
         same(model, decode, lengths=lengths, batch=batch)
 
 
 def test_logits_are_the_callers(captures):
     model = model_of("gqa")
-    steps = logits(model, decoding.graphed_decoder(model))
+    steps = logits(model, decoding.graph_decoder(model))
     assert len({one.data_ptr() for one in steps}) == len(steps)
     assert not torch.equal(steps[-3], steps[-2])
 
@@ -238,7 +239,7 @@ def test_a_limited_context_starts_again(captures, monkeypatch):
 def test_a_full_context_is_refused(lengths, captures):
     model = made(gpt(EXAMPLES["gqa"], block_size=7))
     with pytest.raises(UsageError, match="block_size=7"):
-        logits(model, decoding.graphed_decoder(model), lengths, n_prefill=4)
+        logits(model, decoding.graph_decoder(model), lengths, n_prefill=4)
 
 
 def test_rows_beyond_a_gap_go_another_way(captures):
@@ -247,7 +248,10 @@ def test_rows_beyond_a_gap_go_another_way(captures):
     model = made(gpt(window, whole))
     positions = torch.stack([torch.arange(5, 12), torch.arange(7)])
     ids = torch.randint(V, (2, 30))
-    for decode in (decoding.graphed_decoder(model), decoding.native_decoder(model) or model.decoder()):
+    for decode in (
+        decoding.graph_decoder(model),
+        decoding.native_decoder(model) or decoding.torch_decoder(model),
+    ):
         caches = [model.new_cache(2, 40) for _ in range(2)]
         with torch.no_grad():
             for cache in caches:
@@ -269,7 +273,7 @@ def test_where_nothing_can_be_captured_pytorch_decodes(captures, monkeypatch, ca
     monkeypatch.setattr(graphed, "capture", fails)
     model = model_of("gqa, rope")
     for _ in range(2):
-        same(model, decoding.graphed_decoder(model), lengths=[7, 2, 4])
+        same(model, decoding.graph_decoder(model), lengths=[7, 2, 4])
     (message,) = caplog.messages
     assert message == (
         "CUDA graphs are not used on cpu, PyTorch decodes (RuntimeError: operation not permitted when stream is "
@@ -281,13 +285,13 @@ def test_where_nothing_can_be_captured_pytorch_decodes(captures, monkeypatch, ca
 def late(run, device):
     """Repeats the position it was captured at."""
     fixed = {}
-    init = Fixed.__init__
+    recorded = graphed.recorded_token
 
-    def stuck(self, positions, *rest):
-        init(self, fixed.setdefault("at", positions.clone()), *rest)
+    def stuck(ids, positions, *rest):
+        return recorded(ids, fixed.setdefault("at", positions.clone()), *rest)
 
     with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
-        patch.setattr(Fixed, "__init__", stuck)
+        patch.setattr(graphed, "recorded_token", stuck)
         run()
     recorder.done = [done for done in recorder.done if "clone" not in str(done[0])]
     return recorder.replay
@@ -298,26 +302,26 @@ def late(run, device):
 def test_wrong_numbers_are_noticed(wrong, name, captures, monkeypatch, caplog):
     monkeypatch.setattr(graphed, "capture", wrong)
     model = model_of(name)
-    decode = decoding.graphed_decoder(model)
+    decode = decoding.graph_decoder(model)
     got = logits(model, decode)
     assert not decode.is_trusted
     (message,) = caplog.messages
     assert "CUDA graphs are not used on cpu, PyTorch decodes (off by" in message
-    same(model, decoding.graphed_decoder(model))
+    same(model, decoding.graph_decoder(model))
     assert all(one.isfinite().all() for one in got)
 
 
 def test_a_host_that_reads_numbers_is_noticed(captures, monkeypatch, caplog):
     """The recorder is as strict as a capture."""
-    run = Fixed._own_turns
-    monkeypatch.setattr(Fixed, "_own_turns", lambda self, *a: (int(self.positions.max()), run(self, *a))[1])
+    run = Tables.at
+    monkeypatch.setattr(Tables, "at", lambda self, *a: (int(a[-1].max()), run(self, *a))[1])
     model = model_of("gqa, rope")
-    same(model, decoding.graphed_decoder(model))
+    same(model, decoding.graph_decoder(model))
     assert "while capturing" in caplog.text
 
 
 @each
-def test_a_step_is_all_on_the_device(name):
+def test_a_program_is_all_on_the_device(name):
     """On a device without numbers, whose host can read none; nothing is copied there from the host."""
 
     class Placed(TorchDispatchMode):
@@ -333,31 +337,12 @@ def test_a_step_is_all_on_the_device(name):
         torch.zeros(B, dtype=torch.long, device="meta"),
         torch.zeros(B, 1, dtype=torch.long, device="meta"),
     )
-    step, tables = model.step(), {}
+    run, tables = TorchProgram(model.lower()), Tables(16)
     with torch.inference_mode():
-        step(ids, cache, Fixed(positions, 16, tables))  # makes tables
+        run(recorded_token(ids, positions, cache, tables))  # makes tables
         with Placed():
-            got = step(ids, cache, Fixed(positions, 16, tables))
+            got = run(recorded_token(ids, positions, cache, tables))
     assert got.shape == (B, V)
-
-
-def test_every_moment_has_what_moments_offer():
-    """A moment is what it was built from and three abstract questions; a kind that leaves one open cannot be made."""
-    cache = model_of("gqa, rope").new_cache(B)[0]
-    fixed = Fixed(torch.zeros(B, 1, dtype=torch.long), 16, {})
-    shared = {"start", "positions", "_turns", "_hidden"}
-    for moment in (NextToken(cache), fixed):
-        assert isinstance(moment, Moment)
-        assert shared <= set(vars(moment))
-    public = {name for name in dir(fixed) if not name.startswith("_") and callable(getattr(fixed, name))}
-    assert public == {"turn", "turn_keys", "remember", "hidden"}  # no room to make: its caches have made it
-    assert not Fixed.__abstractmethods__
-
-    class Unfinished(Moment):
-        pass
-
-    with pytest.raises(TypeError, match="abstract"):
-        Unfinished(0, None)
 
 
 # Which models
@@ -365,13 +350,13 @@ def test_every_moment_has_what_moments_offer():
 
 def test_what_is_not_graphed_says_why(captures, monkeypatch, switch):
     model = model_of("gqa, rope")
-    assert decoding.why_no_graph(model) is None
+    assert decoding.graph_refusal(model) is None
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert "watches" in decoding.why_no_graph(model)
+    assert "forward hooks" in decoding.graph_refusal(model)
     hook.remove()
     for name in set(EXAMPLES) - set(OWN):
-        assert "step of its own" in decoding.why_no_graph(model_of(name))
-        assert decoding.graphed_decoder(model_of(name)) is None
+        assert "that only its forward describes" in decoding.graph_refusal(model_of(name))
+        assert decoding.graph_decoder(model_of(name)) is None
     few = LatentConfig(
         n_query_head=2,
         n_kv_head=1,
@@ -381,15 +366,15 @@ def test_what_is_not_graphed_says_why(captures, monkeypatch, switch):
         qk_rope_head_dim=4,
         rope=True,
     )
-    assert "step of its own" in decoding.why_no_graph(made(gpt(few)))
+    assert "that only its forward describes" in decoding.graph_refusal(made(gpt(few)))
     switch("1")
-    assert decoding.why_no_graph(model) == "not switched on (REHEAD_NATIVE=gpu)"
+    assert decoding.graph_refusal(model) == "not switched on (REHEAD_NATIVE=gpu)"
     switch("gpu")
     rnn = build(RNNConfig(vocab_size=V, block_size=9, n_embd=D, n_layer=1, n_hidden=9, n_output=V)).float()
-    assert "rnn" in decoding.why_no_graph(rnn)
+    assert "rnn" in decoding.graph_refusal(rnn)
     monkeypatch.setattr(graphed, "DEVICE", "cuda")
-    assert decoding.why_no_graph(model) == "the model is on cpu"
-    assert decoding.graphed_decoder(model) is None
+    assert decoding.graph_refusal(model) == "the model is on cpu"
+    assert decoding.graph_decoder(model) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
@@ -398,6 +383,6 @@ def test_what_is_not_graphed_says_why(captures, monkeypatch, switch):
 def test_on_a_gpu_it_is_forward(name, lengths, switch):
     switch("gpu")
     model = model_of(name, torch.float64).cuda()
-    decode = decoding.graphed_decoder(model)
+    decode = decoding.graph_decoder(model)
     same(model, decode, most=1e-9, lengths=lengths)
     assert decode.is_trusted

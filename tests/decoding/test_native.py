@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rehead.decoding.gpt import MOST_ROWS
-from rehead.decoding.program import Kind, Op, Program, kernel
 
 from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
+from rehead.decoding.native_engine import MOST_ROWS
+from rehead.decoding.native_program import Kind, NativeOp, NativeProgram, kernel
 from rehead.errors import NumericError, UsageError
 from rehead.generation import generate
 from rehead.model import build
@@ -121,13 +121,13 @@ def bytes_beside(known):
 
 @pytest.mark.parametrize("name", ["gqa, rope", "mla"])
 def test_nothing_is_prepared_that_nobody_uses(name):
-    """PyTorch's step joins weights in copies; the C++ reads them where they are."""
+    """PyTorch joins weights in copies; the C++ reads them where they are."""
     model = made(config_of(name))
     one_layer = sum(weight.nbytes for weight in model.layers[0].parameters())
     known = [*model.state_dict().values(), *tensors()]
     decode = decoding.native_decoder(model)
     assert bytes_beside(known) < one_layer / 4
-    by_torch = model.decoder()  # the same count sees the copies
+    by_torch = decoding.torch_decoder(model)  # the same count sees the copies
     assert bytes_beside(known) > one_layer / 4
     del by_torch
     logits(model, decode, batch=MOST_ROWS + 1)  # here they are needed
@@ -154,10 +154,10 @@ def test_threads_change_nothing(name):
 WRONG = {
     Kind.NORM: {"eps": 0.5},
     Kind.LINEAR: {"k": -1},
-    Kind.SPREAD: {"n": -1},
-    Kind.TURN: {"act": 1},
-    Kind.KEEP: {"rows": -1},
-    Kind.ATTEND: {"eps": 2.0},
+    Kind.EXPAND: {"n": -1},
+    Kind.ROTATE: {"interleaved": 1},
+    Kind.STORE: {"rows": -1},
+    Kind.ATTEND: {"scale": 2.0},
     Kind.GATE: {"n": -1},
     Kind.EMBED: {"n": -1},
 }
@@ -165,25 +165,25 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_broken_operation_is_caught(kind, monkeypatch):
-    name = "mla, wide" if kind == Kind.SPREAD else "wide"
+    name = "mla, wide" if kind == Kind.EXPAND else "wide"
     check(name)
-    add = Program.add
+    emit = NativeProgram._emit
 
-    def wrong(self, of, **fields):
+    def wrong(self, of, *slots, **fields):
         if of == kind:
             fields |= {
                 field: fields[field] + value if value == -1 else value for field, value in WRONG[kind].items()
             }
-        add(self, of, **fields)
+        emit(self, of, *slots, **fields)
 
-    monkeypatch.setattr(Program, "add", wrong)
+    monkeypatch.setattr(NativeProgram, "_emit", wrong)
     with pytest.raises(AssertionError):
         check(name)
 
 
 def test_a_wrong_position_is_caught(monkeypatch):
-    run = Program.run
-    monkeypatch.setattr(Program, "run", lambda self, ids, positions: run(self, ids, positions - 1))
+    run = NativeProgram.__call__
+    monkeypatch.setattr(NativeProgram, "__call__", lambda self, ids, positions: run(self, ids, positions - 1))
     with pytest.raises(AssertionError):
         check("wide")
 
@@ -214,40 +214,40 @@ def test_rows_beyond_a_gap_are_not_decoded_natively():
 
 def test_what_is_not_decoded_natively_says_why():
     model = made(config_of("wide"))
-    assert decoding.why_not(model) is None
-    assert "float64" in decoding.why_not(model.double())
+    assert decoding.native_refusal(model) is None
+    assert "float64" in decoding.native_refusal(model.double())
     model.float()
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert "watches" in decoding.why_not(model)
+    assert "forward hooks" in decoding.native_refusal(model)
     hook.remove()
     for name in SLOW:
         assert decoding.native_decoder(made(config_of(name))) is None
     rnn = build(RNNConfig(vocab_size=V, block_size=9, n_embd=D, n_layer=1, n_hidden=9, n_output=V)).float()
-    assert "rnn" in decoding.why_not(rnn)
+    assert "rnn" in decoding.native_refusal(rnn)
 
     class Twice(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
 
     model.layers[0].mlp.up_proj = Twice(D, 37, dtype=torch.float32)
-    assert "Twice" in decoding.why_not(model)
+    assert "Twice" in decoding.native_refusal(model)
 
 
 def test_many_rows_go_another_way(monkeypatch):
     model = made(config_of("wide"))
-    monkeypatch.setattr(Program, "run", None)
+    monkeypatch.setattr(NativeProgram, "__call__", None)
     logits(model, decoding.native_decoder(model), batch=MOST_ROWS + 1)
     with pytest.raises(TypeError):
         logits(model, decoding.native_decoder(model), batch=MOST_ROWS)
 
 
 def test_generation_takes_it(monkeypatch, switch):
-    model, ran, run = made(config_of("wide")), [], Program.run
+    model, ran, run = made(config_of("wide")), [], NativeProgram.__call__
     ids = torch.randint(V, (2, 5))
     switch("0")
     wanted = generate(model, ids, 60, 0)
     switch("1")
-    monkeypatch.setattr(Program, "run", lambda self, *a: ran.append(1) or run(self, *a))
+    monkeypatch.setattr(NativeProgram, "__call__", lambda self, *a: ran.append(1) or run(self, *a))
     assert torch.equal(generate(model, ids, 60, 0), wanted)
     assert len(ran) == 59
     model.head.weight.data[3, 2] = float("nan")
@@ -265,12 +265,12 @@ def test_a_full_context_is_refused_natively_too():
 
 
 def test_both_sides_mean_the_same_operation():
-    assert kernel().op_size() == ctypes.sizeof(Op)
+    assert kernel().op_size() == ctypes.sizeof(NativeOp)
     kinds = (building.HERE / "decode.cpp").read_text().split("enum Kind : int64_t {")[1].split("}")[0]
     assert [name.strip() for name in kinds.split(",")] == [kind.name for kind in Kind]
     declared = (building.HERE / "decode.cpp").read_text().split("struct Op {")[1].split("};")[0]
     names = re.findall(r"(\w+)[,;]", declared.split("\n", 1)[1])  # after the comment
-    assert names == [name for name, _ in Op._fields_]
+    assert names == [name for name, _ in NativeOp._fields_]
 
 
 def test_the_rest_of_the_process_still_has_small_numbers():
@@ -303,7 +303,7 @@ def _anew(monkeypatch, tmp_path):
 def test_without_a_kernel_pytorch_decodes(name, value, why, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(building, name, value)
     model = made(config_of("gqa"))
-    assert why in decoding.why_not(model)
+    assert why in decoding.native_refusal(model)
     assert decoding.native_decoder(model) is None
     assert generate(model, torch.zeros(1, 2, dtype=torch.long), 3, 0).shape == (1, 5)
     assert not list(tmp_path.rglob("*.so"))
@@ -312,10 +312,10 @@ def test_without_a_kernel_pytorch_decodes(name, value, why, monkeypatch, tmp_pat
 @pytest.mark.usefixtures("_anew")
 def test_the_next_compiler_is_tried_where_one_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(building, "COMPILERS", ("false", *building.COMPILERS))
-    assert decoding.why_not(made(config_of("gqa"))) is None
+    assert decoding.native_refusal(made(config_of("gqa"))) is None
     assert list(tmp_path.rglob("*.so"))
 
 
 def test_the_demo_model_is_decoded_natively():
     options = ModelOptions(n_layer=2, n_query_head=2, n_embd=24)
-    assert decoding.why_not(build(options.resolve(V, 16)).float()) is None
+    assert decoding.native_refusal(build(options.resolve(V, 16)).float()) is None

@@ -10,7 +10,7 @@ from rehead import decoding
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
 from rehead.attention.kernels import compiled, continued, flash, windowed
 from rehead.config import GPTConfig, RNNConfig
-from rehead.decoding import graphed
+from rehead.decoding import graph_engine
 from rehead.measure.explain import explain, ranges
 from rehead.model import build
 
@@ -144,7 +144,7 @@ def test_what_is_said(config, one, many):
     assert lines[1].startswith(("layers 0, 1", "layers 0, 1, 2"))
     assert ", training: 1 to " in lines[3]
     model.float()
-    assert ("C++ kernel, on 1 thread" in explain(model)[0]) == (decoding.why_not(model) is None)
+    assert ("C++ kernel, on 1 thread" in explain(model)[0]) == (decoding.native_refusal(model) is None)
 
 
 def test_a_network_without_attention():
@@ -176,18 +176,18 @@ def test_ranges_are_where_the_way_changes(edges):
 def test_a_gpu_has_ways_of_its_own(monkeypatch, switch):
     """As if this CPU were one."""
     switch("gpu")
-    for room in (graphed, flash):
+    for room in (graph_engine, flash):
         monkeypatch.setattr(room, "DEVICE", "cpu")
     monkeypatch.setattr(flash, "trusted", lambda *_: True)
     monkeypatch.setattr(windowed, "LONG", 60)
     model = made(replace(GQA, window=40), replace(GQA, window=40)).bfloat16()
-    monkeypatch.setattr("rehead.measure.explain.why_not", lambda model: "the model is on cuda")
+    monkeypatch.setattr("rehead.measure.explain.native_refusal", lambda model: "the model is on cuda")
     monkeypatch.setattr(compiled.Compiled, "limit", lambda *_: "not on a CPU")
     lines = explain(model)
     assert lines[0] == "decoding: CUDA graphs, one per length bucket"
     assert "80 to 150 tokens: windowed flash attention (no C++ kernel: not on a CPU)" in lines[2]
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert "(no CUDA graphs: somebody watches" in explain(model)[0]
+    assert "(no CUDA graphs: it has forward hooks" in explain(model)[0]
     hook.remove()
 
 

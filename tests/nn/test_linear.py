@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from rehead.attention.step import Product
 from torch import nn
 
+from rehead.nn.few_rows import JoinedLinear
 from rehead.nn.linear import Linear
 
 onednn = pytest.mark.skipif(
@@ -61,5 +61,5 @@ def test_decoding_joins_them_as_it_joins_others():
     class Other(Linear):
         pass
 
-    assert Product(Linear(4, 3), nn.Linear(4, 5)).joined is not None
-    assert Product(Linear(4, 3), Other(4, 5)).joined is None
+    assert JoinedLinear(Linear(4, 3), nn.Linear(4, 5)).joined is not None
+    assert JoinedLinear(Linear(4, 3), Other(4, 5)).joined is None

@@ -231,7 +231,7 @@ class Attention(nn.Module, ABC):
 
         Without a description of its own a variant is called as it is, by PyTorch.
         """
-        return program.add(Call(x, self, self.d_model, layer))
+        return program.add(Call(x, self, x.width, layer))
 
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> "Choice | None":
         """How `forward` would compute `n_query` tokens after `n_past` in a cache (None: without one), in this mode.

@@ -152,7 +152,7 @@ class LatentAttention(Attention):
     ) -> Float[Tensor, "B L H V"]:
         """Rebuild the keys, which are rotated; sum latents instead of values. No dropout."""
         assert self.rotary is not None
-        key = self.rotary(self.unrotated_keys(latent), key_positions)
+        key = self.rotary(self._unrotated_keys(latent), key_positions)
         weights = kernels.weights(query, key, mask.dense(query.device), scale=self.scale)
         return self._expand_values(torch.einsum("bkgls,bsr->blkgr", weights, latent).flatten(2, 3), mask)
 
@@ -188,9 +188,14 @@ class LatentAttention(Attention):
             assert self.rotary is not None
             program.add(Store(layer, {"latent": (latent,)}))
             query = program.add(Rotate((query,), self.rotary))
-            context = program.add(AttendRebuilt(layer, query, self, config.n_kv_head, R, self.scale))
+            context = program.add(
+                AttendRebuilt(
+                    layer, query, self._unrotated_keys, self.rotary, config.n_kv_head, R, self.scale
+                )
+            )
         else:
-            row, asked = (latent,), (program.add(PerHead(query.columns(0, N), key_up)),)
+            row: tuple[Slot, ...] = (latent,)
+            asked: tuple[Slot, ...] = (program.add(PerHead(query.columns(0, N), key_up)),)
             if self.rotary is not None:
                 rotated = program.add(Rotate((query.columns(N, P), rope), self.rotary))
                 row, asked = (*row, rotated.head(H, 1)), (*asked, rotated.head(0, H))
@@ -279,8 +284,7 @@ class LatentAttention(Attention):
             key = torch.cat([key, rope.unsqueeze(2).expand(*key.shape[:3], -1)], dim=-1)
         return key, value
 
-    def unrotated_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
-        """The keys of a latent, as they are before rotation."""
+    def _unrotated_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
         key = torch.einsum("bsr,knr->bskn", latent, self._ups()[0])
         return key if self.kv_b_proj.bias is None else key + self._per_head(self.kv_b_proj.bias)[0]
 

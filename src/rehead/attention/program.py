@@ -8,12 +8,10 @@ variant. All numbers are rows of a batch, (B, n).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from rehead.attention.rope import Rotary
+from rehead.attention.rope import Rotary
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ class Rotate(Op):
     """All heads of `xs`, in this order, rotated by the new token's position."""
 
     xs: tuple[Slot, ...]
-    rotary: "Rotary"
+    rotary: Rotary
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -207,22 +205,14 @@ class Attend(Op):
         return self.query[0].heads, self.width
 
 
-class RebuildsKeys(Protocol):
-    """An attention whose keys are a function of the cached rows and are rotated after it."""
-
-    rotary: "Rotary | None"
-
-    def unrotated_keys(self, latent: Tensor) -> Tensor:
-        """Keys (B S K N) from rows (B S R)."""
-
-
 @dataclass(eq=False)
 class AttendRebuilt(Op):
-    """The same over rows `latent`, whose keys `attention` rebuilds and rotates at every token; sums of latents."""
+    """The same over rows `latent`, summing latents: `keys`, (B S R) to (B S K N), rebuilds all keys, to be rotated."""
 
     layer: int
     query: Slot
-    attention: RebuildsKeys
+    keys: Callable[[Tensor], Tensor]
+    rotary: Rotary
     n_kv_head: int
     width: int
     scale: float
@@ -282,7 +272,7 @@ class Program:
         return op.parts
 
     def call(self, module: nn.Module, x: Slot, width: int, *layer: int) -> Slot:
-        """Append what `module.lower` writes if it describes its `forward`, otherwise a call; an attention has a `layer`."""
+        """Append what `module.lower` writes, or a call of a module without; an attention is given its `layer`."""
         if describes(module):
             lower: Callable[..., Slot] = module.lower  # type: ignore[assignment]
             return lower(self, x, *layer)

@@ -1,8 +1,8 @@
 """A program as a CUDA graph: some hundred kernels started by one call, which is what a small model waits for.
 
 What PyTorch runs of it is recorded. A graph serves all positions below a power of two, and looks at as many rows, most
-of which it hides; then the next is captured. It is trusted once a replay has agreed with PyTorch's run of the same, at a
-position it was not captured at.
+of which it hides; then the next is captured. It is trusted once a replay has agreed with PyTorch's run of the same, at
+a position it was not captured at.
 Tested by recording operations on a CPU; it has not been run on a GPU, nor is its speed known.
 """
 

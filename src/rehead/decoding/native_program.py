@@ -175,11 +175,11 @@ class NativeProgram:
         x: Slot | None = None,
         y: Slot | None = None,
         store: tuple[Tensor, ...] = (),
-        **fields: Tensor | float | None,
+        **fields: Tensor | float | int | None,
     ) -> None:
         """Append an operation: tensors become pointers. All threads wait where it meets what others still do."""
         op = NativeOp(kind=kind, heads=1, group=1)
-        reads, writes, where = [], [], dict[str, Tensor | float | None]()
+        reads, writes, where = [], [], dict[str, Tensor | float | int | None]()
         if x is not None:
             tensor, x, span = self._address(x)
             reads.append(span)

@@ -246,12 +246,10 @@ def _(op: AttendRebuilt, read: Reader) -> Run:
     H, N = op.query.heads, op.query.width
 
     def run(values: Values, token: Token) -> Tensor:
-        rotary = op.attention.rotary
-        assert rotary is not None
         cache, n_row, asked = token.caches[op.layer], token.row(op.layer).n_used, query(values)
         latents = cache.first("latent", n_row).narrow(2, 0, R)  # B S R
-        keys = op.attention.unrotated_keys(latents)
-        keys = rotary.apply(keys, *token.key_turns(rotary, keys.dtype, op.layer))  # B S K N
+        keys = op.keys(latents)
+        keys = op.rotary.apply(keys, *token.key_turns(op.rotary, keys.dtype, op.layer))  # B S K N
         bias = token.bias(op.layer, K, asked.dtype)
         weights = token_weights(
             asked.reshape(-1, H // K, N), keys.transpose(1, 2).flatten(0, 1), op.scale, bias
