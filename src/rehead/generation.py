@@ -18,7 +18,7 @@ from rehead.attention import EMPTY
 from rehead.decoding import decoder
 from rehead.errors import UsageError
 from rehead.model import LanguageModel, evaluating
-from rehead.model.base import Decode, Remembers, require_model
+from rehead.model.base import Decode, LayerState, require_model
 from rehead.model.ids import require_ids, require_range
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
@@ -146,7 +146,7 @@ class Contexts:
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = prompt
         self.starts: list[int] | None = None
-        self.cache: list[Remembers] = []
+        self.cache: list[LayerState] = []
         self.decode: Decode | None = None
 
     def add(self, token: Int[Tensor, " B"]) -> None:
@@ -193,7 +193,7 @@ class Contexts:
             sources = torch.tensor(which, device=ids.device)
             logits = logits[sources]
             for remembered in cache or ():
-                remembered.take(sources)
+                remembered.select_batch(sources)
         self.cache = cache or []
         return logits
 

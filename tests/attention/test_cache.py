@@ -91,9 +91,9 @@ class WritesFirst(LayerCache):
 class OutOfStep(LayerCache):
     """The ring's newest row lands one slot late."""
 
-    def _write(self, new, slots):
-        late = slots if isinstance(slots, slice) else (slots + 1) % self._n_rows
-        super()._write(new, late)
+    def _write(self, name, slots, new):
+        late = slots if isinstance(slots, slice | tuple) else (slots + 1) % self._n_rows
+        super()._write(name, late, new)
 
 
 def test_broken_caches_are_caught():

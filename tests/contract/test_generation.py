@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from rehead import generation
 from rehead.attention import LayerCache, variants
 from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
@@ -54,14 +55,14 @@ def tokens(length, batch=B):
 @contextmanager
 def watched(model):
     """Tokens fed and whether a cache was given, for every pass through `model`."""
-    passes, hidden, decoder = [], model.hidden, model.decoder
+    passes, hidden, decoder = [], model.hidden, generation.decoder
 
     def watch(ids, positions=None, cache=None):
         passes.append((ids.shape[1], cache is not None))
         return hidden(ids, positions, cache)
 
-    def watched_decoder():
-        decode = decoder()
+    def watched_decoder(model):
+        decode = decoder(model)
 
         def one_more(ids, cache):
             n_pass = len(passes)
@@ -72,9 +73,12 @@ def watched(model):
 
         return one_more
 
-    model.hidden, model.decoder = watch, watched_decoder
-    yield passes
-    del model.hidden, model.decoder
+    model.hidden, generation.decoder = watch, watched_decoder
+    try:
+        yield passes
+    finally:
+        del model.hidden
+        generation.decoder = decoder
 
 
 def by_definition(model, ids, n_new):
@@ -174,8 +178,10 @@ def test_samples_of_one_prompt(name):
 
 
 def test_broken_samples_are_caught(monkeypatch):
-    take = LayerCache.take
-    monkeypatch.setattr(LayerCache, "take", lambda self, rows: take(self, rows) or self._store["key"].zero_())
+    take = LayerCache.select_batch
+    monkeypatch.setattr(
+        LayerCache, "select_batch", lambda self, rows: take(self, rows) or self._store["key"].zero_()
+    )
     with pytest.raises(AssertionError):
         check_samples("gqa")
 

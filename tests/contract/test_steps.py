@@ -102,8 +102,8 @@ def misplaced(monkeypatch):
 
 
 def early(monkeypatch):
-    first = LayerCache.first
-    monkeypatch.setattr(LayerCache, "first", lambda self, name, n_row: first(self, name, n_row - 1))
+    rows_until = LayerCache.rows_until
+    monkeypatch.setattr(LayerCache, "rows_until", lambda self, name, n_row: rows_until(self, name, n_row - 1))
 
 
 def unscaled(monkeypatch):

@@ -144,7 +144,7 @@ def logits(model, decode, lengths=None, capacity=50, n_prefill=9, n_step=STEPS, 
     for index, one in enumerate(ids[:, n_prefill:].T):
         if take is not None and index == n_step // 2:
             for layer in cache:
-                layer.take(torch.tensor(take))
+                layer.select_batch(torch.tensor(take))
         rows = slice(None) if take is None or index < n_step // 2 else take
         steps.append(decode(one[rows], cache))
     more = model(ids[take or slice(None), :3], cache=cache)[:, -1]  # and the caches go on alike

@@ -130,7 +130,7 @@ class LayerCache:
         return self.length if self.positions is None else self._furthest
 
     def next_row(self, positions: Int[Tensor, "B 1"] | None) -> NextRow:
-        """Where the tokens at `next(1)` go, after `reserve_one`. Caches of as many rows and one window share it."""
+        """Where the tokens at `next(1)` go, after `reserve_token`. Caches of as many rows and one window share it."""
         if positions is None:
             return NextRow((self.length - 1) % self._n_rows, min(self.length, self._n_rows))
         known, slots = self._known_positions(), positions % self._n_rows
@@ -138,7 +138,7 @@ class LayerCache:
         n_used = min(self._n_rows, self._furthest)
         return NextRow((batch, slots[:, 0]), n_used, known.scatter(1, slots, positions))
 
-    def reserve_one(self) -> int:
+    def reserve_token(self) -> int:
         """Make room for one token more of every sequence; how many rows there are."""
         if self.positions is None:
             self._reserve(self.length + 1)
@@ -148,33 +148,27 @@ class LayerCache:
             self._furthest += 1
         return self._n_rows
 
-    def settle(self, row: NextRow) -> None:
+    def commit(self, row: NextRow) -> None:
         """Count the token that takes `row` as seen."""
         if row.known is None:
             self._in_ring_order = self.length > self._n_rows
         else:
             self.positions = row.known
 
-    def write_one(self, name: str, row: NextRow, new: Float[Tensor, "B K _"]) -> None:
+    def write_token(self, name: str, row: NextRow, new: Float[Tensor, "B K _"]) -> None:
         """Write what one token of every sequence leaves under `name`, in heads; one without heads is one head."""
-        store = self._store[name]
-        if store.dim() == 3:
-            new = new.squeeze(1)
-        if isinstance(row.slot, int):
-            store.select(-2, row.slot).copy_(new)
-        else:
-            store.movedim(-2, 1)[row.slot] = new
+        self._write(name, row.slot, new if len(self.rows[name]) > 1 else new.squeeze(1))
 
-    def first(self, name: str, n_row: int) -> Float[Tensor, "BK S _"]:
+    def rows_until(self, name: str, n_row: int) -> Float[Tensor, "BK S _"]:
         """The first `n_row` rows of every head."""
         return self._store[name].flatten(0, -3).narrow(1, 0, n_row)
 
     @property
     def stores(self) -> list[Float[Tensor, "B ... S _"]]:
-        """The rows themselves, (B, K, S, E) or (B, S, R) each: others after room was made, or `take`."""
+        """The rows themselves, (B, K, S, E) or (B, S, R) each: others after room was made, or `select_batch`."""
         return list(self._store.values())
 
-    def take(self, rows: Int[Tensor, " B"]) -> None:
+    def select_batch(self, rows: Int[Tensor, " B"]) -> None:
         """Sequence i becomes what sequence `rows[i]` was; there may be more of them than before, or fewer."""
         self._store = {name: store[rows] for name, store in self._store.items()}
         if self.positions is not None:
@@ -197,11 +191,13 @@ class LayerCache:
         start, self.length = self.length, self.length + n_token
         self._reserve(self.length)
         if self.length <= self._n_rows:  # nothing is overwritten
-            self._write(new, slice(start, self.length))
+            for name, row in new.items():
+                self._write(name, slice(start, self.length), row)
             self._in_ring_order = False
             return {name: store[..., : self.length, :].movedim(-2, 1) for name, store in self._store.items()}
         if n_token == 1:  # the whole ring is the window of the new token
-            self._write(new, slice(start % self._n_rows, start % self._n_rows + 1))
+            for name, row in new.items():
+                self._write(name, start % self._n_rows, row.squeeze(-2))
             self._in_ring_order = True
             return {name: store.movedim(-2, 1) for name, store in self._store.items()}
         device = self._device
@@ -209,7 +205,8 @@ class LayerCache:
         rows = {name: torch.cat([store[..., past, :], new[name]], -2) for name, store in self._store.items()}
         kept = min(n_token, self._n_rows)
         slots = torch.arange(self.length - kept, self.length, device=device) % self._n_rows
-        self._write({name: row[..., -kept:, :] for name, row in new.items()}, slots)
+        for name, row in new.items():
+            self._write(name, slots, row[..., -kept:, :])
         self._in_ring_order = False
         return {name: row.movedim(-2, 1) for name, row in rows.items()}
 
@@ -229,8 +226,8 @@ class LayerCache:
         batch, token = keep.nonzero(as_tuple=True)
         slots = positions[batch, token] % self._n_rows
         self.positions = known.index_put((batch, slots), positions[batch, token])
-        for name, store in self._store.items():
-            store.movedim(-2, 1)[batch, slots] = new[name].movedim(-2, 1)[batch, token]
+        for name, row in new.items():
+            self._write(name, (batch, slots), row.movedim(-2, 1)[batch, token])
         if past is None:
             used = min(self._n_rows, int(self.positions.max()) + 1)
             rows = {name: store[..., :used, :].movedim(-2, 1) for name, store in self._store.items()}
@@ -248,9 +245,15 @@ class LayerCache:
         grown = self._n_rows - self.positions.shape[1]
         return torch.nn.functional.pad(self.positions, (0, grown), value=EMPTY)
 
-    def _write(self, new: dict[str, Tensor], slots: slice | Tensor) -> None:
-        for name, store in self._store.items():
-            store[..., slots, :] = new[name]
+    def _write(self, name: str, slots: int | slice | Tensor | tuple[Tensor, Tensor], new: Tensor) -> None:
+        """Write rows: to one slot or several of every sequence, or to those of (sequence, slot)."""
+        store = self._store[name]
+        if isinstance(slots, int):
+            store.select(-2, slots).copy_(new)
+        elif isinstance(slots, tuple):
+            store.movedim(-2, 1)[slots] = new
+        else:
+            store[..., slots, :] = new
 
     def _reserve(self, length: int) -> None:
         """Make room for `length` positions, or say that there is none."""

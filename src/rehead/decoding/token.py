@@ -113,10 +113,10 @@ def next_token(ids: Int[Tensor, " B"], caches: Sequence[LayerCache], layers: Ite
     rows: dict[tuple[int, int | None], NextRow] = {}
     for layer in layers:
         cache = caches[layer]
-        key = cache.reserve_one(), cache.window
+        key = cache.reserve_token(), cache.window
         if key not in rows:
             rows[key] = cache.next_row(positions)
-        cache.settle(rows[key])
+        cache.commit(rows[key])
     return Token(ids, caches, rows, start, positions)
 
 

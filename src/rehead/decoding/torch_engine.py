@@ -209,7 +209,7 @@ def _(op: Store, read: Reader) -> Run:
     def run(values: Values, token: Token) -> Tensor:
         cache, row = token.caches[op.layer], token.row(op.layer)
         for name, parts in rows:
-            cache.write_one(name, row, joined(parts, values))
+            cache.write_token(name, row, joined(parts, values))
         return values[0]
 
     return run
@@ -222,7 +222,7 @@ def _(op: Attend, read: Reader) -> Run:
 
     def latent(values: Values, token: Token) -> Tensor:
         n_row, asked = token.row(layer).n_used, joined(query, values)
-        rows = token.caches[layer].first(op.key, n_row)
+        rows = token.caches[layer].rows_until(op.key, n_row)
         bias = token.bias(layer, 1, asked.dtype)
         return attend_latent_token(asked, rows, V, scale, bias).flatten(1)
 
@@ -232,7 +232,9 @@ def _(op: Attend, read: Reader) -> Run:
             asked = asked.unflatten(1, (-1, K)).transpose(1, 2).flatten(1, 2)
         asked = asked.reshape(-1, H // K, E)
         bias = token.bias(layer, K, asked.dtype)
-        y = attend_token(asked, cache.first(op.key, n_row), cache.first(op.value, n_row), scale, bias)
+        y = attend_token(
+            asked, cache.rows_until(op.key, n_row), cache.rows_until(op.value, n_row), scale, bias
+        )
         if op.modular:
             y = y.view(-1, K, H // K, V).transpose(1, 2)
         return y.reshape(-1, H * V)
@@ -247,7 +249,7 @@ def _(op: AttendRebuilt, read: Reader) -> Run:
 
     def run(values: Values, token: Token) -> Tensor:
         cache, n_row, asked = token.caches[op.layer], token.row(op.layer).n_used, query(values)
-        latents = cache.first("latent", n_row).narrow(2, 0, R)  # B S R
+        latents = cache.rows_until("latent", n_row).narrow(2, 0, R)  # B S R
         keys = op.keys(latents)
         keys = op.rotary.apply(keys, *token.key_turns(op.rotary, keys.dtype, op.layer))  # B S K N
         bias = token.bias(op.layer, K, asked.dtype)

@@ -22,7 +22,7 @@ Decode = Callable[[Tensor, Sequence[Any]], Tensor]
 models: Registry[type["LanguageModel"]] = Registry("model type")
 
 
-class Remembers(Protocol):
+class LayerState(Protocol):
     """A layer's cache, as generation sees it."""
 
     @property
@@ -30,7 +30,7 @@ class Remembers(Protocol):
         """Bytes held."""
         ...
 
-    def take(self, rows: Int[Tensor, " B"]) -> None:
+    def select_batch(self, rows: Int[Tensor, " B"]) -> None:
         """Sequence i becomes what sequence `rows[i]` was."""
 
 

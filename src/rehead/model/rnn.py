@@ -36,7 +36,7 @@ class StateCache:
         """Bytes held."""
         return self.state.nbytes
 
-    def take(self, rows: Int[Tensor, " B"]) -> None:
+    def select_batch(self, rows: Int[Tensor, " B"]) -> None:
         """Sequence i becomes what sequence `rows[i]` was."""
         self.state = self.state[rows]
 

@@ -1,0 +1,227 @@
+"""A program is all that an engine needs of a variant, and it is not trusted where it may not be what `forward` does."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from rehead import decoding
+from rehead.attention import Attention, AttentionConfig, GroupedAttention, GroupedConfig, RopeConfig, kernels
+from rehead.attention import variants as known
+from rehead.attention.program import Attend, Rotate, Store
+from rehead.attention.rope import Rotary
+from rehead.config import GPTConfig
+from rehead.decoding import native_program
+from rehead.decoding.native_program import Kind, NativeProgram
+from rehead.decoding.torch_engine import registers
+from rehead.model import build
+
+B, V, D = 3, 23, 24
+GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7, rope=RopeConfig())
+MLA = next(config for name, config in known["mla"].examples().items() if name == "mla")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectConfig(AttentionConfig):
+    """The model's own columns are its queries: `n_query_head` heads over one rotated key and one value."""
+
+    n_query_head: int
+
+    @classmethod
+    def examples(cls):
+        return {"direct": cls(n_query_head=4, rope=RopeConfig())}
+
+    @property
+    def name(self):
+        return "direct"
+
+    def build(self, d_model):
+        return Direct(self, d_model)
+
+    def cache_rows(self):
+        return {"key": (1, D // self.n_query_head), "value": (1, 5)}
+
+    def n_parameters(self, d_model):
+        return d_model * (D // self.n_query_head + 5 + 5 * self.n_query_head)
+
+    def projection_flops(self, d_model):
+        return 2 * self.n_parameters(d_model)
+
+    def attention_flops(self, n_key):
+        return 2 * self.n_query_head * (D // self.n_query_head + 5) * n_key
+
+
+class Direct(Attention):
+    def __init__(self, config, d_model):
+        super().__init__()
+        self.config, self.d_model = config, d_model
+        self.n_head, self.width = config.n_query_head, d_model // config.n_query_head
+        self.k_proj, self.v_proj = nn.Linear(d_model, self.width), nn.Linear(d_model, 5)
+        self.o_proj = nn.Linear(5 * self.n_head, d_model)
+        self.rotary = Rotary(config.rope, self.width)
+
+    def forward(self, x, context=None, positions=None, cache=None, context_positions=None):
+        start = 0
+        if cache is not None:
+            positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length
+        query = self.rotary(x.unflatten(2, (self.n_head, -1)), positions, start)
+        key = self.rotary(self.k_proj(x)[:, :, None], positions, start)
+        value, seen = self.v_proj(x)[:, :, None], positions
+        if cache is not None:
+            rows, seen = cache.append(positions, key=key, value=value)
+            key, value = rows["key"], rows["value"]
+        mask = self._mask(x.shape[1], key.shape[1], positions, seen)
+        return self.o_proj(kernels.attend(query, key, value, mask).flatten(2))
+
+    def weights(self, x, context=None, positions=None, context_positions=None):
+        raise NotImplementedError
+
+    def lower(self, program, x, layer):
+        key, value = program.linear(x, (self.k_proj, self.width), (self.v_proj, 5))
+        heads = program.add(Rotate((x.split(self.n_head), key), self.rotary))
+        program.add(Store(layer, {"key": (heads.head(self.n_head, 1),), "value": (value,)}))
+        query = (heads.head(0, self.n_head),)
+        gathered = program.add(Attend(layer, query, "key", "value", 1, 5, self.width**-0.5))
+        return program.linear(gathered.flat(), (self.o_proj, self.d_model))[0]
+
+
+def gpt(*attention, **other):
+    settings = {
+        "vocab_size": V, "block_size": 64, "n_embd": D, "attention": attention, "learned_positions": False,
+        "norm": "rmsnorm", "norm_eps": 1e-5, "mlp": "swiglu", "n_hidden": 17, "mlp_bias": False,
+    }  # fmt: skip
+    model = build(GPTConfig(**settings | other)).eval().float()
+    for weight in model.parameters():
+        weight.data.add_(torch.randn_like(weight), alpha=0.3)
+    return model
+
+
+def forward(model):
+    return lambda ids, cache: model(ids[:, None], cache=cache)[:, 0]
+
+
+@torch.no_grad()
+def logits(model, decode, n_step=12):
+    ids = torch.randint(V, (B, 9 + n_step), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(B)
+    model(ids[:, :9], cache=cache)
+    return torch.stack([decode(one, cache) for one in ids[:, 9:].T])
+
+
+def check(model, decode):
+    torch.testing.assert_close(logits(model, decode), logits(model, forward(model)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_variant_of_known_operations_decodes_in_cpp():
+    """Nothing of decoding knows it."""
+    model = gpt(DirectConfig(n_query_head=4, rope=RopeConfig()), GQA)
+    assert not any(type(op).__name__ == "Call" for op in model.lower().ops)
+    check(model, decoding.torch_decoder(model))
+    refusal = decoding.native_refusal(model)
+    assert refusal is None or "compile" in refusal
+    if refusal is None:
+        check(model, decoding.native_decoder(model))
+
+
+class Doubled(GroupedAttention):
+    """Its `lower` is another's."""
+
+    def forward(self, x, *rest, **more):
+        return 2 * super().forward(x, *rest, **more)
+
+
+def subclass(layer):
+    layer.self_attn.__class__ = Doubled
+
+
+def patch(layer):
+    was = layer.self_attn.forward
+    layer.self_attn.forward = lambda *args, **more: 2 * was(*args, **more)
+
+
+def other_mlp(layer):
+    was = layer.mlp.forward
+    layer.mlp.forward = lambda x: x + was(x)
+
+
+@pytest.mark.parametrize("change", [subclass, patch, other_mlp])
+def test_a_changed_forward_is_called(change):
+    model = gpt(GQA, GQA)
+    before = logits(model, forward(model))
+    change(model.layers[1])
+    assert not torch.allclose(before, logits(model, forward(model)))
+    check(model, decoding.decoder(model))
+    assert decoding.native_refusal(model).startswith("it has a ")
+
+
+def test_results_are_kept_until_their_last_reader():
+    few, many = (registers(gpt(*[GQA] * n).lower())[1] for n in (1, 6))
+    assert few == many < 8
+
+
+def reads_and_writes(op):
+    """Bytes, for one sequence, from the fields alone."""
+    span = {
+        Kind.NORM: (op.n, op.n), Kind.LINEAR: (op.k, op.n), Kind.EXPAND: (op.n, op.k), Kind.ROTATE: (op.n, op.n),
+        Kind.STORE: (op.n, 0), Kind.GATE: (op.n, op.n), Kind.EMBED: (0, op.n), Kind.ATTEND: (op.k, op.n),
+    }[op.kind]  # fmt: skip
+
+    def covered(start, width, head, far):
+        if not start or not width:
+            return set()
+        heads = (
+            [g * head + k * far for g in range(op.group) for k in range(op.heads)]
+            if op.kind == Kind.ATTEND
+            else [h * head for h in range(op.heads)]
+        )
+        return {start + 4 * (at + i) for at in heads for i in range(width)}
+
+    reads = covered(op.x, span[0], op.x_head, op.x_kv)
+    writes = covered(op.y, span[1], op.y_head, op.y_kv)
+    if op.add or op.kind == Kind.GATE:
+        reads |= writes
+    if op.kind == Kind.STORE:
+        writes.add(op.w)
+    if op.kind == Kind.ATTEND:
+        reads |= {op.w, op.w2}
+    return reads, writes
+
+
+def races(model):
+    """Pairs of operations of which one needs the other's result, or its place, while threads may still be at it."""
+    program = model.lower()
+    caches = model.new_cache(1, 30)
+    stores = [dict(zip(cache.rows, cache.stores, strict=True)) for cache in caches]
+    ops = NativeProgram(program, stores, 30, 2)._ops
+    touched = [reads_and_writes(op) for op in ops]
+    return [
+        (first, second)
+        for second in range(len(ops))
+        for first in range(second)
+        if not any(op.sync for op in ops[first:second])
+        and (
+            touched[first][1] & (touched[second][0] | touched[second][1])
+            or touched[first][0] & touched[second][1]
+        )
+    ], sum(op.sync for op in ops)
+
+
+MODELS = {
+    "gqa": (GQA, GQA),
+    "modular, normed": (replace(GQA, head_map="modular", qk_norm_eps=1e-6),) * 2,
+    "mla": (MLA, replace(MLA, q_lora_rank=5, latent_norm=False)),
+    "tied": (GroupedConfig(n_query_head=4, n_kv_head=1, head_dim=6, tie_kv=True),) * 2,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_threads_wait_for_each_other(name, monkeypatch):
+    if isinstance(native_program.kernel(), Exception):
+        pytest.skip("no compiler")
+    model = gpt(*MODELS[name])
+    found, n_barrier = races(model)
+    assert not found
+    assert n_barrier <= 15 * len(MODELS[name])
+    monkeypatch.setattr(native_program.Span, "meets", lambda *_: False)
+    assert races(model)[0]
