@@ -1,6 +1,6 @@
 """The contract every attention variant signs.
 
-Letters, in annotations as written and in einsum in lower case (docs/notation.md has the seeds' beside them):
+Letters, in annotations as written and in einsum in lower case (docs/notation.md compares them with other documents'):
 
     B  batch              H  query heads               E  key width of a head
     L  query positions    K  key/value heads           V  value width of a head
@@ -161,7 +161,7 @@ class AttentionConfig(ABC):
         return self.projection_flops(d_model) + self.attention_flops(n_key)
 
     def kv_numbers(self) -> int:
-        """Numbers one token leaves in the cache (seeds A17)."""
+        """Numbers one token leaves in the cache."""
         return sum(torch.Size(shape).numel() for shape in self.cache_rows().values())
 
     def cache(

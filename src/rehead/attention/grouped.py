@@ -1,7 +1,7 @@
 """Multi-head, grouped-query and multi-query attention: one mechanism under three names.
 
 MHA (Vaswani et al., 2017) has a key and value head for every query head, MQA (Shazeer, 2019) one for
-all, GQA (Ainslie et al., arXiv 2305.13245) anything between. Seeds A1-A8, B16.
+all, GQA (Ainslie et al., arXiv 2305.13245) anything between.
 """
 
 from dataclasses import dataclass, replace
@@ -28,8 +28,7 @@ HeadMap = Literal["contiguous", "modular"]
 class GroupedConfig(AttentionConfig):
     """`n_kv_head` equal to `n_query_head` is MHA (the default), 1 is MQA, anything between is GQA.
 
-    `head_map` says which KV head h // (H/K) (contiguous, as in Hugging Face) or h % K (modular, the
-    olympiad's) query head h reads. `v_head_dim` is `head_dim` unless given. `score` is a name or a
+    `head_map` says which KV head h // (H/K) (contiguous, as in Hugging Face) or h % K (modular) query head h reads. `v_head_dim` is `head_dim` unless given. `score` is a name or a
     `ScoreConfig`. `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` a token's keys
     are its values too: there is no `v_proj`, and the cache keeps them once (the reduced form of MLA).
     `qk_norm_eps` puts an RMSNorm of that eps on the numbers of each query and key head, before they

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values rebuilt from one latent.
 
-Seeds A9, A14, A15. A token leaves R numbers, its latent, and with a decoupled rotary part P more.
+A token leaves R numbers, its latent, and with a decoupled rotary part P more.
 """
 
 import math
@@ -122,14 +122,14 @@ class LatentAttention(Attention):
         mask: Mask,
         key_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B L H V"]:
-        """Rebuild keys and values per head from the latents, then attend as in MHA (A14)."""
+        """Rebuild keys and values per head from the latents, then attend as in MHA."""
         key, value = self._expand(latent, key_positions)
         return kernels.attend(query, key, value, mask, scale=self.scale, pdrop=self._pdrop)
 
     def absorbed(
         self, query: Float[Tensor, "B L H E"], latent: Float[Tensor, "B S RP"], mask: Mask
     ) -> Float[Tensor, "B L H V"]:
-        """Move the expansion to the query's side: MQA whose one KV head is the latent (A15).
+        """Move the expansion to the query's side: MQA whose one KV head is the latent.
 
         A bias of the keys adds one number to all of a query's scores, which the softmax ignores.
         """

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864; homework 4)."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864)."""
 
 import math
 from abc import ABC, abstractmethod

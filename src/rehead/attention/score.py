@@ -1,4 +1,4 @@
-"""How well a key answers a query (homework 2.1). The scaled dot product is the default."""
+"""How well a key answers a query. The scaled dot product is the default."""
 
 import math
 from abc import ABC, abstractmethod
@@ -53,7 +53,7 @@ class ScoreConfig(ABC):
 @scores.add("scaled_dot")
 @dataclass(frozen=True, kw_only=True)
 class ScaledDot(ScoreConfig):
-    """k.q / sqrt(E): keeps the variance of a score near 1 (B5); every fast kernel computes it."""
+    """k.q / sqrt(E): keeps the variance of a score near 1; every fast kernel computes it."""
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> None:
         """Nothing to learn."""
@@ -63,7 +63,7 @@ class ScaledDot(ScoreConfig):
 @scores.add("multiplicative")
 @dataclass(frozen=True, kw_only=True)
 class Multiplicative(ScoreConfig):
-    """k.(W q) / sqrt(E) (B6): the same class as the dot product, unless q and k are rotated."""
+    """k.(W q) / sqrt(E): the same class as the dot product, unless q and k are rotated."""
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "MultiplicativeScore":
         """One E x E matrix per query head, starting at the identity."""
@@ -96,7 +96,7 @@ class MultiplicativeScore(Score):
 @scores.add("concatenated")
 @dataclass(frozen=True, kw_only=True)
 class Concatenated(ScoreConfig):
-    """w.[k; q] (B7). The query's part is one constant per row, so the softmax ignores the query."""
+    """w.[k; q]. The query's part is one constant per row, so the softmax ignores the query."""
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "ConcatenatedScore":
         """One vector of 2E per query head."""
@@ -135,10 +135,10 @@ class ConcatenatedScore(Score):
 @scores.add("additive")
 @dataclass(frozen=True, kw_only=True)
 class Additive(ScoreConfig):
-    """w.tanh(W [k; q] + b) (B8), `width` units per head.
+    """w.tanh(W [k; q] + b), `width` units per head.
 
     The bias is ours: without it the score is odd in [k; q], and no such function approximates the
-    angle or its cosine, which are even (seeds E20).
+    angle or its cosine, which are even.
     """
 
     width: int = 64

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: the homework's GPT, or Llama's shape, by config."""
+"""A decoder-only transformer: GPT-2's shape or Llama's, by config."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The Elman network (Elman, 1990; homework 1): a state of constant size instead of a KV cache."""
+"""The Elman network (Elman, 1990): a state of constant size instead of a KV cache."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from rehead.model.base import LanguageModel, models
 
 
 def slide(a: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """min(1, max(0, a)), the homework's activation."""
+    """min(1, max(0, a)), the clamp of CMU 10-423's first homework."""
     return a.clamp(0, 1)
 
 
@@ -144,7 +144,7 @@ class RNN(LanguageModel):
         return x
 
     def _both_ways(self, x: Tensor) -> Tensor:
-        """f reads from the left, g from the right, h merges the two (homework 1.2)."""
+        """f reads from the left, g from the right, h merges the two."""
         assert self.merge is not None
         ahead, behind = self._run(x), x.flip(1)
         for layer in self.backward_layers:
@@ -153,7 +153,7 @@ class RNN(LanguageModel):
 
 
 def both_seen() -> RNN:
-    """The detector of homework 1.1 (seeds B1): y_t = 1 once both input bits have been 1.
+    """The detector of CMU 10-423's first homework (B1 in docs/sources.md): y_t = 1 once both input bits have been 1.
 
     Token 2 a + b stands for the input (a, b); W_hh = W_hx = I, b_h = 0, W_yh = [1 1], b_y = -1.
     """

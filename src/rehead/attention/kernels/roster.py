@@ -1,7 +1,6 @@
 """Which kernel computes a call of `forward`: the first of `ROSTER` that does not refuse it.
 
-A decoded token does not pass here: layers have a `step` for it (`attention/step.py`, `latent_token.py`), and
-`decoding/` may run all of a model in C++.
+A decoded token does not pass here: `lower` describes it (`attention/program.py`), and `decoding/` executes that.
 """
 
 from dataclasses import dataclass
