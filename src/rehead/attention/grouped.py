@@ -28,8 +28,9 @@ HeadMap = Literal["contiguous", "modular"]
 class GroupedConfig(AttentionConfig):
     """`n_kv_head` equal to `n_query_head` is MHA (the default), 1 is MQA, anything between is GQA.
 
-    `head_map` says which KV head h // (H/K) (contiguous, as in Hugging Face) or h % K (modular) query head h reads. `v_head_dim` is `head_dim` unless given. `score` is a name or a
-    `ScoreConfig`. `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` a token's keys
+    `head_map` says which KV head query head h reads: h // (H/K) (contiguous, as in Hugging Face) or
+    h % K (modular). `v_head_dim` is `head_dim` unless given. `score` is a name or a `ScoreConfig`.
+    `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` a token's keys
     are its values too: there is no `v_proj`, and the cache keeps them once (the reduced form of MLA).
     `qk_norm_eps` puts an RMSNorm of that eps on the numbers of each query and key head, before they
     are rotated (Qwen3's).
