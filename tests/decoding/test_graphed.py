@@ -30,7 +30,7 @@ EXAMPLES |= {
     "mla, rebuilt keys, bias": replace(EXAMPLES["mla, rebuilt keys"], qkv_bias=True, window=4),
 }
 LEARNED = ("multiplicative", "concatenated", "additive")
-OWN = [name for name in EXAMPLES if not name.endswith(LEARNED) and "gqa_sum" not in name]
+OWN = [name for name in EXAMPLES if not name.endswith(LEARNED)]
 each = pytest.mark.parametrize("name", OWN)
 LENGTHS = {"alike": None, "ragged": [7, 2, 4], "one empty": [3, 0, 9]}
 starts = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

@@ -158,15 +158,18 @@ def require_divides(n_kv_head: int, n_query_head: int) -> None:
 
 
 class GroupedAttention(Attention):
-    """Weights under Hugging Face's names; heads are stacked along the rows of each projection."""
+    """Weights under Hugging Face's names; heads are stacked along the rows of each projection.
 
-    def __init__(self, config: GroupedConfig, d_model: int) -> None:
+    `q_proj` replaces the projection of the queries.
+    """
+
+    def __init__(self, config: GroupedConfig, d_model: int, q_proj: Linear | None = None) -> None:
         super().__init__()
         self.config: GroupedConfig = config
         self.d_model = d_model
         q, k, v, o = config._widths()
         d_context = config.d_context or d_model
-        self.q_proj = Linear(d_model, q, bias=config.qkv_bias)
+        self.q_proj = q_proj or Linear(d_model, q, bias=config.qkv_bias)
         self.k_proj = Linear(d_context, k, bias=config.qkv_bias)
         self.v_proj = None if config.tie_kv else Linear(d_context, v, bias=config.qkv_bias)
         self.o_proj = Linear(o, d_model, bias=config.o_bias)

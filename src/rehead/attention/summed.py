@@ -9,15 +9,12 @@ softmax for every query head: see grouped.py.
 
 from dataclasses import dataclass, replace
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from rehead.attention import kernels
-from rehead.attention.base import Attention, AttentionConfig, variants
-from rehead.attention.cache import LayerCache
-from rehead.attention.grouped import GroupedConfig, require_divides
-from rehead.attention.mask import Mask
-from rehead.attention.rope import RopeConfig, Rotary
+from rehead.attention.base import AttentionConfig, variants
+from rehead.attention.grouped import GroupedAttention, GroupedConfig, require_divides
+from rehead.attention.rope import RopeConfig
 from rehead.nn.linear import Linear
 
 
@@ -106,79 +103,24 @@ class SummedConfig(AttentionConfig):
         return 4 * self.n_kv_head * self.head_dim * n_key
 
 
-class SummedAttention(Attention):
-    """Weights under Hugging Face's names; the query heads of a group lie together in `q_proj`."""
+class SummedLinear(Linear):
+    """A projection to `n_head` groups of heads of `width`, each group summed: (..., D) to (..., n_head * width)."""
+
+    def __init__(self, d_model: int, n_query_head: int, n_head: int, width: int, *, bias: bool) -> None:
+        super().__init__(d_model, n_query_head * width, bias=bias)
+        self.heads = n_head, n_query_head // n_head, width
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B KE"]:
+        """Project, then sum the heads of each group."""
+        return super().forward(x).unflatten(-1, self.heads).sum(dim=-2).flatten(-2)
+
+
+class SummedAttention(GroupedAttention):
+    """The equivalent MHA on summed queries; the query heads of a group are adjacent in `q_proj`.
+
+    `weights` are (B, K, L, S), one map for each KV head, since a group has one softmax.
+    """
 
     def __init__(self, config: SummedConfig, d_model: int) -> None:
-        super().__init__()
-        self.config: SummedConfig = config
-        self.d_model = d_model
-        queries, heads = config.n_query_head * config.head_dim, config.n_kv_head * config.head_dim
-        d_context = config.d_context or d_model
-        self.q_proj = Linear(d_model, queries, bias=config.qkv_bias)
-        self.k_proj = Linear(d_context, heads, bias=config.qkv_bias)
-        self.v_proj = Linear(d_context, heads, bias=config.qkv_bias)
-        self.o_proj = Linear(heads, d_model, bias=config.o_bias)
-        self.rotary = Rotary(config.rope, config.head_dim) if config.rope else None
-
-    def forward(
-        self,
-        x: Float[Tensor, "B L D"],
-        context: Float[Tensor, "B S C"] | None = None,
-        positions: Int[Tensor, "#B L"] | None = None,
-        cache: LayerCache | None = None,
-        context_positions: Int[Tensor, "#B S"] | None = None,
-    ) -> Float[Tensor, "B L D"]:
-        """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
-
-        `positions` (B, L) or (1, L): where the tokens stand, -1 for padding; without, they follow those in
-        `cache`. `cache` keeps keys and values between calls: `config.cache(B)` makes one. `context_positions`
-        (B, S) are for `context`. All tensors are of the weights' dtype. Raises UsageError or InvalidInput for
-        what does not fit.
-        """
-        query, key, value, mask = self._project(x, context, positions, cache, context_positions)
-        return self.o_proj(kernels.attend(query, key, value, mask, pdrop=self._pdrop).flatten(2))
-
-    def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
-        """See `Attention.choice`."""
-        n_key, heads = self._n_key(n_query, n_past), (self.config.n_kv_head, self.config.head_dim)
-        query, key = self._stub(batch_size, n_query, *heads), self._stub(batch_size, n_key, *heads)
-        mask, scale = self._mask(n_query, n_key, None, None), self.config.head_dim**-0.5
-        return kernels.choose(kernels.Call(query, key, key, mask, scale, None, self._pdrop))
-
-    def weights(
-        self,
-        x: Float[Tensor, "B L D"],
-        context: Float[Tensor, "B S C"] | None = None,
-        positions: Int[Tensor, "#B L"] | None = None,
-        context_positions: Int[Tensor, "#B S"] | None = None,
-    ) -> Float[Tensor, "B K L S"]:
-        """See `Attention.weights`: one map for each KV head, since a group has one softmax."""
-        query, key, _, mask = self._project(x, context, positions, None, context_positions)
-        return kernels.weights(query, key, mask.dense(x.device)).flatten(1, 2)
-
-    def _project(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        positions: Tensor | None,
-        cache: LayerCache | None,
-        context_positions: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask]:
-        """Summed queries, all keys and values there are to see, and who sees what."""
-        self._check(x, context, positions, cache, context_positions)
-        config, source, start = self.config, x if context is None else context, 0
-        if cache is not None:
-            positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length
-        query = self.q_proj(x).unflatten(2, (config.n_kv_head, -1, config.head_dim)).sum(dim=3)
-        key, value = (
-            projection(source).unflatten(2, (config.n_kv_head, config.head_dim))
-            for projection in (self.k_proj, self.v_proj)
-        )
-        key_positions = positions if context is None else context_positions
-        if self.rotary is not None:
-            query, key = self.rotary(query, positions, start), self.rotary(key, key_positions, start)
-        if cache is not None:
-            rows, key_positions = cache.append(positions, key=key, value=value)
-            key, value = rows["key"], rows["value"]
-        return query, key, value, self._mask(x.shape[1], key.shape[1], positions, key_positions)
+        sizes = d_model, config.n_query_head, config.n_kv_head, config.head_dim
+        super().__init__(config.equivalent(), d_model, SummedLinear(*sizes, bias=config.qkv_bias))
