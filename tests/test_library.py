@@ -72,7 +72,7 @@ def test_a_tokenizer_is_loaded_from_whatever_a_model_is(folder, tmp_path):
 def test_a_model_is_opened_with_its_tokenizer_and_special_ids(folder, tmp_path):
     tokenizer = load_tokenizer(folder)
     place, bare = tmp_path / "model", tmp_path / "bare"
-    generation = {"eos_token_id": 3, "pad_token_id": None, "temperature": 0.5}
+    generation = {"eos_token_id": 3, "pad_token_id": None, "temperature": 0.5, "max_length": 16}
     shutil.copytree(folder, place)
     (place / "MANIFEST.json").unlink()
     (place / "generation_config.json").write_text(json.dumps(generation))
@@ -188,12 +188,12 @@ REFUSED = {
     "model of floats": ("ids has dtype float32", WHOLE, "ids.long()"),
     "model of a list": ("ids is a list", WHOLE, ENCODE),
     "model too large": ("ids holds 91 to 93", "tokens are 0 to 14", "the model's own tokenizer"),
-    "model of nothing": ("ids has shape (1, 0)", "there is no token", "at least one"),
+    "model of nothing": ("ids has shape (1, 0)", "it has no tokens", "at least one"),
     "save a path": ("model is '", "expected a rehead model", "Use rehead.load(path) first"),
     "save over": (" exists", "choose another name"),
     "load cuda": ("device=cuda", "this machine has ", "Use one of them, or auto"),
     "load gpu": ("device=gpu", "this machine has ", "Use one of them, or auto"),
-    "load nothing": ("no model folder", "config.json"),
+    "load nothing": ("neither a model folder", "config.json"),
     "flat x": ("x has shape (5, 16)", "an attention reads (B, L, D)", "Use x[None] for one text"),
     "no width": ("d_model=0", "a whole number of at least 1", "such as 192"),
     "half a width": ("d_model=2.5", "a whole number of at least 1", "such as 192"),

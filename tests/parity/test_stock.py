@@ -177,6 +177,26 @@ def test_logits_and_greedy_tokens_are_theirs(case):
 
 
 @torch.no_grad()
+def test_an_exported_folder_generates_with_max_new_tokens_without_a_warning(tmp_path, caplog):
+    made("Llama", BASE, tmp_path / "theirs")
+    stock.export(rehead.load(tmp_path / "theirs"), tmp_path / "ours", families["llama"], {})
+    assert rehead.load(tmp_path / "ours").config.block_size == BASE["max_position_embeddings"]
+    log = transformers.utils.logging.get_logger()
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_warning()
+    log.addHandler(caplog.handler)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        ids = torch.randint(1, 53, (1, 5))
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7)
+    finally:
+        log.removeHandler(caplog.handler)
+        transformers.utils.logging.set_verbosity(verbosity)
+    assert tokens.shape == (1, 12)
+    assert not caplog.records, caplog.text
+
+
+@torch.no_grad()
 def test_written_back_nothing_is_missing_and_every_byte_is_the_same(case):
     name, theirs, ours, folder = case
     family = families[KINDS.get(name, name.lower())]

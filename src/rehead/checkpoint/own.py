@@ -59,12 +59,7 @@ def write(
     tied = {name for name, _ in model.named_parameters()}  # a shared tensor has one name here
     write_weights(folder, {name: weight for name, weight in model.state_dict().items() if name in tied})
     config = {"format": FORMAT, **encode(model.config), "dtype": str(model.head.weight.dtype)[6:]}
-    limit = model.config.context_limit
-    generation = (
-        {"do_sample": True, "temperature": 1.0}
-        | ({"max_length": limit} if limit else {})
-        | dict(special or {})
-    )
+    generation = {"do_sample": True, "temperature": 1.0, **(special or {})}
     texts = {"config.json": _json(config), "generation_config.json": _json(generation), **files}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

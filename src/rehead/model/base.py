@@ -62,7 +62,9 @@ class LanguageModel(nn.Module, ABC):
         """Logits of the token after each of `ids`, (B, L, vocab). UsageError for what are not ids."""
         require_ids(ids, dims=(2,))
         if not ids.shape[1]:
-            raise UsageError(f"ids has shape {tuple(ids.shape)}: there is no token. Give at least one a row.")
+            raise UsageError(
+                f"ids has shape {tuple(ids.shape)}: it has no tokens. Give at least one token per row."
+            )
         if ids.dtype not in (torch.int32, torch.int64):
             ids = ids.long()
         try:

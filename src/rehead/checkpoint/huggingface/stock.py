@@ -120,7 +120,7 @@ def write(
         for weight in family.weights(model.config)
     }
     write_weights(folder, weights)
-    generation = {"max_length": model.config.block_size, "do_sample": True, "temperature": 1.0, **ids}
+    generation = {"do_sample": True, "temperature": 1.0, **ids}
     texts = {"config.json": _json(table), "generation_config.json": _json(generation)}
     if "tokenizer.json" in files:
         own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
