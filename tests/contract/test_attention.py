@@ -675,7 +675,11 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: grouped(causal=False).build(D)(X, cache=grouped().cache(1)), "a KV cache", "needs causal=True"),
     (lambda: grouped().build(0), "d_model=0", "a whole number of at least 1"),
     (lambda: latent().build(-3), "d_model=-3", "a whole number of at least 1"),
-    (lambda: grouped().build(D)._check(X, context_positions=PLACES), "and no context", "Use positions for"),
+    (
+        lambda: grouped().build(D)._check(X, context_positions=PLACES),
+        "without a context",
+        "Use positions for",
+    ),
     (
         lambda: grouped().build(D)._check(X, cache=[1]),
         "cache is a list",

@@ -1,4 +1,4 @@
-"""How tokens look at each other; usable alone. Importing a module here registers its variants."""
+"""Attention layers, usable without the rest of rehead. Importing a module here registers its variants."""
 
 from rehead.attention.base import Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache

@@ -1,4 +1,4 @@
-"""The contract every attention variant signs.
+"""The contract of every attention variant.
 
 Letters, in annotations as written and in einsum in lower case (docs/notation.md compares them with other documents'):
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 variants: Registry[type["AttentionConfig"]] = Registry("attention variant")
 
 LARGEST = 1 << 17
-"""A size beyond it is damaged, or meant to do damage."""
+"""Upper bound of a size, so that a damaged or malicious config is refused."""
 
 FILLED: Any = None
 """Default of a field that `__post_init__` fills in from the others."""
@@ -41,11 +41,11 @@ FILLED: Any = None
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(ABC):
-    """What all variants share.
+    """Fields that all variants share.
 
-    `d_context` is the width of what is attended to, for cross-attention; self-attention when None.
-    `causal` is True for self-attention unless given. `window` is how many keys a query sees, its own
-    included. `rope=True` means `RopeConfig()`. `attn_pdrop` drops attention weights in training.
+    `d_context` is the width of the context in cross-attention; None means self-attention.
+    `causal` defaults to True for self-attention. `window` is the number of keys a query sees, its own
+    included. `rope=True` means `RopeConfig()`. `attn_pdrop` is the dropout of attention weights in training.
     """
 
     d_context: int | None = None
@@ -54,7 +54,7 @@ class AttentionConfig(ABC):
     rope: RopeConfig | None = None
     attn_pdrop: float = 0.0
 
-    __no_type_check__ = True  # annotations say what is kept; what is given, __post_init__ checks
+    __no_type_check__ = True  # annotations describe the fields as stored; __post_init__ checks the arguments
 
     def __post_init__(self) -> None:
         if self.causal is None:
@@ -78,12 +78,12 @@ class AttentionConfig(ABC):
             raise ConfigError(f"attn_pdrop={self.attn_pdrop}: a probability. Use 0 up to (not including) 1.")
 
     def fill(self, **values: object) -> None:
-        """Set fields that were left to follow from others; only `__post_init__` calls it."""
+        """Set fields whose default depends on other fields; only `__post_init__` calls it."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def require_positive(self, *names: str) -> None:
-        """Refuse a size below 1, or larger than that of any model."""
+        """Refuse a size below 1 or above `LARGEST`."""
         for name in names:
             size = getattr(self, name)
             if size < 1:
@@ -93,14 +93,14 @@ class AttentionConfig(ABC):
 
     @staticmethod
     def require_width(d_model: int) -> None:
-        """Refuse to build for activations of no width; every `build` asks first."""
+        """Refuse an invalid width of activations; every `build` calls it first."""
         if isinstance(d_model, bool) or not isinstance(d_model, int) or d_model < 1:
             raise ConfigError(
                 f"d_model={d_model!r}: the width of x is a whole number of at least 1, such as 192."
             )
 
     def require_turns(self, width: int, name: str) -> None:
-        """Refuse to rotate an odd width, or one that the rope's scaling was not made for."""
+        """Refuse to rotate an odd width, or one that does not match the rope's scaling."""
         if width % 2:
             even = f"{width - 1} or {width + 1}" if width > 1 else "2"
             raise ConfigError(f"{name}={width} is odd: rope turns pairs. Use {even}, or rope=False.")
@@ -110,58 +110,58 @@ class AttentionConfig(ABC):
     @classmethod
     @abstractmethod
     def examples(cls) -> dict[str, "AttentionConfig"]:
-        """Small configs that show the variant: in the docs, and to the contract tests."""
+        """Return small configs by name, for the docs and the contract tests."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The registered name this config goes by."""
+        """The registered name of this config."""
 
     @property
     def n_map(self) -> int:
-        """Maps of attention weights: one per query head, unless a variant says otherwise."""
+        """Number of attention maps: one per query head by default."""
         return int(getattr(self, "n_query_head", 1))
 
     def describe(self) -> str:
-        """The attention in a few words, for tables and certificates."""
+        """Describe the attention in a few words, for tables and certificates."""
         return f"{self.name}{self._position()}"
 
     def _position(self) -> str:
-        """What `describe` says of rope and window."""
+        """The part of `describe` about rope and window."""
         rope = self.rope
-        turned = "" if rope is None else ", rope" + ("" if rope.layout == "half-split" else " interleaved")
-        return turned + (f", window {self.window}" if self.window else "")
+        rotated = "" if rope is None else ", rope" + ("" if rope.layout == "half-split" else " interleaved")
+        return rotated + (f", window {self.window}" if self.window else "")
 
     def equivalent(self) -> "AttentionConfig":
-        """The same function as a config that conversions know more of; itself unless a variant says otherwise."""
+        """Return a config of the same function for which more conversions exist; `self` by default."""
         return self
 
     @abstractmethod
     def build(self, d_model: int) -> "Attention":
-        """The module this config describes."""
+        """Build the module for activations of width `d_model`."""
 
     @abstractmethod
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """What one token leaves in the cache: row name to shape."""
+        """Shapes of the rows that one token adds to the cache, by name."""
 
     @abstractmethod
     def n_parameters(self, d_model: int) -> int:
-        """Learned numbers of the module."""
+        """Number of parameters of the module."""
 
     @abstractmethod
     def projection_flops(self, d_model: int) -> int:
-        """FLOPs per token outside the scores; one multiply-add is 2."""
+        """FLOPs per token of the projections; one multiply-add is 2."""
 
     @abstractmethod
     def attention_flops(self, n_key: int) -> int:
-        """FLOPs of one query over `n_key` visible keys: its scores and the sum of the values."""
+        """FLOPs of the scores and the weighted sum of values for one query over `n_key` visible keys."""
 
     def decode_flops(self, d_model: int, n_key: int) -> int:
-        """FLOPs of one new token that sees `n_key` keys, its own included, the others cached."""
+        """FLOPs of one decoded token that sees `n_key` keys, its own included; the others are cached."""
         return self.projection_flops(d_model) + self.attention_flops(n_key)
 
     def kv_numbers(self) -> int:
-        """Numbers one token leaves in the cache."""
+        """Number of elements that one token adds to the cache."""
         return sum(torch.Size(shape).numel() for shape in self.cache_rows().values())
 
     def cache(
@@ -171,7 +171,7 @@ class AttentionConfig(ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LayerCache:
-        """An empty cache for one layer: a ring if there is a window, growing without `capacity`."""
+        """Return an empty cache for one layer: a ring with a window, growing if `capacity` is None."""
         return LayerCache(
             self.cache_rows(),
             batch_size=batch_size,
@@ -183,11 +183,11 @@ class AttentionConfig(ABC):
 
 
 class Attention(nn.Module, ABC):
-    """A variant's module: `module(x)`, or `module(x, context)` for cross-attention."""
+    """An attention layer: `module(x)`, or `module(x, context)` for cross-attention."""
 
     config: AttentionConfig
     d_model: int
-    """The width of x; set where the layers are built."""
+    """The width of x, set by `__init__`."""
 
     if TYPE_CHECKING:
 
@@ -199,7 +199,7 @@ class Attention(nn.Module, ABC):
             cache: LayerCache | None = None,
             context_positions: Tensor | None = None,
         ) -> Tensor:
-            """See `forward`."""
+            """Call `forward`."""
 
     @abstractmethod
     def forward(
@@ -210,10 +210,10 @@ class Attention(nn.Module, ABC):
         cache: LayerCache | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """What `x` gathers from itself and the cache, or from `context`.
+        """Attention of the tokens of `x` over themselves and the cache, or over `context`.
 
-        Without `positions` the tokens follow on those in the cache, from 0 without one. A position
-        of -1 is padding: it is not seen, and its output is what the biases alone give.
+        Without `positions` the tokens follow those in the cache, or start at 0 without a cache. A position
+        of -1 is padding: it is not attended to, and its output is that of the biases alone.
         """
 
     @abstractmethod
@@ -224,34 +224,34 @@ class Attention(nn.Module, ABC):
         positions: Int[Tensor, "#B L"] | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of one pass without cache, by the reference kernel."""
+        """Attention weights of one forward pass without a cache, computed by the reference kernel."""
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
-        """Write down `forward` of one new token, whose cache is that of `layer`; returns what x gathers.
+        """Append the operations of `forward` for one new token, with the cache of `layer`; returns the output.
 
-        Without a description of its own a variant is called as it is, by PyTorch.
+        By default this is one `Call` of the module, which PyTorch executes.
         """
         return program.add(Call(x, self, x.width, layer))
 
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> "Choice | None":
-        """How `forward` would compute `n_query` tokens after `n_past` in a cache (None: without one), in this mode.
+        """The kernel that `forward` would use for `n_query` tokens after `n_past` cached ones, in the current mode.
 
-        None where a variant does not say. Nothing is computed.
+        `n_past=None` means no cache. Nothing is computed. Returns None if a variant does not implement it.
         """
         return None
 
     def one_token(self) -> str:
-        """What `lower` describes, for people."""
+        """Describe the result of `lower` in words."""
         return "a forward pass of its own"
 
     def _stub(self, *shape: int) -> Tensor:
-        """A tensor like an activation of this layer, of any size, that takes no memory."""
+        """Return a tensor of any shape with dtype and device of the activations, without allocating it."""
         weight = next(self.parameters())
-        one = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=weight.requires_grad)
-        return one.expand(shape)
+        zero = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=weight.requires_grad)
+        return zero.expand(shape)
 
     def _n_key(self, n_query: int, n_past: int | None) -> int:
-        """Keys that `n_query` tokens look at after `n_past`, as a cache gives them."""
+        """Number of keys that a cache returns for `n_query` tokens after `n_past`."""
         past, window = n_past or 0, self.config.window
         return n_query + (past if window is None else min(past, window - 1))
 
@@ -263,7 +263,7 @@ class Attention(nn.Module, ABC):
         cache: object = None,
         context_positions: Tensor | None = None,
     ) -> None:
-        """Refuse what `forward` cannot be called with."""
+        """Refuse invalid arguments of `forward`."""
         weight = next(self.parameters())
         require_call(self.config, self.d_model, weight, x, context, positions, cache, context_positions)
 

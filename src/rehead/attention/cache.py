@@ -1,4 +1,4 @@
-"""What one layer remembers of the tokens it has seen."""
+"""The KV cache of one layer."""
 
 from dataclasses import dataclass
 
@@ -10,30 +10,30 @@ from rehead.attention.mask import EMPTY
 from rehead.errors import UsageError
 
 FIRST_ROWS = 64
-"""Rows of a growing cache at first; it doubles when they are full."""
+"""Initial number of rows of a growing cache, which doubles when it is full."""
 
 
 @dataclass(frozen=True, eq=False)
 class NextRow:
-    """The row that one more token of every sequence takes: the same in all caches of as many rows and one window."""
+    """The row for the next token of every sequence, shared by all caches with the same number of rows and window."""
 
     slot: int | tuple[Int[Tensor, " B"], Int[Tensor, " B"]]
-    """One for all sequences, or sequences and the slot of each."""
+    """One slot for all sequences, or indices of sequences and the slot of each."""
     n_used: int
-    """Rows that are used with it; the others are not read."""
+    """Number of rows in use, including this one; the others are not read."""
     known: Int[Tensor, "B S"] | None = None
-    """The position of every row with it, `EMPTY` where there is none; None while they are consecutive."""
+    """The position of every row, including this one; `EMPTY` if unused. None while positions are consecutive."""
 
 
 class LayerCache:
-    """Named rows, one per token, and the position each one stands at.
+    """Named rows, one per token, and the position of each.
 
-    A variant says what a token leaves behind (`AttentionConfig.cache_rows`); the cache keeps it.
-    Three ways to hold it: `capacity` rows allocated at once; growing by doubling when no capacity is
-    given; with a `window`, a ring of as many rows, in which the newest token overwrites the oldest.
+    A variant defines the rows of a token (`AttentionConfig.cache_rows`). The cache allocates `capacity`
+    rows at once; without a capacity it grows by doubling. With a `window` it is a ring of that many rows,
+    in which the newest token overwrites the oldest.
 
-    At the border time is axis 1, (B, S, ...). Inside it is the last axis but one, (B, K, S, E), so
-    that a head's keys lie together; what is returned are views. A chunk longer than one token reads
+    In arguments and results time is axis 1, (B, S, ...). Internally it is the last axis but one, (B, K, S, E),
+    so that the keys of a head are contiguous; results are views. A chunk longer than one token reads
     the ring before it writes, so a window of W never needs more than W rows.
     """
 
@@ -56,51 +56,51 @@ class LayerCache:
         }
         self._in_ring_order = False
         self.length = 0
-        """Tokens seen, while every sequence of the batch has seen equally many."""
+        """Number of tokens seen, while it is the same for every sequence of the batch."""
         self.positions: Int[Tensor, "B S"] | None = None
-        """Where each row stands, once positions were given; None while they are consecutive."""
-        self._furthest = 0  # one more than the largest of them
+        """The position of each row, once positions were given; None while they are consecutive."""
+        self._furthest = 0  # the largest position + 1
 
     def require_fits(self, rows: dict[str, tuple[int, ...]], window: int | None, x: Tensor) -> None:
-        """Refuse a layer that keeps other `rows`, sees further back, or reads `x`, (B, L, D), of another kind.
+        """Refuse a layer with other `rows` or a larger window, and `x`, (B, L, D), of another batch, dtype or device.
 
-        Under autocast the cache may be wider than what is computed: it keeps the same numbers.
+        Under autocast the cache may have a wider dtype than the computation.
         """
-        own, kind = next(iter(self._store.values())), x.dtype
+        store, dtype = next(iter(self._store.values())), x.dtype
         if torch.is_autocast_enabled(x.device.type):
-            kind = torch.promote_types(own.dtype, torch.get_autocast_dtype(x.device.type))
-        rule = None
+            dtype = torch.promote_types(store.dtype, torch.get_autocast_dtype(x.device.type))
+        fault = None
         if self.rows != rows:
-            rule = f"keeps {self.rows} of a token and the layer {dict(rows)}", "attention.config.cache"
+            fault = f"keeps {self.rows} of a token and the layer {dict(rows)}", "attention.config.cache"
         elif self.window is not None and (window is None or self.window < window):
             sees = "all tokens" if window is None else f"window={window} of them"
-            rule = (
+            fault = (
                 f"keeps the last window={self.window} tokens and the layer sees {sees}",
                 "attention.config.cache",
             )
         elif self.batch_size != len(x):
-            rule = f"holds batch_size={self.batch_size} sequences and x has {len(x)}", f"batch_size={len(x)}"
-        elif own.dtype != kind:
-            rule = f"keeps {own.dtype} and the layer computes {kind}", f"dtype={kind}"
-        elif own.device != x.device:
-            rule = f"is on {own.device} and x on {x.device}", f"device={str(x.device)!r}"
-        if rule is not None:
+            fault = f"holds batch_size={self.batch_size} sequences and x has {len(x)}", f"batch_size={len(x)}"
+        elif store.dtype != dtype:
+            fault = f"keeps {store.dtype} and the layer computes {dtype}", f"dtype={dtype}"
+        elif store.device != x.device:
+            fault = f"is on {store.device} and x on {x.device}", f"device={str(x.device)!r}"
+        if fault is not None:
             raise UsageError(
-                f"this KV cache {rule[0]}: it is another layer's or call's. Build it with {rule[1]}."
+                f"this KV cache {fault[0]}: it is another layer's or call's. Build it with {fault[1]}."
             )
 
     @property
     def n_rows(self) -> int:
-        """Rows there is room for now."""
+        """Number of rows allocated now."""
         return self._n_rows
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held by the rows (the positions' own few bytes are not counted)."""
+        """Bytes allocated for the rows; the positions are not counted."""
         return sum(store.nbytes for store in self._store.values())
 
     def next(self, n_token: int) -> Int[Tensor, "B L"] | None:
-        """Where `n_token` more tokens stand; None while that is `length`, `length` + 1, ... for all."""
+        """Positions of the next `n_token` tokens; None while these are `length`, `length` + 1, ... for all."""
         if self.positions is None:
             return None
         last = self.positions.max(dim=1, keepdim=True).values
@@ -109,9 +109,9 @@ class LayerCache:
     def append(
         self, positions: Int[Tensor, "#B L"] | None = None, **new: Tensor
     ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"] | None]:
-        """Store new rows, (B, L, ...) each; return all rows that may be seen, and where they stand.
+        """Store new rows, (B, L, ...) each; return all rows that may be visible, and their positions.
 
-        The rows returned have the dtype of the new ones. The positions are None where a `Mask` needs none:
+        The rows returned have the dtype of the new ones. The positions are None if a `Mask` needs none:
         the rows are consecutive and end with the new ones, or they are exactly the window of one new token.
         """
         assert new.keys() == self._store.keys(), f"expected rows {list(self._store)}, got {list(new)}"
@@ -119,18 +119,18 @@ class LayerCache:
         inside = {name: row.movedim(1, -2).to(self._store[name].dtype) for name, row in new.items()}
         given = self.next(n_token) if positions is None else positions
         if given is None:
-            rows, standing = self._append_consecutive(inside, n_token), None
+            rows, row_positions = self._append_consecutive(inside, n_token), None
         else:
-            rows, standing = self._append_anywhere(inside, given.expand(self.batch_size, -1))
-        return {name: row.to(new[name].dtype) for name, row in rows.items()}, standing
+            rows, row_positions = self._append_anywhere(inside, given.expand(self.batch_size, -1))
+        return {name: row.to(new[name].dtype) for name, row in rows.items()}, row_positions
 
     @property
     def n_token(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return self.length if self.positions is None else self._furthest
 
     def next_row(self, positions: Int[Tensor, "B 1"] | None) -> NextRow:
-        """Where the tokens at `next(1)` go, after `reserve_token`. Caches of as many rows and one window share it."""
+        """Return the row for the tokens at `next(1)`, after `reserve_token`."""
         if positions is None:
             return NextRow((self.length - 1) % self._n_rows, min(self.length, self._n_rows))
         known, slots = self._known_positions(), positions % self._n_rows
@@ -139,7 +139,7 @@ class LayerCache:
         return NextRow((batch, slots[:, 0]), n_used, known.scatter(1, slots, positions))
 
     def reserve_token(self) -> int:
-        """Make room for one token more of every sequence; how many rows there are."""
+        """Make room for one more token of every sequence; return the number of rows."""
         if self.positions is None:
             self._reserve(self.length + 1)
             self.length += 1
@@ -156,7 +156,7 @@ class LayerCache:
             self.positions = row.known
 
     def write_token(self, name: str, row: NextRow, new: Float[Tensor, "B K _"]) -> None:
-        """Write what one token of every sequence leaves under `name`, in heads; one without heads is one head."""
+        """Write the row `name` of one token of every sequence; a row without heads is passed as one head."""
         self._write(name, row.slot, new if len(self.rows[name]) > 1 else new.squeeze(1))
 
     def rows_until(self, name: str, n_row: int) -> Float[Tensor, "BK S _"]:
@@ -165,11 +165,11 @@ class LayerCache:
 
     @property
     def stores(self) -> list[Float[Tensor, "B ... S _"]]:
-        """The rows themselves, (B, K, S, E) or (B, S, R) each: others after room was made, or `select_batch`."""
+        """The tensors of the rows, (B, K, S, E) or (B, S, R); growing and `select_batch` replace them."""
         return list(self._store.values())
 
     def select_batch(self, rows: Int[Tensor, " B"]) -> None:
-        """Sequence i becomes what sequence `rows[i]` was; there may be more of them than before, or fewer."""
+        """Replace sequence i by sequence `rows[i]`; the batch may grow or shrink."""
         self._store = {name: store[rows] for name, store in self._store.items()}
         if self.positions is not None:
             self.positions = self.positions[rows]
@@ -177,7 +177,7 @@ class LayerCache:
         self.batch_size = len(rows)
 
     def row_positions(self, n_row: int) -> Int[Tensor, "1 S"]:
-        """Where the last returned `n_row` rows stand, when `append` gave no positions."""
+        """Positions of the last `n_row` rows that `append` returned without positions."""
         slots = torch.arange(n_row, device=self._device)
         if self.length > n_row == self._n_rows and self._in_ring_order:
             return (self.length - 1 - (self.length - 1 - slots) % n_row)[None]
@@ -217,7 +217,7 @@ class LayerCache:
         self._reserve(max(self._furthest, 1))
         known = self._known_positions()
         past = None
-        if positions.shape[1] > 1 and self._n_rows == self.window:  # read before writing over
+        if positions.shape[1] > 1 and self._n_rows == self.window:  # read before overwriting
             past = known, {name: store.clone() for name, store in self._store.items()}
             newest = torch.maximum(known.max(1).values, positions.max(1).values)[:, None]
             keep = (positions != EMPTY) & (positions > newest - self._n_rows)
@@ -236,7 +236,7 @@ class LayerCache:
         return rows, torch.cat([past[0], positions], dim=1)
 
     def _known_positions(self) -> Int[Tensor, "B S"]:
-        """The position of every row, `EMPTY` where there is none."""
+        """The position of every row, `EMPTY` if unused."""
         if self.positions is None:
             slots = torch.arange(self._n_rows, device=self._device)
             held = self.length - 1 - (self.length - 1 - slots) % max(self._n_rows, 1)
@@ -246,7 +246,7 @@ class LayerCache:
         return torch.nn.functional.pad(self.positions, (0, grown), value=EMPTY)
 
     def _write(self, name: str, slots: int | slice | Tensor | tuple[Tensor, Tensor], new: Tensor) -> None:
-        """Write rows: to one slot or several of every sequence, or to those of (sequence, slot)."""
+        """Write rows to one or several slots of every sequence, or to pairs (sequence, slot)."""
         store = self._store[name]
         if isinstance(slots, int):
             store.select(-2, slots).copy_(new)
@@ -256,7 +256,7 @@ class LayerCache:
             store[..., slots, :] = new
 
     def _reserve(self, length: int) -> None:
-        """Make room for `length` positions, or say that there is none."""
+        """Make room for `length` positions. Raises UsageError beyond the capacity."""
         if self.capacity is not None and length > self.capacity and self._n_rows != self.window:
             raise UsageError(
                 f"the KV cache holds capacity={self.capacity} tokens and was given {length}: "

@@ -1,6 +1,6 @@
-"""What an attention can be called with.
+"""Checks the arguments of an attention call.
 
-Only sizes, types and names are read, no numbers: every call passes here, also on the decoding path.
+The checks read only shapes, dtypes and types, never values, since every call on the decoding path runs them.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rehead.attention.base import AttentionConfig
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
-"""Types of positions."""
+"""Dtypes of positions."""
 
 
 def require_call(
@@ -28,7 +28,7 @@ def require_call(
     cache: object,
     context_positions: Tensor | None,
 ) -> None:
-    """Refuse calls that would fail in the middle, or quietly mean something else."""
+    """Refuse calls that would fail halfway or silently compute something else."""
     _require_x(x, d_model)
     _require_dtype("x", x, weight)
     if context is not None:
@@ -44,8 +44,8 @@ def require_call(
     if context_positions is not None:
         if context is None:
             raise UsageError(
-                f"context_positions of shape {tuple(context_positions.shape)} and no context: they are where "
-                "its tokens stand. Use positions for those of x."
+                f"context_positions of shape {tuple(context_positions.shape)} without a context: they are the "
+                "positions of its tokens. Use positions for those of x."
             )
         _require_positions("context_positions", context_positions, context, "(B, S)")
     if cache is not None:
@@ -63,19 +63,19 @@ def _require_x(x: Tensor, d_model: int) -> None:
             f"or build it with d_model={x.shape[2]}."
         )
     if not x.shape[1]:
-        raise UsageError(f"x has shape {tuple(x.shape)}: there is no token. Give at least one a row.")
+        raise UsageError(f"x has shape {tuple(x.shape)}: it has no tokens. Give at least one token per row.")
 
 
 def _require_dtype(name: str, given: Tensor, weight: Tensor) -> None:
-    """Refuse a type that torch would not multiply by that of the weights; autocast makes them one."""
+    """Refuse a dtype that torch cannot multiply by the weights'; under autocast, floating dtypes may differ."""
     if given.dtype == weight.dtype or not weight.is_floating_point():
         return
     if given.is_floating_point() and torch.is_autocast_enabled(given.device.type):
         return
-    other = f", attention.to({given.dtype}), or torch.autocast" if given.is_floating_point() else ""
+    alternatives = f", attention.to({given.dtype}), or torch.autocast" if given.is_floating_point() else ""
     raise InvalidInput(
         f"{name} is {given.dtype}, the weights of this attention are {weight.dtype}: they must be alike. Use "
-        f"{name}.to({weight.dtype}){other}."
+        f"{name}.to({weight.dtype}){alternatives}."
     )
 
 
@@ -105,7 +105,7 @@ def _require_context(config: "AttentionConfig", context: Tensor, d_model: int, n
 
 def _require_positions(name: str, given: Tensor, of: Tensor, letters: str) -> None:
     if given.dtype not in WHOLE:
-        raise UsageError(f"{name} are {given.dtype}: tokens stand at whole numbers. Use {name}.long().")
+        raise UsageError(f"{name} are {given.dtype}: positions are whole numbers. Use {name}.long().")
     n_row, n_token = of.shape[:2]
     if given.dim() != 2 or given.shape[0] not in (1, n_row) or given.shape[1] != n_token:
         raise UsageError(

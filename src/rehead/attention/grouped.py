@@ -28,12 +28,12 @@ HeadMap = Literal["contiguous", "modular"]
 class GroupedConfig(AttentionConfig):
     """`n_kv_head` equal to `n_query_head` is MHA (the default), 1 is MQA, anything between is GQA.
 
-    `head_map` says which KV head query head h reads: h // (H/K) (contiguous, as in Hugging Face) or
-    h % K (modular). `v_head_dim` is `head_dim` unless given. `score` is a name or a `ScoreConfig`.
-    `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` a token's keys
-    are its values too: there is no `v_proj`, and the cache keeps them once (the reduced form of MLA).
-    `qk_norm_eps` puts an RMSNorm of that eps on the numbers of each query and key head, before they
-    are rotated (Qwen3's).
+    `head_map` is the KV head that query head h reads: h // (H/K) (contiguous, as in Hugging Face) or
+    h % K (modular). `v_head_dim` defaults to `head_dim`. `score` is a name or a `ScoreConfig`.
+    `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` the keys are also the
+    values: there is no `v_proj`, and the cache stores them once (the reduced form of MLA).
+    `qk_norm_eps` applies an RMSNorm of that eps to each query and key head before the rotation
+    (Qwen3's).
     """
 
     n_query_head: int
@@ -70,7 +70,7 @@ class GroupedConfig(AttentionConfig):
 
     @classmethod
     def examples(cls) -> dict[str, AttentionConfig]:
-        """MHA, GQA and MQA, rotated, windowed, modular, biased, tied and with each score."""
+        """Return MHA, GQA and MQA with and without rope, window, modular heads, biases, tied values, each score."""
         gqa = cls(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7)
         return {
             "mha": replace(gqa, n_kv_head=6),
@@ -87,13 +87,13 @@ class GroupedConfig(AttentionConfig):
 
     @property
     def name(self) -> str:
-        """mha, gqa or mqa."""
+        """Return mha, gqa or mqa."""
         if self.n_kv_head == self.n_query_head:
             return "mha"
         return "mqa" if self.n_kv_head == 1 else "gqa"
 
     def describe(self) -> str:
-        """See `AttentionConfig.describe`."""
+        """Describe the variant with its KV heads, such as `gqa, 2 KV heads of 64, rope`."""
         heads = "head" if self.n_kv_head == 1 else "heads"
         text = f"{self.name}, {self.n_kv_head} KV {heads} of {self.head_dim}"
         text += ", tied" if self.tie_kv else ""
@@ -106,17 +106,17 @@ class GroupedConfig(AttentionConfig):
         return self.n_query_head // self.n_kv_head
 
     def build(self, d_model: int) -> "GroupedAttention":
-        """A module for activations of width `d_model`."""
+        """Build the module for activations of width `d_model`."""
         self.require_width(d_model)
         return GroupedAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """Rotated keys, and values unless they are the keys."""
+        """Rows of rotated keys and of values; only keys with `tie_kv`."""
         key, value = (self.n_kv_head, self.head_dim), (self.n_kv_head, self.v_head_dim)
         return {"key": key} if self.tie_kv else {"key": key, "value": value}
 
     def n_parameters(self, d_model: int) -> int:
-        """Projections, biases and the score's own."""
+        """Number of parameters: projections, biases, norms, and those of a learned score."""
         q, k, v, o = self._widths()
         bias = (q + k + v) * self.qkv_bias + d_model * self.o_bias
         weight = d_model * (q + o) + (self.d_context or d_model) * (k + v)
@@ -124,17 +124,17 @@ class GroupedConfig(AttentionConfig):
         return weight + bias + norms + self.score.n_parameters(self.n_query_head, self.head_dim)
 
     def projection_flops(self, d_model: int) -> int:
-        """The four products, and what a learned score computes once a token."""
+        """FLOPs of the four products, and of a learned score's part that is computed once per token."""
         q, k, v, o = self._widths()
         products = 2 * (d_model * (q + o) + (self.d_context or d_model) * (k + v))
         return products + self.score.token_flops(self.n_query_head, self.head_dim)
 
     def attention_flops(self, n_key: int) -> int:
-        """2 H (E + V) per visible key, whatever the number of KV heads; another score has its own for 2 E."""
+        """2 H (E + V) FLOPs per visible key for any number of KV heads; a learned score replaces 2 E."""
         return self.n_query_head * (self.score.pair_flops(self.head_dim) + 2 * self.v_head_dim) * n_key
 
     def _widths(self) -> tuple[int, int, int, int]:
-        """Of queries, keys, values and what the output projection reads."""
+        """Widths of queries, keys, values and the input of the output projection."""
         return (
             self.n_query_head * self.head_dim,
             self.n_kv_head * self.head_dim,
@@ -144,12 +144,12 @@ class GroupedConfig(AttentionConfig):
 
 
 def divisors(number: int) -> list[int]:
-    """Those of `number` that a message can list: the first 20, none above 4096."""
+    """Return the divisors of `number` to list in a message: the first 20, none above 4096."""
     return [n for n in range(1, min(number, 4096) + 1) if number % n == 0][:20]
 
 
 def require_divides(n_kv_head: int, n_query_head: int) -> None:
-    """Refuse KV heads that would serve unequally many query heads."""
+    """Refuse a number of KV heads that does not divide the number of query heads."""
     if n_query_head % n_kv_head:
         raise ConfigError(
             f"n_kv_head={n_kv_head} does not divide n_query_head={n_query_head}: "
@@ -158,7 +158,7 @@ def require_divides(n_kv_head: int, n_query_head: int) -> None:
 
 
 class GroupedAttention(Attention):
-    """Weights under Hugging Face's names; heads are stacked along the rows of each projection.
+    """MHA, GQA or MQA. Weights have Hugging Face's names; heads are stacked along the rows of each projection.
 
     `q_proj` replaces the projection of the queries.
     """
@@ -189,10 +189,10 @@ class GroupedAttention(Attention):
     ) -> Float[Tensor, "B L D"]:
         """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
 
-        `positions` (B, L) or (1, L): where the tokens stand, -1 for padding; without, they follow those in
-        `cache`. `cache` keeps keys and values between calls: `config.cache(B)` makes one. `context_positions`
-        (B, S) are for `context`. All tensors are of the weights' dtype. Raises UsageError or InvalidInput for
-        what does not fit.
+        `positions` (B, L) or (1, L) are those of the tokens, -1 for padding; by default they follow those in
+        `cache`. `cache` keeps keys and values between calls; `config.cache(B)` creates one. `context_positions`
+        (B, S) are for `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for
+        invalid arguments.
         """
         query, key, value, mask = self._project(x, context, positions, cache, context_positions)
         scale = self.config.head_dim**-0.5
@@ -200,7 +200,7 @@ class GroupedAttention(Attention):
         return self.o_proj(self._from_slots(gathered).flatten(2))
 
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
-        """See `Attention.choice`."""
+        """Return the kernel that `forward` would use."""
         config, n_key = self.config, self._n_key(n_query, n_past)
         call = kernels.Call(
             self._stub(batch_size, n_query, config.n_query_head, config.head_dim),
@@ -214,19 +214,19 @@ class GroupedAttention(Attention):
         return kernels.choose(call)
 
     def one_token(self) -> str:
-        """See `Attention.one_token`."""
+        """Describe how one token is decoded."""
         if self.score is not None:
             return "slow, a learned score has only the reference kernel"
-        return "two products a KV head, its group of query heads folded into the rows; keys are read once"
+        return "two products per KV head, its group of query heads folded into the rows; keys are read once"
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
-        """See `Attention.lower`; learned scores have no other way than `forward`."""
+        """Append the operations of one token; with a learned score, a call of `forward`."""
         if self.score is not None:
             return super().lower(program, x, layer)
         config = self.config
         H, K, E, V = config.n_query_head, config.n_kv_head, config.head_dim, config.v_head_dim
-        value_too = [] if self.v_proj is None else [(self.v_proj, K * V)]
-        query, key, *values = program.linear(x, (self.q_proj, H * E), (self.k_proj, K * E), *value_too)
+        to_value = [] if self.v_proj is None else [(self.v_proj, K * V)]
+        query, key, *values = program.linear(x, (self.q_proj, H * E), (self.k_proj, K * E), *to_value)
         query, key = query.split(H), key.split(K)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = program.add(Norm(query, self.q_norm)), program.add(Norm(key, self.k_norm))
@@ -249,7 +249,7 @@ class GroupedAttention(Attention):
         positions: Int[Tensor, "#B L"] | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
-        """See `Attention.weights`."""
+        """Return the attention weights of one pass, with the query heads in the order of `q_proj`."""
         query, key, _, mask = self._project(x, context, positions, None, context_positions)
         weights = kernels.weights(query, key, mask.dense(x.device), score=self.score)  # B K G L S
         if self.config.head_map == "modular":
@@ -264,7 +264,7 @@ class GroupedAttention(Attention):
         cache: LayerCache | None,
         context_positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Mask]:
-        """Queries, all keys and values there are to see, and who sees what."""
+        """Queries, all keys and values that may be visible, and the mask."""
         self._check(x, context, positions, cache, context_positions)
         config, source = self.config, x if context is None else context
         start = 0
@@ -286,13 +286,13 @@ class GroupedAttention(Attention):
         return query, key, value, self._mask(x.shape[1], key.shape[1], positions, key_positions)
 
     def _to_slots(self, query: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:
-        """Query heads in the order of the KV heads they read: 0, 3, 6, 9, 1, 4, ... for modular, K = 3."""
+        """Reorder query heads by the KV head they read: 0, 3, 6, 9, 1, 4, ... for modular, K = 3."""
         if self.config.head_map == "contiguous":
             return query
         return query.unflatten(2, (-1, self.config.n_kv_head)).transpose(2, 3).flatten(2, 3)
 
     def _from_slots(self, gathered: Float[Tensor, "B L H V"]) -> Float[Tensor, "B L H V"]:
-        """Back to the order of the rows of `q_proj` and the columns of `o_proj`."""
+        """Undo `_to_slots`: restore the order of the rows of `q_proj` and the columns of `o_proj`."""
         if self.config.head_map == "contiguous":
             return gathered
         return gathered.unflatten(2, (self.config.n_kv_head, -1)).transpose(2, 3).flatten(2, 3)

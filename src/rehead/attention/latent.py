@@ -1,6 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values rebuilt from one latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are rebuilt from one latent.
 
-A token leaves R numbers, its latent, and with a decoupled rotary part P more.
+The cache stores R numbers per token, the latent, and P more with a decoupled rotary part.
 """
 
 import math
@@ -20,11 +20,11 @@ from rehead.attention.rope import Rotary
 from rehead.nn.linear import Linear
 
 NORM_EPS = 1e-6
-"""Of the latent norms, as in DeepSeek's classes in transformers, whatever the model's own is."""
+"""Eps of the latent norms, as in DeepSeek's classes in transformers; independent of the model's `norm_eps`."""
 
 
 class LatentAttention(Attention):
-    """Weights under DeepSeek's names; each head's rows of `kv_b_proj` are its keys', then its values'."""
+    """MLA. Weights have DeepSeek's names; per head, `kv_b_proj` has the rows of the keys, then of the values."""
 
     def __init__(self, config: LatentConfig, d_model: int) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class LatentAttention(Attention):
         )
         self.kv_b_proj = Linear(config.kv_lora_rank, up, bias=config.qkv_bias)
         self.o_proj = Linear(o, d_model, bias=config.o_bias)
-        turned = config.qk_rope_head_dim or config.qk_nope_head_dim
-        self.rotary = Rotary(config.rope, turned) if config.rope else None
+        rotated_width = config.qk_rope_head_dim or config.qk_nope_head_dim
+        self.rotary = Rotary(config.rope, rotated_width) if config.rope else None
 
     def forward(
         self,
@@ -59,10 +59,10 @@ class LatentAttention(Attention):
     ) -> Float[Tensor, "B L D"]:
         """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
 
-        `positions` (B, L) or (1, L): where the tokens stand, -1 for padding; without, they follow those in
-        `cache`. `cache` keeps keys and values between calls: `config.cache(B)` makes one. `context_positions`
-        (B, S) are for `context`. All tensors are of the weights' dtype. Raises UsageError or InvalidInput for
-        what does not fit.
+        `positions` (B, L) or (1, L) are those of the tokens, -1 for padding; by default they follow those in
+        `cache`. `cache` keeps latents between calls; `config.cache(B)` creates one. `context_positions`
+        (B, S) are for `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for
+        invalid arguments.
         """
         query, latent, key_positions, mask = self._project(x, context, positions, cache, context_positions)
         match self._form(x.shape[1], is_cached=cache is not None):
@@ -76,18 +76,18 @@ class LatentAttention(Attention):
         return self.o_proj(gathered.flatten(2))
 
     def _form(self, n_query: int, *, is_cached: bool) -> str:
-        """Which of the three has the fewest FLOPs."""
+        """Return the form with the fewest FLOPs: expanded, absorbed or half absorbed."""
         if not is_cached or n_query >= self.config.absorbs_below:
             return "expanded"
         return "half absorbed" if self.config.rebuilds_keys else "absorbed"
 
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
-        """See `Attention.choice`."""
+        """Return the form and the kernel that `forward` would use."""
         config, n_key = self.config, self._n_key(n_query, n_past)
         form = self._form(n_query, is_cached=n_past is not None)
         if form == "half absorbed":
-            *others, reference = kernels.ROSTER
-            against = {kernel.name: "keys are rebuilt, latents summed" for kernel in others}
+            *faster, reference = kernels.ROSTER
+            against = {kernel.name: "keys are rebuilt, latents summed" for kernel in faster}
             return kernels.Choice(reference, against, form)
         rope, n_head = config.qk_rope_head_dim, config.n_kv_head
         width, n_value = config.qk_nope_head_dim + rope, config.v_head_dim
@@ -105,7 +105,7 @@ class LatentAttention(Attention):
         return replace(kernels.choose(call), form=form)
 
     def one_token(self) -> str:
-        """See `Attention.one_token`."""
+        """Describe how one token is decoded."""
         config = self.config
         if config.absorbs_below <= 1:
             return f"expanded, {config.n_kv_head} KV heads cost less than a latent of {config.kv_lora_rank}"
@@ -122,7 +122,7 @@ class LatentAttention(Attention):
         mask: Mask,
         key_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B L H V"]:
-        """Rebuild keys and values per head from the latents, then attend as in MHA."""
+        """Rebuild the keys and values of each head from the latents, then attend as in MHA."""
         key, value = self._expand(latent, key_positions)
         return kernels.attend(query, key, value, mask, scale=self.scale, pdrop=self._pdrop)
 
@@ -150,14 +150,14 @@ class LatentAttention(Attention):
         mask: Mask,
         key_positions: Int[Tensor, "#B S"],
     ) -> Float[Tensor, "B L H V"]:
-        """Rebuild the keys, which are rotated; sum latents instead of values. No dropout."""
+        """Rebuild and rotate the keys; sum latents instead of values. No dropout."""
         assert self.rotary is not None
         key = self.rotary(self._unrotated_keys(latent), key_positions)
         weights = kernels.weights(query, key, mask.dense(query.device), scale=self.scale)
         return self._expand_values(torch.einsum("bkgls,bsr->blkgr", weights, latent).flatten(2, 3), mask)
 
     def _expand_values(self, context: Float[Tensor, "B L H R"], mask: Mask) -> Float[Tensor, "B L H V"]:
-        """Values from the sums of latents that each head has gathered."""
+        """Expand each head's weighted sum of latents to its weighted sum of values."""
         _, value_up = self._ups()
         grouped = context.unflatten(2, (self.config.n_kv_head, -1))
         values = torch.einsum("blkgr,kvr->blkgv", grouped, value_up)
@@ -167,7 +167,7 @@ class LatentAttention(Attention):
         return values.flatten(2, 3)
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
-        """See `Attention.lower`. Absorbed, unless that is more work than rebuilding keys and values."""
+        """Append the operations of one token, absorbed; a call of `forward` if that has fewer FLOPs."""
         config = self.config
         if config.absorbs_below <= 1:
             return super().lower(program, x, layer)
@@ -195,12 +195,12 @@ class LatentAttention(Attention):
             )
         else:
             row: tuple[Slot, ...] = (latent,)
-            asked: tuple[Slot, ...] = (program.add(PerHead(query.columns(0, N), key_up)),)
+            parts: tuple[Slot, ...] = (program.add(PerHead(query.columns(0, N), key_up)),)
             if self.rotary is not None:
                 rotated = program.add(Rotate((query.columns(N, P), rope), self.rotary))
-                row, asked = (*row, rotated.head(H, 1)), (*asked, rotated.head(0, H))
+                row, parts = (*row, rotated.head(H, 1)), (*parts, rotated.head(0, H))
             program.add(Store(layer, {"latent": row}))
-            context = program.add(Attend(layer, asked, "latent", "latent", 1, R, self.scale))
+            context = program.add(Attend(layer, parts, "latent", "latent", 1, R, self.scale))
         bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)[1]
         values = program.add(PerHead(context, value_up, bias, transposed=True))
         (output,) = program.linear(values.flat(), (self.o_proj, self.d_model))
@@ -213,7 +213,7 @@ class LatentAttention(Attention):
         positions: Int[Tensor, "#B L"] | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
-        """See `Attention.weights`."""
+        """Return the attention weights of one pass, from the expanded keys."""
         query, latent, key_positions, mask = self._project(x, context, positions, None, context_positions)
         key, _ = self._expand(latent, key_positions)
         return kernels.weights(query, key, mask.dense(x.device), scale=self.scale).flatten(1, 2)
@@ -226,7 +226,7 @@ class LatentAttention(Attention):
         cache: LayerCache | None,
         context_positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Mask]:
-        """Rotated queries, all latents there are to see, where these stand, and who sees what."""
+        """Rotated queries, all latents that may be visible, their positions, and the mask."""
         self._check(x, context, positions, cache, context_positions)
         start = 0
         if cache is not None:
@@ -262,7 +262,7 @@ class LatentAttention(Attention):
         return torch.cat([nope, self.rotary(rope, positions, start)], dim=-1)
 
     def _latents(self, source: Tensor, positions: Tensor | None, start: int) -> Tensor:
-        """What the cache keeps: normed latent ++ rotated key part."""
+        """The rows of the cache: normed latent ++ rotated key part."""
         down, rank = self.kv_a_proj_with_mqa(source), self.config.kv_lora_rank
         latent = self.kv_a_layernorm(down[..., :rank])
         if not self.config.qk_rope_head_dim:
@@ -289,7 +289,7 @@ class LatentAttention(Attention):
         return key if self.kv_b_proj.bias is None else key + self._per_head(self.kv_b_proj.bias)[0]
 
     def _ups(self) -> tuple[Tensor, Tensor]:
-        """The rows of `kv_b_proj` that make keys (K N R) and those that make values (K V R)."""
+        """The rows of `kv_b_proj` that compute keys (K N R) and those that compute values (K V R)."""
         return self._per_head(self.kv_b_proj.weight)
 
     def _per_head(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a multi-head latent attention is: its sizes, and what they cost. The module is in latent.py."""
+"""The config of multi-head latent attention: sizes and costs. The module is in latent.py."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class LatentConfig(AttentionConfig):
     """Field names are DeepSeek's, as in Hugging Face.
 
-    Position comes in one of three ways. `qk_rope_head_dim` > 0: a decoupled part of that width,
-    rotated and shared by all heads (DeepSeek's; the default). 0 with `rope`: keys are rebuilt from the
-    cached latent and then rotated, whole, so any rotary model fits, at the price of rebuilding them
-    at every step. 0 without `rope`: none.
+    There are three forms of position. `qk_rope_head_dim` > 0: a decoupled part of that width,
+    rotated and shared by all heads (DeepSeek's). 0 with `rope`: keys are rebuilt from the
+    cached latent and rotated as a whole, so any rotary model can be represented, at the cost of rebuilding
+    all keys at every step. 0 without `rope`: no position.
 
-    `latent_norm` says whether an RMSNorm stands on the latent (`kv_a_layernorm`); `q_lora_rank` puts
-    the queries through a latent of their own. The latent expands to `n_kv_head` heads, one per query
-    head unless given. `qkv_bias` adds biases to the queries and to the expanded keys and values.
+    `latent_norm` applies an RMSNorm to the latent (`kv_a_layernorm`); `q_lora_rank` gives the queries
+    a latent of their own. The latent expands to `n_kv_head` heads, by default one per query head.
+    `qkv_bias` adds biases to the queries and to the expanded keys and values.
     """
 
     n_query_head: int
@@ -61,7 +61,7 @@ class LatentConfig(AttentionConfig):
 
     @classmethod
     def examples(cls) -> dict[str, AttentionConfig]:
-        """Each way of position, with and without norm, window, query latent and shared heads."""
+        """Return each form of position, with and without norm, window, query latent and shared heads."""
         mla = cls(
             n_query_head=6,
             kv_lora_rank=9,
@@ -81,11 +81,11 @@ class LatentConfig(AttentionConfig):
 
     @property
     def name(self) -> str:
-        """mla."""
+        """Return mla."""
         return "mla"
 
     def describe(self) -> str:
-        """See `AttentionConfig.describe`."""
+        """Describe the variant with its rank, such as `mla, rank 512 + 64 rotated, rope`."""
         text = f"mla, rank {self.kv_lora_rank}"
         text += f" + {self.qk_rope_head_dim} rotated" if self.qk_rope_head_dim else ""
         text += ", rebuilt keys" if self.rebuilds_keys else ""
@@ -93,14 +93,14 @@ class LatentConfig(AttentionConfig):
 
     @property
     def rebuilds_keys(self) -> bool:
-        """True where whole keys are rotated, so that they must be rebuilt before they are read."""
+        """True if whole keys are rotated, so that they must be rebuilt before use."""
         return self.rope is not None and not self.qk_rope_head_dim
 
     @property
     def absorbs_below(self) -> float:
-        """Up to how many new queries the absorbed form has fewer FLOPs than the expanded one.
+        """Number of new queries below which the absorbed form has fewer FLOPs than the expanded one.
 
-        Where keys are rebuilt, only values can be absorbed.
+        If keys are rebuilt, only values can be absorbed.
         """
         heads = self.n_kv_head / self.n_query_head
         absorbed = self.v_head_dim + (0 if self.rebuilds_keys else self.qk_nope_head_dim)
@@ -108,25 +108,25 @@ class LatentConfig(AttentionConfig):
         return float("inf") if more <= 0 else self.kv_lora_rank * heads * absorbed / more
 
     def build(self, d_model: int) -> "LatentAttention":
-        """A module for activations of width `d_model`."""
+        """Build the module for activations of width `d_model`."""
         self.require_width(d_model)
         from rehead.attention.latent import LatentAttention
 
         return LatentAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """The normed latent and, after it, the rotated key part all heads share."""
+        """One row: the normed latent, followed by the rotated key part that all heads share."""
         return {"latent": (self.kv_lora_rank + self.qk_rope_head_dim,)}
 
     def n_parameters(self, d_model: int) -> int:
-        """Projections, biases and latent norms."""
+        """Number of parameters: projections, biases and latent norms."""
         _, up, _, query = self._widths()
         norms = self.kv_lora_rank * self.latent_norm + (self.q_lora_rank or 0)
         biases = (query + up) * self.qkv_bias + d_model * self.o_bias
         return self.projection_flops(d_model) // 2 + norms + biases
 
     def projection_flops(self, d_model: int) -> int:
-        """Queries, latent, expansion of each token once, and output."""
+        """FLOPs of queries, latent, one expansion per token, and output."""
         down, up, o, query = self._widths()
         if self.q_lora_rank is None:
             queries = d_model * query
@@ -135,12 +135,12 @@ class LatentConfig(AttentionConfig):
         return 2 * (queries + (self.d_context or d_model) * down + self.kv_lora_rank * up + o * d_model)
 
     def attention_flops(self, n_key: int) -> int:
-        """Expanded: 2 H (E + V) per visible key, E with the rotary part."""
+        """FLOPs of the expanded form: 2 H (E + V) per visible key, E including the rotary part."""
         width = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
         return 2 * self.n_query_head * width * n_key
 
     def decode_flops(self, d_model: int, n_key: int) -> int:
-        """Absorbed: R instead of E and V per key, and the expansion once. Keys to rebuild: all of them."""
+        """FLOPs of one decoded token. Absorbed, a key costs R instead of E and V; rebuilt keys are recomputed."""
         _, up, _, _ = self._widths()
         projections = self.projection_flops(d_model) - 2 * self.kv_lora_rank * up
         if self.absorbs_below <= 1:
@@ -155,7 +155,7 @@ class LatentConfig(AttentionConfig):
         return projections + 2 * (absorbing + per_key * n_key)
 
     def _widths(self) -> tuple[int, int, int, int]:
-        """Of what goes down, comes up, enters the output projection, and of the queries."""
+        """Widths of the down projection, the expansion, the input of the output projection, and the queries."""
         return (
             self.kv_lora_rank + self.qk_rope_head_dim,
             self.n_kv_head * (self.qk_nope_head_dim + self.v_head_dim),

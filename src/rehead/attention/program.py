@@ -1,8 +1,8 @@
-"""One new token as a list of operations, written down by `lower` of a model, a layer or an attention.
+"""One decoded token as a list of operations, which `lower` of a model, a layer or an attention builds.
 
 `forward` is the definition, for any number of tokens. `lower` describes the same computation for one new token of every
-sequence, as data: PyTorch, CUDA graphs and C++ execute one description (rehead.decoding), and none of them knows a
-variant. All numbers are rows of a batch, (B, n).
+sequence, as data. PyTorch, CUDA graphs and C++ execute the same list (rehead.decoding); none of them knows a
+variant. Every value is a row per sequence, (B, n).
 """
 
 from abc import ABC, abstractmethod
@@ -16,9 +16,10 @@ from rehead.attention.rope import Rotary
 
 @dataclass(frozen=True)
 class Slot:
-    """`heads` times `width` numbers of a token: head h begins at column `offset` + h * `stride` of a row.
+    """A view of a row: `heads` heads of `width` columns; head h begins at column `offset` + h * `stride`.
 
-    `source` is the operation that computes the row, which has `row` columns. The stride of one head is its width.
+    `source` is the index of the operation that computes the row, which has `row` columns. A single head has its
+    width as stride.
     """
 
     source: int
@@ -29,38 +30,38 @@ class Slot:
     width: int
 
     def split(self, heads: int) -> "Slot":
-        """One head cut into equal ones."""
+        """Split one head into `heads` equal ones."""
         return replace(self, heads=heads, stride=self.width // heads, width=self.width // heads)
 
     def head(self, first: int, n: int) -> "Slot":
-        """`n` of the heads."""
+        """Select `n` heads from `first` on."""
         stride = self.stride if n > 1 else self.width
         return replace(self, offset=self.offset + first * self.stride, heads=n, stride=stride)
 
     def columns(self, start: int, n: int) -> "Slot":
-        """`n` columns of every head."""
+        """Select `n` columns of every head from `start` on."""
         return replace(self, offset=self.offset + start, width=n, stride=self.stride if self.heads > 1 else n)
 
     def flat(self) -> "Slot":
-        """The heads of a whole row as one."""
+        """Merge contiguous heads into one."""
         assert self.stride == self.width
         return replace(self, heads=1, stride=self.heads * self.width, width=self.heads * self.width)
 
 
 @dataclass(eq=False)
 class Op(ABC):
-    """One operation. `y` is what it computes, of `shape` (heads, width); `Program.add` numbers it."""
+    """One operation. `y` is its result, of `shape` (heads, width); `Program.add` sets it."""
 
     y: Slot = field(init=False)
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """Heads and their width."""
+        """Number of heads of the result, and their width."""
 
     @property
     def reads(self) -> Iterator[Slot]:
-        """The slots it reads."""
+        """The slots that the operation reads."""
         for name, value in vars(self).items():
             if name != "y":
                 yield from _slots(value)
@@ -75,19 +76,19 @@ def _slots(value: object) -> Iterator[Slot]:
 
 @dataclass(eq=False)
 class Unary(Op):
-    """An operation on x, which gives as many numbers unless it says otherwise."""
+    """An operation on x, whose result has the shape of x by default."""
 
     x: Slot
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As x."""
+        """The shape of x."""
         return self.x.heads, self.x.width
 
 
 @dataclass(eq=False)
 class Embed(Op):
-    """The rows of the new ids, times `scale`, plus those of their positions."""
+    """Token embeddings times `scale`, plus position embeddings."""
 
     tokens: nn.Embedding
     positions: nn.Embedding | None
@@ -95,20 +96,20 @@ class Embed(Op):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The model's width."""
+        """One head of the model's width."""
         return 1, self.tokens.embedding_dim
 
 
 @dataclass(eq=False)
 class Norm(Unary):
-    """`module`(x), of every head."""
+    """`module`(x), applied to each head."""
 
     module: nn.Module
 
 
 @dataclass(eq=False)
 class Linear(Unary):
-    """`layers` of the same x, their outputs of `widths` side by side; with `gelu`, its tanh approximation of them."""
+    """Linear `layers` of the same x, their outputs of `widths` concatenated; with `gelu`, GELU's tanh form of them."""
 
     layers: tuple[nn.Module, ...]
     widths: tuple[int, ...]
@@ -116,21 +117,21 @@ class Linear(Unary):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """All outputs."""
+        """One head: all outputs."""
         return 1, sum(self.widths)
 
     @property
     def parts(self) -> list[Slot]:
-        """The output of each layer."""
+        """The outputs of the layers."""
         ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths))]
         return [self.y.columns(end - width, width) for end, width in zip(ends, self.widths, strict=True)]
 
 
 @dataclass(eq=False)
 class PerHead(Unary):
-    """x (H heads of N) times a matrix of each KV head: `weight` (K, N, M), or (K, M, N) and `transposed`.
+    """Each head of x (H heads of N) times the matrix of its KV head: `weight` (K, N, M), or (K, M, N) if `transposed`.
 
-    Query head h takes matrix h // (H / K); `bias` is (K, M).
+    Query head h uses matrix h // (H / K); `bias` is (K, M).
     """
 
     weight: Tensor
@@ -152,42 +153,42 @@ class Gate(Op):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As both."""
+        """The shape of `up`."""
         return 1, self.up.width
 
 
 @dataclass(eq=False)
 class Rotate(Op):
-    """All heads of `xs`, in this order, rotated by the new token's position."""
+    """The heads of all `xs`, concatenated in this order and rotated by the new token's position."""
 
     xs: tuple[Slot, ...]
     rotary: Rotary
 
     @property
     def shape(self) -> tuple[int, int]:
-        """All heads."""
+        """The heads of all `xs`, of equal width."""
         return sum(x.heads for x in self.xs), self.xs[0].width
 
 
 @dataclass(eq=False)
 class Store(Op):
-    """The new token's rows in the cache of `layer`, by name; the parts of a row side by side."""
+    """Store the new token's rows in the cache of `layer`, by name; the parts of a row are concatenated."""
 
     layer: int
     rows: dict[str, tuple[Slot, ...]]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Nothing."""
+        """A store has no result."""
         return 1, 0
 
 
 @dataclass(eq=False)
 class Attend(Op):
-    """What the query heads gather from the rows `key` and `value` in the cache of `layer`, the new ones included.
+    """Attention over the rows `key` and `value` in the cache of `layer`, the new ones included.
 
-    `query` are the parts of a query head, side by side. `n_kv_head` heads of keys; of a value, the first `width`
-    columns. Query head h reads KV head h // (H / K), or h % K if `modular`.
+    The parts `query` of a query head are concatenated. There are `n_kv_head` heads of keys; of a value the first
+    `width` columns are used. Query head h reads KV head h // (H / K), or h % K if `modular`.
     """
 
     layer: int
@@ -201,13 +202,13 @@ class Attend(Op):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Query heads, and the width of a value."""
+        """Query heads of the width of a value."""
         return self.query[0].heads, self.width
 
 
 @dataclass(eq=False)
 class AttendRebuilt(Op):
-    """The same over rows `latent`, summing latents: `keys`, (B S R) to (B S K N), rebuilds all keys, to be rotated."""
+    """Attention over rows `latent`: `keys`, (B S R) to (B S K N), rebuilds the keys to rotate; latents are summed."""
 
     layer: int
     query: Slot
@@ -219,7 +220,7 @@ class AttendRebuilt(Op):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Query heads, and the width of a latent."""
+        """Query heads of the width of a latent."""
         return self.query.heads, self.width
 
 
@@ -240,7 +241,7 @@ class Scale(Unary):
 
 @dataclass(eq=False)
 class Call(Unary):
-    """`module` as it is, of one token; an attention with the cache of `layer`."""
+    """A call of `module` with one token; an attention is passed the cache of `layer`."""
 
     module: nn.Module
     width: int
@@ -248,7 +249,7 @@ class Call(Unary):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As the module gives it."""
+        """One head of the module's output width."""
         return 1, self.width
 
 
@@ -259,20 +260,20 @@ class Program:
         self.ops: list[Op] = []
 
     def add(self, op: Op) -> Slot:
-        """Append `op`; returns what it computes."""
+        """Append `op` and return its result."""
         heads, width = op.shape
         op.y = Slot(len(self.ops), heads * width, 0, heads, width, width)
         self.ops.append(op)
         return op.y
 
     def linear(self, x: Slot, *layers: tuple[nn.Module, int], gelu: bool = False) -> list[Slot]:
-        """Append a `Linear` of layers and their widths; returns the output of each."""
+        """Append a `Linear` of layers and their widths; return the output of each layer."""
         op = Linear(x, tuple(layer for layer, _ in layers), tuple(width for _, width in layers), gelu)
         self.add(op)
         return op.parts
 
     def call(self, module: nn.Module, x: Slot, width: int, *layer: int) -> Slot:
-        """Append what `module.lower` writes, or a call of a module without; an attention is given its `layer`."""
+        """Append the operations of `module.lower`, or a `Call` without one; an attention also takes its `layer`."""
         if describes(module):
             lower: Callable[..., Slot] = module.lower  # type: ignore[assignment]
             return lower(self, x, *layer)
@@ -280,7 +281,7 @@ class Program:
 
 
 def describes(module: nn.Module) -> bool:
-    """Whether a module's `lower` says what its `forward` computes: no subclass or patch changed the latter alone."""
+    """Whether a module's `lower` matches its `forward`: no subclass or patch overrides `forward` alone."""
     if "forward" in vars(module):
         return False
     for kind in type(module).__mro__:

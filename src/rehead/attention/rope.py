@@ -18,32 +18,32 @@ scalings: Registry[type["RopeScaling"]] = Registry("rope scaling")
 
 
 class RopeScaling(ABC):
-    """How the angles are changed so that a model reaches past the length it was trained on.
+    """A change of the angles that lets a model read texts longer than those it was trained on.
 
     Names and formulas are Hugging Face's (`rope_type`), so a checkpoint's numbers keep their meaning.
     """
 
-    __no_type_check__ = True  # __post_init__ checks what is given
+    __no_type_check__ = True  # __post_init__ checks the arguments
 
     def __post_init__(self) -> None:
         require_types(self, "rope scaling ")
 
     @abstractmethod
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
-        """Angles per position, float64, after scaling."""
+        """Return the scaled angles per position, float64."""
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied by (YaRN's attention factor)."""
+        """Factor of cosine and sine (YaRN's attention factor)."""
         return 1.0
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by beside it, where the rotated part is one of two (DeepSeek's)."""
+        """Additional factor of the scores if only a part of the key is rotated (DeepSeek's)."""
         return 1.0
 
     def require_pairs(self, n_pair: int) -> None:
-        """Refuse a head of so many pairs; most scalings take any."""
+        """Refuse a head of `n_pair` pairs; by default any number is accepted."""
         return
 
 
@@ -55,7 +55,7 @@ class LinearScaling(RopeScaling):
     factor: float
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
-        """Angles per position, float64, after scaling."""
+        """Return the scaled angles per position, float64."""
         return frequencies / self.factor
 
 
@@ -74,13 +74,15 @@ class Llama3Scaling(RopeScaling):
         if self.low_freq_factor > self.high_freq_factor > 0:
             raise ConfigError(
                 f"rope scaling low_freq_factor={self.low_freq_factor} with high_freq_factor="
-                f"{self.high_freq_factor}: the low one is not above the high one. Use 1 and 4, or swap them."
+                f"{self.high_freq_factor}: the low one must not exceed the high one. Use 1 and 4, or swap them."
             )
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
-        """Angles per position, float64, after scaling."""
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        """Return the scaled angles per position, float64."""
+        rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
+            0, 1
+        )
         return frequencies * (keep + (1 - keep) / self.factor)
 
 
@@ -104,27 +106,27 @@ class YarnScaling(RopeScaling):
         super().__post_init__()
         if 0 < self.beta_fast < self.beta_slow:
             raise ConfigError(
-                f"rope scaling beta_fast={self.beta_fast} with beta_slow={self.beta_slow}: the fast one is not "
-                "below the slow one. Use 32 and 1, or swap them."
+                f"rope scaling beta_fast={self.beta_fast} with beta_slow={self.beta_slow}: the fast one must not "
+                "be below the slow one. Use 32 and 1, or swap them."
             )
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
-        """Angles per position, float64, after scaling."""
+        """Return the scaled angles per position, float64."""
         half = len(frequencies)
 
-        def pair_that_turns(times: float) -> float:
-            span = self.original_max_position_embeddings / (times * 2 * math.pi)
+        def pair_with_rotations(n: float) -> float:
+            span = self.original_max_position_embeddings / (n * 2 * math.pi)
             return half * math.log(span) / math.log(theta)
 
-        low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(self.beta_slow)), 2 * half - 1)
+        low = max(math.floor(pair_with_rotations(self.beta_fast)), 0)
+        high = min(math.ceil(pair_with_rotations(self.beta_slow)), 2 * half - 1)
         pair = torch.arange(half, dtype=frequencies.dtype, device=frequencies.device)
         interpolate = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
         return frequencies * (1 - interpolate) + frequencies / self.factor * interpolate
 
     @property
     def magnitude(self) -> float:
-        """0.1 ln(factor) + 1 unless given."""
+        """`attention_factor` if given, else 0.1 ln(factor) + 1."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -143,26 +145,26 @@ class YarnScaling(RopeScaling):
 @scalings.add("longrope")
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (arXiv 2402.13753): every pair's angle divided by a factor of its own.
+    """LongRoPE (arXiv 2402.13753): the angle of every pair is divided by its own factor.
 
-    Hugging Face keeps a second list for texts beyond a length. Angles that change in the middle of a
-    text do not fit the keys in its cache, so that rehead knows one list.
+    Hugging Face has a second list for texts above a certain length. Angles that change in the middle of a
+    text would not match the keys in its cache, so rehead supports a single list.
     """
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
-        """Angles per position, float64, after scaling."""
+        """Return the scaled angles per position, float64."""
         return frequencies / frequencies.new_tensor(self.factors)
 
     @property
     def magnitude(self) -> float:
-        """As given."""
+        """The `attention_factor`."""
         return self.attention_factor
 
     def require_pairs(self, n_pair: int) -> None:
-        """A factor for each pair."""
+        """Refuse a number of pairs other than that of the factors."""
         if len(self.factors) != n_pair:
             raise ConfigError(
                 f"longrope has {len(self.factors)} factors for {n_pair} pairs: give one for each."
@@ -171,9 +173,9 @@ class LongRopeScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """`theta` is the base of the angles, `layout` says which numbers form a pair.
+    """`theta` is the base of the angles; `layout` defines which elements of a head form a pair.
 
-    half-split pairs (i, i + E/2) as Hugging Face does; interleaved pairs (2i, 2i + 1) as the paper.
+    half-split pairs (i, i + E/2) as in Hugging Face; interleaved pairs (2i, 2i + 1) as in the paper.
     They differ by a permutation of each head's rows.
     """
 
@@ -181,21 +183,23 @@ class RopeConfig:
     layout: Layout = "half-split"
     scaling: RopeScaling | None = None
 
-    __no_type_check__ = True  # __post_init__ checks what is given
+    __no_type_check__ = True  # __post_init__ checks the arguments
 
     def __post_init__(self) -> None:
         require_types(self, "rope ")
         if not 1 <= self.theta < math.inf:
-            raise ConfigError(f"rope theta={self.theta}: the base of the angles is 1 or more. Use 10000.")
+            raise ConfigError(
+                f"rope theta={self.theta}: the base of the angles must be at least 1. Use 10000."
+            )
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
             if name == "factor" and not value >= 1:
-                raise ConfigError(f"rope scaling factor={value}: it stretches. Use 1 or more.")
+                raise ConfigError(f"rope scaling factor={value}: it extends the context. Use 1 or more.")
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not 0 < number < math.inf:
                     raise ConfigError(f"rope scaling {name}={number}. Use a positive number.")
 
     def require_width(self, width: int) -> None:
-        """Refuse a scaling made for heads of another width."""
+        """Refuse a width that the scaling does not fit."""
         if self.scaling is not None:
             self.scaling.require_pairs(width // 2)
 
@@ -207,10 +211,10 @@ class RopeConfig:
 
 
 class Rotary:
-    """Turns heads of one width; keeps the cosines and sines of the positions it has met.
+    """Rotates heads of one width; caches the cosines and sines of the positions seen so far.
 
-    Angles are computed in float64 and applied in float32 or better, so bfloat16 models turn
-    exactly too.
+    Angles are computed in float64 and applied in at least float32, so the rotation is exact in bfloat16
+    models too.
     """
 
     def __init__(self, config: RopeConfig, width: int) -> None:
@@ -220,9 +224,9 @@ class Rotary:
     def __call__(
         self, x: Float[Tensor, "B L H E"], positions: Int[Tensor, "#B L"] | None = None, start: int = 0
     ) -> Float[Tensor, "B L H E"]:
-        """Turn pair i of every head by position * frequency i.
+        """Rotate pair i of every head by position * frequency i.
 
-        Without `positions` they are start, start + 1, ...
+        The default `positions` are start, start + 1, ...
         """
         return self.apply(x, *self.turns(x.shape[1], x.dtype, x.device, positions, start))
 
@@ -234,7 +238,7 @@ class Rotary:
         positions: Int[Tensor, "#B L"] | None = None,
         start: int = 0,
     ) -> tuple[Float[Tensor, "*B L 1 E"], Float[Tensor, "*B L 1 E"]]:
-        """Cosine and signed sine for every number of a head, as `apply` takes them."""
+        """Return cosine and signed sine for every element of a head, as `apply` takes them."""
         exact = torch.promote_types(dtype, torch.float32)
         if positions is not None:
             return self._turns(positions, exact)
@@ -242,14 +246,14 @@ class Rotary:
         return cos[start : start + n_token], sin[start : start + n_token]
 
     def apply(self, x: Float[Tensor, "*B H E"], cos: Tensor, sin: Tensor) -> Float[Tensor, "*B H E"]:
-        """`x` turned."""
+        """Return `x` rotated."""
         return (x * cos + self._partner(x) * sin).to(x.dtype)
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         table = self._tables.get((device, dtype))
         if table is None or len(table[0]) < length:
             rows = max(length, 2 * len(table[0]) if table else 64)
-            with torch.inference_mode(False):  # a table made while generating serves training too
+            with torch.inference_mode(False):  # a table computed while generating can be used in training
                 table = self._tables[device, dtype] = self._turns(torch.arange(rows, device=device), dtype)
         return table
 
@@ -264,7 +268,7 @@ class Rotary:
         return cos.to(dtype), sin.to(dtype)
 
     def _partner(self, x: Float[Tensor, "*B H E"]) -> Float[Tensor, "*B H E"]:
-        """Each number's other half of the pair."""
+        """Return the other element of each element's pair."""
         if self.config.layout == "half-split":
             return x.roll(self.width // 2, dims=-1)
         return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""How well a key answers a query. The scaled dot product is the default."""
+"""Attention scores. The scaled dot product is the default."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ scores: Registry[type["ScoreConfig"]] = Registry("score")
 
 
 class Score(nn.Module, ABC):
-    """Learned scores: weights per query head, contiguous by KV head."""
+    """A learned score, with weights per query head, contiguous by KV head."""
 
     @abstractmethod
     def forward(
@@ -26,27 +26,27 @@ class Score(nn.Module, ABC):
 
 
 class ScoreConfig(ABC):
-    """Which score, and its sizes."""
+    """Config of a score."""
 
-    __no_type_check__ = True  # __post_init__ checks what is given
+    __no_type_check__ = True  # __post_init__ checks the arguments
 
     def __post_init__(self) -> None:
         require_types(self, "score ")
 
     @abstractmethod
     def build(self, n_kv_head: int, group: int, head_dim: int) -> Score | None:
-        """The score's module for `n_kv_head` x `group` query heads; None for the dot product."""
+        """Build the score's module for `n_kv_head` x `group` query heads; None for the dot product."""
 
     def n_parameters(self, n_query_head: int, head_dim: int) -> int:
-        """Learned numbers of one layer's score."""
+        """Number of parameters of one layer's score."""
         return 0
 
     def token_flops(self, n_query_head: int, head_dim: int) -> int:
-        """FLOPs a token costs once, as query and as key, before it meets others."""
+        """FLOPs per token, as query and as key, that do not depend on other tokens."""
         return 0
 
     def pair_flops(self, head_dim: int) -> int:
-        """FLOPs of one head's score of one key; products only."""
+        """FLOPs of one head's score for one pair of query and key; products only."""
         return 2 * head_dim
 
 
@@ -56,7 +56,7 @@ class ScaledDot(ScoreConfig):
     """k.q / sqrt(E): keeps the variance of a score near 1; every fast kernel computes it."""
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> None:
-        """Nothing to learn."""
+        """Return None: there are no parameters."""
         return
 
 
@@ -66,15 +66,15 @@ class Multiplicative(ScoreConfig):
     """k.(W q) / sqrt(E): the same class as the dot product, unless q and k are rotated."""
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "MultiplicativeScore":
-        """One E x E matrix per query head, starting at the identity."""
+        """Build one E x E matrix per query head, initialised to the identity."""
         return MultiplicativeScore(n_kv_head, group, head_dim)
 
     def n_parameters(self, n_query_head: int, head_dim: int) -> int:
-        """H E^2."""
+        """H E^2 parameters."""
         return n_query_head * head_dim**2
 
     def token_flops(self, n_query_head: int, head_dim: int) -> int:
-        """W q."""
+        """FLOPs of W q."""
         return 2 * n_query_head * head_dim**2
 
 
@@ -89,8 +89,8 @@ class MultiplicativeScore(Score):
         self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
     ) -> Float[Tensor, "B K G L S"]:
         """Scores before the mask and the softmax."""
-        turned = torch.einsum("kgef,blkgf->blkge", self.weight, query)
-        return torch.einsum("blkge,bske->bkgls", turned, key) / math.sqrt(key.shape[-1])
+        product = torch.einsum("kgef,blkgf->blkge", self.weight, query)
+        return torch.einsum("blkge,bske->bkgls", product, key) / math.sqrt(key.shape[-1])
 
 
 @scores.add("concatenated")
@@ -99,19 +99,19 @@ class Concatenated(ScoreConfig):
     """w.[k; q]. The query's part is one constant per row, so the softmax ignores the query."""
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "ConcatenatedScore":
-        """One vector of 2E per query head."""
+        """Build one vector of 2E per query head."""
         return ConcatenatedScore(n_kv_head, group, head_dim)
 
     def n_parameters(self, n_query_head: int, head_dim: int) -> int:
-        """2 H E."""
+        """2 H E parameters."""
         return 2 * n_query_head * head_dim
 
     def token_flops(self, n_query_head: int, head_dim: int) -> int:
-        """w_k.k and w_q.q."""
+        """FLOPs of w_k.k and w_q.q."""
         return 4 * n_query_head * head_dim
 
     def pair_flops(self, head_dim: int) -> int:
-        """One sum, no product."""
+        """Return 0: a pair needs one sum and no product."""
         return 0
 
 
@@ -137,8 +137,8 @@ class ConcatenatedScore(Score):
 class Additive(ScoreConfig):
     """w.tanh(W [k; q] + b), `width` units per head.
 
-    The bias is ours: without it the score is odd in [k; q], and no such function approximates the
-    angle or its cosine, which are even.
+    The bias is an addition of rehead: without it the score is odd in [k; q], and an odd function cannot
+    approximate the angle or its cosine, which are even.
     """
 
     width: int = 64
@@ -147,22 +147,24 @@ class Additive(ScoreConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.width < 1:
-            raise ConfigError(f"score_width={self.width}: additive attention needs units. Use 64.")
+            raise ConfigError(
+                f"score_width={self.width}: additive attention needs at least one unit. Use 64."
+            )
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "AdditiveScore":
-        """W (width, 2E), w (width) and b (width) per query head."""
+        """Build W (width, 2E), w (width) and b (width) per query head."""
         return AdditiveScore(n_kv_head, group, head_dim, self.width, self.bias)
 
     def n_parameters(self, n_query_head: int, head_dim: int) -> int:
-        """H width (2E + 1), and H width for the bias."""
+        """H width (2E + 1) parameters, and H width more with the bias."""
         return n_query_head * self.width * (2 * head_dim + 1 + self.bias)
 
     def token_flops(self, n_query_head: int, head_dim: int) -> int:
-        """W_k k and W_q q."""
+        """FLOPs of W_k k and W_q q."""
         return 4 * n_query_head * self.width * head_dim
 
     def pair_flops(self, head_dim: int) -> int:
-        """w.tanh(...)."""
+        """FLOPs of w.tanh(...)."""
         return 2 * self.width
 
 

@@ -1,10 +1,10 @@
-"""The sum form of the CMU 10-423 homework's handout, which it calls GQA and which is not.
+"""The sum form of the CMU 10-423 homework's handout, which the handout calls GQA. It is not GQA.
 
-S_i = sum_j Q_ij K_i^T / sqrt(E): the scores of a group are summed before the softmax, so that there are K maps of
-weights, not H, and the output is K E wide. Since the sum goes through the product, this is exactly MHA of K heads whose
-query weights are the sums of each group's: the other query weights add parameters and no function. The homework's own
-grader (autumn 2024) names its result `expected_output_f24_incorrect`. GQA (Ainslie et al., arXiv 2305.13245) has a
-softmax for every query head: see grouped.py.
+S_i = sum_j Q_ij K_i^T / sqrt(E): the scores of a group are summed before the softmax, so there are K attention
+maps, not H, and the output has width K E. The sum distributes over the product, so this is exactly MHA with K heads
+whose query weights are the sums of each group's: the additional query weights add parameters but no function. The
+homework's grader (autumn 2024) names its result `expected_output_f24_incorrect`. GQA (Ainslie et al., arXiv 2305.13245)
+has a softmax for every query head: see grouped.py.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class SummedConfig(AttentionConfig):
 
     @classmethod
     def examples(cls) -> dict[str, AttentionConfig]:
-        """Plain, rotated, windowed and biased."""
+        """Return the variant plain, with rope, with a window, and with biases."""
         summed = cls(n_query_head=6, n_kv_head=2, head_dim=10)
         return {
             "gqa_sum": summed,
@@ -49,22 +49,22 @@ class SummedConfig(AttentionConfig):
 
     @property
     def name(self) -> str:
-        """gqa_sum."""
+        """Return gqa_sum."""
         return "gqa_sum"
 
     @property
     def n_map(self) -> int:
-        """One per KV head."""
+        """Number of attention maps: one per KV head."""
         return self.n_kv_head
 
     def describe(self) -> str:
-        """See `AttentionConfig.describe`."""
+        """Describe the variant with the number of heads before and after the sum."""
         heads = "head" if self.n_kv_head == 1 else "heads"
         summed = f"{self.n_query_head} queries summed to {self.n_kv_head} {heads} of {self.head_dim}"
         return f"gqa_sum, {summed}{self._position()}"
 
     def equivalent(self) -> GroupedConfig:
-        """MHA of the KV heads, with the query weights of each group summed."""
+        """Return MHA of the KV heads, with the query weights of each group summed."""
         return GroupedConfig(
             d_context=self.d_context,
             causal=self.causal,
@@ -79,27 +79,27 @@ class SummedConfig(AttentionConfig):
         )
 
     def build(self, d_model: int) -> "SummedAttention":
-        """A module for activations of width `d_model`."""
+        """Build the module for activations of width `d_model`."""
         self.require_width(d_model)
         return SummedAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """Rotated keys, and values."""
+        """Rows of rotated keys and of values."""
         return {"key": (self.n_kv_head, self.head_dim), "value": (self.n_kv_head, self.head_dim)}
 
     def n_parameters(self, d_model: int) -> int:
-        """As many query weights as GQA, an output projection as narrow as the keys."""
+        """Number of parameters: query weights as in GQA, an output projection of the keys' width."""
         queries, heads = self.n_query_head * self.head_dim, self.n_kv_head * self.head_dim
         biases = (queries + 2 * heads) * self.qkv_bias + d_model * self.o_bias
         return self.projection_flops(d_model) // 2 + biases
 
     def projection_flops(self, d_model: int) -> int:
-        """The four products."""
+        """FLOPs of the four products."""
         queries, heads = self.n_query_head * self.head_dim, self.n_kv_head * self.head_dim
         return 2 * (d_model * (queries + heads) + 2 * (self.d_context or d_model) * heads)
 
     def attention_flops(self, n_key: int) -> int:
-        """4 K E per visible key: unlike GQA's, these fall with the KV heads."""
+        """4 K E FLOPs per visible key, which, unlike GQA's, decrease with the number of KV heads."""
         return 4 * self.n_kv_head * self.head_dim * n_key
 
 
