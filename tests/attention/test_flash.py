@@ -114,7 +114,7 @@ def test_it_is_asked_for_the_reference(n_query, n_key, window, dtype, guarded):
     for given in ({}, {"batch": 1, "scale": 0.3, "v_width": 3}):
         assert far(n_query, n_key, window, dtype, **given) <= selfcheck.BUDGET[dtype]
         assert calls[-1]["window_size"] == (window - 1, 0)
-    assert len(calls) == 2 * (1 + len(flash.TRIED))  # tried once for each width of values
+    assert len(calls) == 2 * (1 + len(flash.CHECKED_SIZES))  # tried once for each width of values
 
 
 def test_the_real_one_takes_what_it_is_given():
@@ -138,7 +138,7 @@ def test_a_layer_takes_it(guarded):
         got = module.bfloat16()(x.bfloat16())
         cache = module.config.cache(2, dtype=torch.bfloat16)
         parts = [module(part.bfloat16(), cache=cache) for part in x.split([555, 45], dim=1)]
-    assert len(calls) == len(flash.TRIED) + 2
+    assert len(calls) == len(flash.CHECKED_SIZES) + 2
     for ours in (got, torch.cat(parts, dim=1)):
         assert (ours - wanted).abs().max() <= 3e-2 * wanted.abs().max()
 
@@ -169,7 +169,7 @@ def test_it_is_tried_once_and_draws_no_random_number(guarded, caplog):
         for _ in range(3):
             call = [torch.zeros(1, 520, *heads).bfloat16() for heads in ((4, 8), (2, 8), (2, 5))]
             assert refusal(call, Mask(n_query=520, n_key=520, window=9)) is None
-    assert len(calls) == len(flash.TRIED)
+    assert len(calls) == len(flash.CHECKED_SIZES)
     assert torch.equal(torch.get_rng_state(), before)
     assert not caplog.records
 

@@ -173,7 +173,10 @@ def both(guarded, dtype=torch.float32):
 def test_it_is_used_once_it_agrees(guarded, monkeypatch, caplog):
     calls = counted(monkeypatch, kernel.attend_latent_triton)
     with torch.inference_mode():
-        for n_call in (len(latent_token.TRIED) + 1, len(latent_token.TRIED) + 2):  # tried once
+        for n_call in (
+            len(latent_token.CHECKED_SIZES) + 1,
+            len(latent_token.CHECKED_SIZES) + 2,
+        ):  # tried once
             torch.testing.assert_close(*both(guarded), rtol=1e-5, atol=1e-5)
             assert len(calls) == n_call
         both(guarded, torch.float64)  # which it does not know
@@ -205,7 +208,7 @@ def test_where_it_does_not_agree_pytorch_decodes(way, said, guarded, monkeypatch
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16, torch.float32):
             assert torch.equal(*both(guarded, dtype))
-    assert len(calls) in (2, 2 * len(latent_token.TRIED))  # once for each type
+    assert len(calls) in (2, 2 * len(latent_token.CHECKED_SIZES))  # once for each type
     (message,) = {m for m in caplog.messages if said in m}
     assert "the Triton kernel for MLA is not used on cpu, PyTorch decodes" in message
     assert len(caplog.messages) == 1
@@ -250,7 +253,7 @@ def test_a_step_by_it_is_forward(config, lengths, guarded, monkeypatch):
             if prepared:
                 step = one_layer(module)
                 outputs.append(torch.stack([step(x, cache) for x in new]))
-                assert len(calls) == len(new) + len(latent_token.TRIED)
+                assert len(calls) == len(new) + len(latent_token.CHECKED_SIZES)
             else:
                 outputs.append(torch.stack([module(x[:, None], cache=cache)[:, 0] for x in new]))
     torch.testing.assert_close(*outputs, rtol=2e-5, atol=2e-5 * outputs[1].abs().max().item())

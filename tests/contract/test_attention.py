@@ -714,7 +714,11 @@ CALLS = {  # of every variant: what is given, the value the message names, the w
         "x has width 5: this attention was built for d_model=13",
         "or build it with d_model=5",
     ),
-    "no token": (lambda own, cross: own(X[:, :0]), "x has shape (1, 0, 13)", "Give at least one a row"),
+    "no token": (
+        lambda own, cross: own(X[:, :0]),
+        "x has shape (1, 0, 13)",
+        "Give at least one token per row",
+    ),
     "positions of one axis": (
         lambda own, cross: own(X, positions=PLACES[0]),
         "positions have shape (3,)",

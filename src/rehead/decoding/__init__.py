@@ -1,6 +1,6 @@
-"""Decoding: one more token of every sequence, by the fastest engine that a model and its device have.
+"""Decoding: one token of every sequence at a time, by the fastest engine for a model and its device.
 
-A model says what one token is as a program (`rehead.attention.program`); the engines execute it.
+A model describes one token as a program (`rehead.attention.program`); the engines execute it.
 """
 
 from rehead.decoding.graph_engine import graph_decoder, graph_refusal
@@ -21,8 +21,8 @@ __all__ = [
 
 
 def decoder(model: LanguageModel) -> Decode:
-    """What generation calls for one more token of every sequence, with the weights as they are now.
+    """Return the function that decodes one token of every sequence with the current weights.
 
-    For a model in eval mode, without gradients. After weights change, make a new one.
+    The model must be in eval mode, without gradients. Create a new decoder after changing weights.
     """
     return native_decoder(model) or graph_decoder(model) or torch_decoder(model)

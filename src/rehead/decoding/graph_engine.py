@@ -1,9 +1,9 @@
-"""A program as a CUDA graph: some hundred kernels started by one call, which is what a small model waits for.
+"""Programs as CUDA graphs: one call launches some hundred kernels, whose launches dominate the time of a small model.
 
-What PyTorch runs of it is recorded. A graph serves all positions below a power of two, and looks at as many rows, most
-of which it hides; then the next is captured. It is trusted once a replay has agreed with PyTorch's run of the same, at
-a position it was not captured at.
-Tested by recording operations on a CPU; it has not been run on a GPU, nor is its speed known.
+The graph records PyTorch's execution of the program. A graph is valid for all positions below a power of two: it reads
+that many rows and masks the unused ones; beyond that, the next graph is captured. A graph is used after a self-check:
+a replay must agree with an eager run at a position other than that of the capture.
+Tests record the operations on a CPU. The engine has not run on a GPU yet, and its speed is unknown.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +31,15 @@ from rehead.model.base import Decode
 from rehead.native import switch
 
 DEVICE = "cuda"
-"""The kind of device that has graphs."""
+"""The device type that supports graphs."""
 LEAST_REACH = 256
-"""Tokens that the first graph serves; each one after it twice as many."""
+"""Number of positions of the first graph; each later graph has twice as many."""
 BUDGET = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""How far logits may be from those of PyTorch, of the largest: libraries may take other kernels while captured."""
+"""Maximum relative error of logits against an eager run; libraries may choose other kernels during capture."""
 
 
 def graph_refusal(model: LanguageModel) -> str | None:
-    """Why this model is not decoded by CUDA graphs; None where it is."""
+    """Return the reason why a model cannot be decoded with CUDA graphs; None if it can."""
     if model.device.type != DEVICE:
         return f"the model is on {model.device.type}"
     if (refusal := switch.gpu_refusal()) is not None:
@@ -56,12 +56,12 @@ def graph_refusal(model: LanguageModel) -> str | None:
 
 
 def graph_decoder(model: LanguageModel) -> Decode | None:
-    """Decoding by CUDA graphs; None where the model is not decoded so."""
+    """Return a decoder with CUDA graphs; None if the model cannot be decoded with them."""
     return Graphed(model) if graph_refusal(model) is None else None
 
 
 class Graphed:
-    """Keeps the books of the caches, and the graph for where they are."""
+    """Decodes with one captured graph at a time; captures another if the caches or the range of positions change."""
 
     def __init__(self, model: LanguageModel) -> None:
         program = lowered(model)
@@ -69,19 +69,19 @@ class Graphed:
         self.model, self.run, self.layers = model, TorchProgram(program), stored_layers(program)
         self.bound: CapturedStep | None = None
         self.is_trusted = True
-        self._left: Tensor | None = None  # what the last step knew of the rows
+        self._last_positions: Tensor | None = None  # the rows' positions after the last step
 
     def __call__(self, ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
-        """See `Decode`."""
+        """Return the logits after `ids` (B,), (B, vocab), and append the tokens to the caches."""
         self.model.require_room(cache[0].n_token + 1)
         is_gapless = self.is_trusted and self._is_gapless(widest(cache))
         token = next_token(ids, cache, self.layers)
         if not is_gapless:
             return self.run(token)
-        self._left = widest(cache).positions
+        self._last_positions = widest(cache).positions
         reach = max(LEAST_REACH, 1 << (cache[0].n_token - 1).bit_length())
         if self.bound is None or not self.bound.fits(cache, reach):
-            self.bound = None  # its memory is free before there is another
+            self.bound = None  # free its memory before the next capture
             self.bound = CapturedStep(self.run, cache, reach)
         logits = self.bound(token)
         self.is_trusted = self.bound.is_trusted
@@ -90,21 +90,22 @@ class Graphed:
         return logits
 
     def _is_gapless(self, cache: LayerCache) -> bool:
-        """Looked at once: a step leaves no gap, and who else writes leaves other positions."""
-        return (cache.positions is not None and cache.positions is self._left) or is_gapless(cache)
+        """Whether the cache has no gap; only checked again after another writer replaced its positions."""
+        return (cache.positions is not None and cache.positions is self._last_positions) or is_gapless(cache)
 
 
 class CapturedStep:
-    """The step over certain rows of caches, for positions below `reach`.
+    """A decoding step bound to the rows of given caches, for positions below `reach`.
 
-    Run twice by PyTorch, which compiles what there is to compile; captured; replayed and held against a third run.
+    The first two steps run eagerly (warm-up), then the graph is captured. The third step compares a replay with an
+    eager run.
     """
 
     def __init__(self, run: TorchProgram, cache: Sequence[LayerCache], reach: int) -> None:
         self.run, self.cache, self.stores = run, list(cache), stores(cache)
         self.tables = Tables(reach)
         self.device, n_row = self.stores[0].device, len(self.stores[0])
-        with torch.inference_mode(False):  # buffers that anybody may write into
+        with torch.inference_mode(False):  # so that the buffers can be written in any mode
             self.ids = torch.zeros(n_row, dtype=torch.long, device=self.device)
             self.positions = torch.zeros(n_row, 1, dtype=torch.long, device=self.device)
         self.logits: Tensor | None = None
@@ -112,11 +113,11 @@ class CapturedStep:
         self.n_run, self.is_trusted = 0, True
 
     def fits(self, cache: Sequence[LayerCache], reach: int) -> bool:
-        """True while the rows are where they were, and positions below `reach`."""
+        """Whether `reach` is that of the graph and the caches still have the bound rows."""
         return reach == self.tables.reach and is_same(stores(cache), self.stores)
 
     def __call__(self, token: Token) -> Tensor:
-        """Logits, (B, vocab)."""
+        """Return the logits, (B, vocab)."""
         self.ids.copy_(token.ids)
         if token.positions is None:
             self.positions.fill_(token.start)
@@ -125,28 +126,28 @@ class CapturedStep:
         if self.replay is not None and self.n_run > 2:
             self.replay()
         else:
-            self._prove()
+            self._check()
         assert self.logits is not None
         return self.logits.clone()
 
-    def _prove(self) -> None:
-        """One of the first three steps."""
+    def _check(self) -> None:
+        """Compute one of the first three steps: warm-up, capture or comparison."""
         self.n_run += 1
-        otherwise = f"CUDA graphs are not used on {self.device}, PyTorch decodes"
+        fallback = f"CUDA graphs are not used on {self.device}, PyTorch decodes"
         if self.n_run < 3:
             self._run()
         if self.n_run == 2:
-            self.is_trusted = passes(self._captured, 0.0, otherwise)
+            self.is_trusted = passes(self._capture, 0.0, fallback)
         elif self.n_run == 3:
             assert self.logits is not None
-            self.is_trusted = passes(self._replayed, BUDGET[self.logits.dtype], otherwise)
+            self.is_trusted = passes(self._replay_error, BUDGET[self.logits.dtype], fallback)
 
-    def _captured(self) -> float:
+    def _capture(self) -> float:
         self.replay = capture(self._run, self.device)
         return 0.0
 
-    def _replayed(self) -> float:
-        """How far a replay is from a run, which follows it on the rows as they were before."""
+    def _replay_error(self) -> float:
+        """Return the relative error of a replay against an eager run from the same state of the rows."""
         assert self.replay is not None
         assert self.logits is not None
         before: list[Tensor] = []
@@ -163,7 +164,7 @@ class CapturedStep:
 
     @torch.no_grad()
     def _run(self) -> None:
-        """Writes logits and the new token's rows. The same again, if nothing else was written."""
+        """Write the logits and the new token's rows; repeating it gives the same result."""
         logits = self.run(recorded_token(self.ids, self.positions, self.cache, self.tables))
         if self.logits is None:
             with torch.inference_mode(False):
@@ -172,7 +173,10 @@ class CapturedStep:
 
 
 def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """What repeats what `run` does on a device, as a CUDA graph; done now or not, it can be done again."""
+    """Capture `run` as a CUDA graph and return its replay function.
+
+    Capturing may or may not execute `run`, so `run` must be repeatable.
+    """
     graph = torch.cuda.CUDAGraph()
     with (
         torch.cuda.device(device),
@@ -184,5 +188,5 @@ def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]
 
 @once
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One to capture on: libraries keep a workspace for every stream they have seen."""
+    """Return one stream for all captures: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Decoding in C++: a program over the caches' rows, one call per token."""
+"""Decoding in C++: a program over the cache rows, one call per token."""
 
 from collections.abc import Sequence
 from functools import cache as once
@@ -16,11 +16,11 @@ from rehead.model.base import Decode
 from rehead.native import NoKernel, library
 
 MOST_ROWS = 16
-"""Rows of a batch up to which reading the weights is what a token costs."""
+"""Batch size up to which reading the weights dominates the time of a token."""
 
 
 def native_refusal(model: LanguageModel) -> str | None:
-    """Why this model is not decoded in C++; None where it is."""
+    """Return the reason why a model cannot be decoded in C++; None if it can."""
     weights = list(model.parameters())
     dtypes = {weight.dtype for weight in weights}
     if model.device.type != "cpu":
@@ -39,7 +39,7 @@ def native_refusal(model: LanguageModel) -> str | None:
 
 
 def prepare(model: LanguageModel) -> None:
-    """Build now all C++ that this model's generation may need, so that no message about it appears in between."""
+    """Build the C++ that generation with this model may need, so that its messages do not interrupt the text."""
     in_cpp = model.device.type == "cpu" and model.head.weight.dtype != torch.float64
     if in_cpp and model.lower() is not None:
         for name in ("sequence", "decode"):
@@ -47,13 +47,16 @@ def prepare(model: LanguageModel) -> None:
 
 
 def native_decoder(model: LanguageModel) -> Decode | None:
-    """Decoding in C++; None where the model is not decoded so. Rows beyond `MOST_ROWS` or with gaps go by PyTorch."""
+    """Return a decoder in C++, or None if the model cannot be decoded in C++.
+
+    It falls back to PyTorch for batches above `MOST_ROWS` and for caches with gaps.
+    """
     if native_refusal(model) is not None:
         return None
     program = lowered(model)
     assert program is not None
     layers = stored_layers(program)
-    by_torch = once(lambda: torch_decoder(model))  # joins weights in copies, which few need
+    by_torch = once(lambda: torch_decoder(model))  # only on demand, since it copies weights
     bound: list[BoundProgram] = []
 
     def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
@@ -76,7 +79,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
 
 
 class BoundProgram:
-    """A program over the rows of certain caches, for positions below `reach`."""
+    """A program bound to the rows of given caches, for positions below `reach`."""
 
     def __init__(self, program: Program, caches: Sequence[LayerCache], reach: int) -> None:
         self.stores, self.reach = stores(caches), reach
@@ -84,5 +87,5 @@ class BoundProgram:
         self.run = NativeProgram(program, by_name, reach, torch.get_num_threads())
 
     def fits(self, caches: Sequence[LayerCache], n_position: int) -> bool:
-        """True while the rows are where they were."""
+        """Whether the position is below `reach` and the caches still have the bound rows."""
         return n_position <= self.reach and is_same(stores(caches), self.stores)

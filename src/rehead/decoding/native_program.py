@@ -31,7 +31,7 @@ from rehead.nn.few_rows import is_plain
 
 
 class Kind(IntEnum):
-    """The operations of decode.cpp, which says what each computes and what its fields mean."""
+    """The operations of decode.cpp, which documents their computation and fields."""
 
     EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE = range(8)
 
@@ -43,7 +43,7 @@ STRIDES = ("x_row", "x_head", "x_kv", "y_row", "y_head", "y_kv", "w_head", "w2_r
 
 
 class NativeOp(ctypes.Structure):
-    """One operation, field for field the `Op` of decode.cpp."""
+    """One operation, with the same fields as `Op` in decode.cpp."""
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in FLAGS]
@@ -54,7 +54,7 @@ class NativeOp(ctypes.Structure):
 
 
 def kernel() -> ctypes.CDLL | NoKernel:
-    """decode.cpp, or why it is not there."""
+    """Return the library of decode.cpp, or the reason why it is not available."""
     loaded = library("decode")
     if not isinstance(loaded, NoKernel):
         loaded.op_size.restype = ctypes.c_int64
@@ -66,20 +66,20 @@ def kernel() -> ctypes.CDLL | NoKernel:
 
 
 class Span(NamedTuple):
-    """Columns of a buffer or of a cache's rows: what an operation reads or writes."""
+    """Columns of a buffer or of a cache's rows that an operation reads or writes."""
 
     of: int
     first: int
     end: int
 
-    def meets(self, other: "Span") -> bool:
-        """Whether they share a number."""
-        return self.of == other.of and self.first < other.end and other.first < self.end
+    def overlaps(self, span: "Span") -> bool:
+        """Whether both spans have a column in common."""
+        return self.of == span.of and self.first < span.end and span.first < self.end
 
 
 def refusal(program: Program) -> str | None:
-    """Why decode.cpp does not run a program; None where it does."""
-    before: Op | None = None
+    """Return the reason why decode.cpp cannot run a program; None if it can."""
+    previous: Op | None = None
     for op in program.ops:
         modules: tuple[nn.Module, ...] = ()
         match op:
@@ -97,18 +97,18 @@ def refusal(program: Program) -> str | None:
                 modules = (module,)
             case AttendRebuilt():
                 return "keys to rebuild at every step"
-            case Add(x=x) if not (isinstance(before, Linear) and before.y == x):
-                return "an addition that no linear layer ends with"
+            case Add(x=x) if not (isinstance(previous, Linear) and previous.y == x):
+                return "an addition that does not follow a linear layer"
         if isinstance(op, Scale) or (isinstance(op, Add | Embed) and op.scale != 1):
             return "its residual stream is scaled"
         if modules:
             return f"it has a {type(modules[0]).__name__}"
-        before = op
+        previous = op
     return None
 
 
 class NativeProgram:
-    """A program over certain rows of the caches, `stores` of each layer by name, for positions below `reach`."""
+    """A program bound to cache rows, the `stores` of each layer by name, for positions below `reach`."""
 
     def __init__(self, program: Program, stores: list[dict[str, Tensor]], reach: int, n_thread: int) -> None:
         loaded = kernel()
@@ -118,16 +118,14 @@ class NativeProgram:
         self._batch = len(next(iter(stores[0].values())))
         self._tables: dict[tuple[object, int], tuple[Tensor, Tensor]] = {}
         self._ops: list[NativeOp] = []
-        self._held: list[Tensor] = []  # what the operations point to
-        self._open: list[
-            tuple[list[Span], list[Span]]
-        ] = []  # what was read and written since all threads met
+        self._held: list[Tensor] = []  # the tensors that operations point to
+        self._pending: list[tuple[list[Span], list[Span]]] = []  # reads and writes since the last barrier
         self._buffers: dict[int, Tensor] = {}
         self._placed = self._join_queries(program)
         for index, op in enumerate(program.ops):
-            after = program.ops[index + 1 : index + 2]
-            if isinstance(op, Linear) and after and isinstance(after[0], Add):
-                self._placed[op.y] = after[0].onto  # added there at once
+            following = program.ops[index + 1 : index + 2]
+            if isinstance(op, Linear) and following and isinstance(following[0], Add):
+                self._placed[op.y] = following[0].onto  # the linear layer adds its result there
                 self._pack(op, add=True)
             elif isinstance(op, Add):
                 self._placed[op.y] = self._resolved(op.onto)
@@ -137,14 +135,14 @@ class NativeProgram:
         self._result = self._address(program.ops[-1].y)[0]
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The last operation's result, for tokens `ids` (B,) at `positions` (B,), both int64 and contiguous."""
+        """Return the last operation's result for `ids` (B,) at `positions` (B,), both int64 and contiguous."""
         self._library.step(
             self._array, len(self._ops), ids.data_ptr(), positions.data_ptr(), self._batch, self._n_thread
         )
         return self._result
 
     def _join_queries(self, program: Program) -> dict[Slot, Slot]:
-        """Where slots are that are not where their operation would put them: parts of queries, side by side."""
+        """Place the parts of each query side by side in one buffer; return the new slots by the original ones."""
         placed: dict[Slot, Slot] = {}
         for index, op in enumerate(program.ops):
             if isinstance(op, Attend) and len(op.query) > 1:
@@ -161,7 +159,7 @@ class NativeProgram:
         return slot
 
     def _address(self, slot: Slot) -> tuple[Tensor, Slot, Span]:
-        """The buffer from a slot's first number on, the slot where it really is, and what it covers."""
+        """Return the buffer from a slot's first column on, the slot as placed, and its span."""
         slot = self._resolved(slot)
         if slot.source not in self._buffers:
             self._buffers[slot.source] = torch.zeros(self._batch, slot.row, dtype=torch.float32)
@@ -177,20 +175,20 @@ class NativeProgram:
         store: tuple[Tensor, ...] = (),
         **fields: Tensor | float | int | None,
     ) -> None:
-        """Append an operation: tensors become pointers. All threads wait where it meets what others still do."""
+        """Append an operation, with tensors as pointers. Add a barrier before it if it overlaps a pending one."""
         op = NativeOp(kind=kind, heads=1, group=1)
-        reads, writes, where = [], [], dict[str, Tensor | float | int | None]()
+        reads, writes, operands = [], [], dict[str, Tensor | float | int | None]()
         if x is not None:
             tensor, x, span = self._address(x)
             reads.append(span)
-            where |= {"x": tensor, "x_row": x.row, "x_head": x.stride}
+            operands |= {"x": tensor, "x_row": x.row, "x_head": x.stride}
         if y is not None:
             tensor, y, span = self._address(y)
             writes.append(span)
-            where |= {"y": tensor, "y_row": y.row, "y_head": y.stride}
+            operands |= {"y": tensor, "y_row": y.row, "y_head": y.stride}
         rows = [Span(tensor.data_ptr(), 0, 1) for tensor in store]
         (writes if kind == Kind.STORE else reads).extend(rows)
-        for name, value in (where | fields).items():
+        for name, value in (operands | fields).items():
             if isinstance(value, Tensor):
                 self._held.append(value)
                 if name in ("w", "w2", "b"):
@@ -198,17 +196,17 @@ class NativeProgram:
                 setattr(op, name, value.data_ptr())
             elif value is not None:
                 setattr(op, name, value)
-        meets = any(
-            a.meets(b)
-            for read, written in self._open
-            for ours, theirs in ((reads, written), (writes, read), (writes, written))
-            for a in ours
-            for b in theirs
+        needs_barrier = any(
+            new.overlaps(old)
+            for read, written in self._pending
+            for new_spans, old_spans in ((reads, written), (writes, read), (writes, written))
+            for new in new_spans
+            for old in old_spans
         )
-        if meets:
+        if needs_barrier:
             self._ops[-1].sync = 1
-            self._open.clear()
-        self._open.append((reads, writes))
+            self._pending.clear()
+        self._pending.append((reads, writes))
         self._ops.append(op)
 
     @singledispatchmethod
@@ -217,8 +215,8 @@ class NativeProgram:
 
     @_pack.register
     def _(self, op: Embed) -> None:
-        places = None if op.positions is None else op.positions.weight
-        self._emit(Kind.EMBED, None, op.y, w=op.tokens.weight, w2=places, n=op.y.width)
+        positions = None if op.positions is None else op.positions.weight
+        self._emit(Kind.EMBED, None, op.y, w=op.tokens.weight, w2=positions, n=op.y.width)
 
     @_pack.register
     def _(self, op: Norm) -> None:
@@ -290,7 +288,9 @@ class NativeProgram:
         key, value = stores[op.key], stores[op.value]
         query, H, K = self._resolved(op.query[0]), op.query[0].heads, op.n_kv_head
         query = query.columns(0, sum(part.width for part in op.query))
-        near, far = (K, 1) if op.modular else (1, H // K)  # heads of a group, groups
+        near, far = (
+            (K, 1) if op.modular else (1, H // K)
+        )  # steps between heads of a group, and between groups
         self._emit(
             Kind.ATTEND, query, op.y, (key, value), w=key, w2=value, heads=K, group=H // K, rows=key.shape[-2],
             k=query.width, n=op.width, w2_row=value.shape[-1], scale=op.scale,

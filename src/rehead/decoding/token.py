@@ -1,4 +1,4 @@
-"""One decoding step: the new tokens, the rows they take in the caches, and what all layers share of their positions."""
+"""One decoding step: the new tokens, their rows in the caches, and what all layers compute from their positions."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,14 +12,14 @@ from rehead.attention.rope import Rotary
 
 
 class Tables:
-    """Cosines and sines of positions below `reach`, in tensors that live as long as what was recorded with them."""
+    """Cosines and sines of positions below `reach`, in tensors that live as long as the graph that reads them."""
 
     def __init__(self, reach: int) -> None:
         self.reach = reach
         self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def at(self, rotary: Rotary, dtype: torch.dtype, positions: Int[Tensor, "B S"]) -> tuple[Tensor, Tensor]:
-        """Those of `positions`."""
+        """Return cosine and sine of `positions`."""
         key = rotary.config, rotary.width, dtype
         if key not in self._tables:
             self._tables[key] = rotary.turns(self.reach, dtype, positions.device)
@@ -28,10 +28,10 @@ class Tables:
 
 
 class Token:
-    """A new token of every sequence: after `start` others, or each at its own of `positions`.
+    """A new token of every sequence, at position `start`, or in sequence b at `positions[b]`.
 
-    `rows` says, by number of rows and window, where the caches keep it. With `tables` nothing is a number of the host:
-    what a CUDA graph records of it holds for later positions too.
+    `rows` maps a cache's number of rows and window to the token's row in it. With `tables` all positions stay on the
+    device, so a captured CUDA graph can be replayed for later positions.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class Token:
         self._bias: dict[tuple[object, ...], Tensor] = {}
 
     def row(self, layer: int) -> NextRow:
-        """Where the cache of a layer keeps it."""
+        """Return the token's row in the cache of a layer."""
         cache = self.caches[layer]
         return self._rows[cache.n_rows, cache.window]
 
-    def places(self) -> Int[Tensor, " #B"]:
-        """Rows of a table of positions."""
+    def table_rows(self) -> Int[Tensor, " #B"]:
+        """Return the token's rows in a table of position embeddings; padding takes row 0."""
         if self.positions is None:
             return torch.arange(self.start, self.start + 1, device=self.ids.device)
         return self.positions[:, 0].clamp(min=0)
 
     def turns(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of where it stands, for heads (B, H, E)."""
+        """Return cosine and sine of the token's position, for heads (B, H, E)."""
         key = rotary.config, rotary.width, dtype
         if key not in self._turns:
             if self._tables is not None:
@@ -72,18 +72,16 @@ class Token:
         return self._turns[key]
 
     def key_turns(self, rotary: Rotary, dtype: torch.dtype, layer: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of where the rows of a layer stand, for keys (B, S, K, E)."""
+        """Return cosine and sine of the positions of a layer's rows, for keys (B, S, K, E)."""
         cache, row = self.caches[layer], self.row(layer)
         key = rotary.config, rotary.width, dtype, cache.n_rows, cache.window
         if key not in self._turns:
             n_key, device = row.n_used, self.ids.device
-            if self._tables is not None:  # row s holds the last position that is s modulo the rows there are
+            if self._tables is not None:  # row s holds the last position that is s modulo the number of rows
                 assert self.positions is not None
                 slots = torch.arange(n_key, device=device)
-                standing = (
-                    self.positions - (self.positions - slots) % cache.n_rows
-                )  # below 0: nothing is there yet
-                self._turns[key] = self._tables.at(rotary, dtype, standing.clamp(min=0))
+                known = self.positions - (self.positions - slots) % cache.n_rows  # negative for unused rows
+                self._turns[key] = self._tables.at(rotary, dtype, known.clamp(min=0))
             else:
                 known = None if row.known is None else row.known[:, :n_key]
                 if known is None and n_key < cache.length:
@@ -92,13 +90,13 @@ class Token:
         return self._turns[key]
 
     def bias(self, layer: int, n_head: int, dtype: torch.dtype) -> Float[Tensor, "BK 1 S"] | None:
-        """What is added to the scores of `n_head` KV heads: 0, or minus infinity for rows that are not seen."""
+        """Return the bias of the scores of `n_head` KV heads: 0, or minus infinity for hidden rows."""
         if self.positions is None:
             return None
         cache, row = self.caches[layer], self.row(layer)
         key = cache.n_rows, cache.window, n_head, dtype
         if key not in self._bias:
-            if row.known is None:  # rows beyond the position hold nothing yet; a full ring hides nothing
+            if row.known is None:  # rows beyond the position are unused; a full ring hides nothing
                 unseen = (torch.arange(row.n_used, device=self.ids.device) > self.positions)[:, None]
             else:
                 unseen = ~visible(self.positions, row.known[:, : row.n_used], cache.window)
@@ -108,7 +106,7 @@ class Token:
 
 
 def next_token(ids: Int[Tensor, " B"], caches: Sequence[LayerCache], layers: Iterable[int]) -> Token:
-    """Make room for one more token of every sequence in the caches of `layers`, and count it as seen."""
+    """Reserve and commit the rows of one more token of every sequence in the caches of `layers`; return the token."""
     start, positions = caches[0].length, caches[0].next(1)
     rows: dict[tuple[int, int | None], NextRow] = {}
     for layer in layers:
@@ -123,7 +121,7 @@ def next_token(ids: Int[Tensor, " B"], caches: Sequence[LayerCache], layers: Ite
 def recorded_token(
     ids: Int[Tensor, " B"], positions: Int[Tensor, "B 1"], caches: Sequence[LayerCache], tables: Tables
 ) -> Token:
-    """A token at any `positions` that these tensors hold when it is computed; its caches have counted it before."""
+    """Return a token that reads `ids` and `positions` when it is computed; its rows are committed before."""
     rows: dict[tuple[int, int | None], NextRow] = {}
     batch = torch.arange(len(ids), device=ids.device)
     for cache in caches:
@@ -134,24 +132,24 @@ def recorded_token(
 
 
 def stores(caches: Sequence[LayerCache]) -> list[Tensor]:
-    """All rows of all layers."""
+    """Return the rows of all layers."""
     return [store for cache in caches for store in cache.stores]
 
 
-def is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether these are the same tensors."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def is_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether both sequences hold the same tensor objects."""
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def widest(caches: Sequence[LayerCache]) -> LayerCache:
-    """The layer that remembers most: where it has no gap, none has."""
+    """Return the cache with the most rows: if it has no gap, no cache has one."""
     return max(caches, key=lambda cache: cache.n_rows)
 
 
 def is_gapless(cache: LayerCache) -> bool:
-    """True where every row holds its last tokens, all of them: then a position says what is seen."""
+    """Whether the cache holds the last tokens of every sequence without a gap, so that positions define the mask."""
     if cache.positions is None:
         return True
-    held, tokens = (cache.positions != EMPTY).sum(dim=1), cache.next(1)
-    assert tokens is not None
-    return bool((held == tokens[:, 0].clamp(max=cache.n_rows)).all())
+    n_held, next_positions = (cache.positions != EMPTY).sum(dim=1), cache.next(1)
+    assert next_positions is not None
+    return bool((n_held == next_positions[:, 0].clamp(max=cache.n_rows)).all())

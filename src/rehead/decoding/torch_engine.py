@@ -1,4 +1,4 @@
-"""A program by PyTorch: every operation is bound once to its weights and operands, and becomes a call."""
+"""Programs in PyTorch: every operation is bound once to its weights and operands, as a function."""
 
 from collections.abc import Callable, Sequence
 from functools import singledispatch
@@ -33,13 +33,13 @@ from rehead.model.base import Decode
 from rehead.nn.few_rows import JoinedLinear
 
 Values = list[Tensor]
-"""What operations have computed, by register: contiguous rows (B, n)."""
+"""Results of operations by register: contiguous rows (B, n)."""
 Run = Callable[[Values, Token], Tensor]
 Read = Callable[[Values], Tensor]
 
 
 def torch_decoder(model: LanguageModel) -> Decode:
-    """Decoding by PyTorch: the model's program, or `forward` where it has none."""
+    """Return a decoder that runs the model's program in PyTorch, or `forward` if it has no program."""
     program = lowered(model)
     if program is None:
         return lambda ids, caches: model.head(model.hidden(ids[:, None], cache=caches)[:, -1])
@@ -53,39 +53,39 @@ def torch_decoder(model: LanguageModel) -> Decode:
 
 
 def lowered(model: LanguageModel) -> Program | None:
-    """The program of a model; None where only `forward` shows all that it does."""
+    """Return the program of a model; None if the model must be run with `forward`."""
     if is_watched(model) or torch.is_autocast_enabled(model.device.type):
         return None
     return model.lower()
 
 
 def why_not_lowered(model: LanguageModel) -> str:
-    """Why `lowered` gave None."""
+    """Return the reason why `lowered` returned None."""
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is enabled"
     return "it has forward hooks" if is_watched(model) else f"a model of type {model.config.model_type}"
 
 
 def is_watched(model: nn.Module) -> bool:
-    """True where hooks read what passes through a part of the model, which a program would not show."""
+    """Whether a part of the model has forward hooks, which a program would not call."""
     return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 def stored_layers(program: Program) -> list[int]:
-    """The layers whose rows the program writes itself."""
+    """Return the layers whose cache rows the program writes."""
     return [op.layer for op in program.ops if isinstance(op, Store)]
 
 
 class TorchProgram:
-    """The operations of a program over the weights as they are now; small weights of one input are joined in copies."""
+    """The operations of a program with the current weights; small weights of the same input are concatenated."""
 
     def __init__(self, program: Program) -> None:
-        places, self._n_register = registers(program)
-        reader = Reader(places)
-        self._runs = [(places[op.y.source], bind(op, reader)) for op in program.ops]
+        allocated, self._n_register = registers(program)
+        reader = Reader(allocated)
+        self._runs = [(allocated[op.y.source], bind(op, reader)) for op in program.ops]
 
     def __call__(self, token: Token) -> Tensor:
-        """The last operation's result: logits (B, vocab) of a model."""
+        """Return the last operation's result; for a model the logits, (B, vocab)."""
         values: Values = [token.ids] * self._n_register
         for register, run in self._runs:
             values[register] = run(values, token)
@@ -93,44 +93,47 @@ class TorchProgram:
 
 
 def registers(program: Program) -> tuple[list[int], int]:
-    """Where each operation's result is kept, and how many places that takes: one is free after its last reader."""
-    last = {slot.source: index for index, op in enumerate(program.ops) for slot in op.reads}
-    place: list[int] = []
+    """Assign a register to each operation's result; return these and their number.
+
+    A register is free again after the last operation that reads it.
+    """
+    last_reader = {slot.source: index for index, op in enumerate(program.ops) for slot in op.reads}
+    allocated: list[int] = []
     free: list[int] = []
     n = 0
     for index in range(len(program.ops)):
         if free:
-            place.append(free.pop())
+            allocated.append(free.pop())
         else:
-            place.append(n)
+            allocated.append(n)
             n += 1
-        free += [place[source] for source, end in last.items() if end == index]
-        if index not in last:  # nobody reads it
-            free.append(place[index])
-    return place, n
+        free += [allocated[source] for source, end in last_reader.items() if end == index]
+        if index not in last_reader:  # the result is not read
+            free.append(allocated[index])
+    return allocated, n
 
 
 class Reader:
-    """Reads slots from the values."""
+    """Builds functions that read slots from the registers."""
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = places
+    def __init__(self, registers: Sequence[int]) -> None:
+        self._registers = registers
 
     def row(self, slot: Slot) -> Read:
-        """One head, (B, width)."""
-        place, width, row, offset = self._places[slot.source], slot.width, slot.row, slot.offset
+        """Return a function that reads a slot of one head, (B, width)."""
+        register, width, row, offset = self._registers[slot.source], slot.width, slot.row, slot.offset
         assert slot.heads == 1
         if width == row:
-            return lambda values: values[place]
-        return lambda values: values[place].narrow(1, offset, width)
+            return lambda values: values[register]
+        return lambda values: values[register].narrow(1, offset, width)
 
     def heads(self, slot: Slot) -> Read:
-        """All heads, (B, H, width)."""
-        place, row, offset = self._places[slot.source], slot.row, slot.offset
+        """Return a function that reads the heads of a slot, (B, H, width)."""
+        register, row, offset = self._registers[slot.source], slot.row, slot.offset
         heads, stride, width = slot.heads, slot.stride, slot.width
 
         def read(values: Values) -> Tensor:
-            x = values[place]
+            x = values[register]
             return x.as_strided((len(x), heads, width), (row, stride, 1), x.storage_offset() + offset)
 
         return read
@@ -138,7 +141,7 @@ class Reader:
 
 @singledispatch
 def bind(op: Op, read: Reader) -> Run:
-    """What computes one operation from the values of others."""
+    """Return the function that computes an operation from the results of others."""
     raise NotImplementedError(type(op).__name__)
 
 
@@ -148,7 +151,7 @@ def _(op: Embed, read: Reader) -> Run:
         x = op.tokens(token.ids)
         if op.scale != 1:
             x = x * op.scale
-        return x if op.positions is None else x + op.positions(token.places())
+        return x if op.positions is None else x + op.positions(token.table_rows())
 
     return run
 
@@ -221,20 +224,18 @@ def _(op: Attend, read: Reader) -> Run:
     H, E, V = op.query[0].heads, sum(part.width for part in op.query), op.width
 
     def latent(values: Values, token: Token) -> Tensor:
-        n_row, asked = token.row(layer).n_used, joined(query, values)
+        n_row, q = token.row(layer).n_used, joined(query, values)
         rows = token.caches[layer].rows_until(op.key, n_row)
-        bias = token.bias(layer, 1, asked.dtype)
-        return attend_latent_token(asked, rows, V, scale, bias).flatten(1)
+        bias = token.bias(layer, 1, q.dtype)
+        return attend_latent_token(q, rows, V, scale, bias).flatten(1)
 
     def grouped(values: Values, token: Token) -> Tensor:
-        n_row, asked, cache = token.row(layer).n_used, joined(query, values), token.caches[layer]
+        n_row, q, cache = token.row(layer).n_used, joined(query, values), token.caches[layer]
         if op.modular:
-            asked = asked.unflatten(1, (-1, K)).transpose(1, 2).flatten(1, 2)
-        asked = asked.reshape(-1, H // K, E)
-        bias = token.bias(layer, K, asked.dtype)
-        y = attend_token(
-            asked, cache.rows_until(op.key, n_row), cache.rows_until(op.value, n_row), scale, bias
-        )
+            q = q.unflatten(1, (-1, K)).transpose(1, 2).flatten(1, 2)
+        q = q.reshape(-1, H // K, E)
+        bias = token.bias(layer, K, q.dtype)
+        y = attend_token(q, cache.rows_until(op.key, n_row), cache.rows_until(op.value, n_row), scale, bias)
         if op.modular:
             y = y.view(-1, K, H // K, V).transpose(1, 2)
         return y.reshape(-1, H * V)
@@ -248,14 +249,12 @@ def _(op: AttendRebuilt, read: Reader) -> Run:
     H, N = op.query.heads, op.query.width
 
     def run(values: Values, token: Token) -> Tensor:
-        cache, n_row, asked = token.caches[op.layer], token.row(op.layer).n_used, query(values)
+        cache, n_row, q = token.caches[op.layer], token.row(op.layer).n_used, query(values)
         latents = cache.rows_until("latent", n_row).narrow(2, 0, R)  # B S R
         keys = op.keys(latents)
         keys = op.rotary.apply(keys, *token.key_turns(op.rotary, keys.dtype, op.layer))  # B S K N
-        bias = token.bias(op.layer, K, asked.dtype)
-        weights = token_weights(
-            asked.reshape(-1, H // K, N), keys.transpose(1, 2).flatten(0, 1), op.scale, bias
-        )
+        bias = token.bias(op.layer, K, q.dtype)
+        weights = token_weights(q.reshape(-1, H // K, N), keys.transpose(1, 2).flatten(0, 1), op.scale, bias)
         return torch.bmm(weights.view(-1, H, n_row), latents).flatten(1)
 
     return run
@@ -282,12 +281,12 @@ def _(op: Call, read: Reader) -> Run:
 
 
 def joined(parts: Sequence[Read], values: Values) -> Tensor:
-    """Parts side by side."""
+    """Read the parts and concatenate them."""
     return parts[0](values) if len(parts) == 1 else torch.cat([part(values) for part in parts], dim=-1)
 
 
 def side_by_side(slots: Sequence[Slot]) -> list[Slot]:
-    """The same heads in fewer slots, where one begins at the end of the last."""
+    """Merge slots that follow one another in memory; return the same heads in fewer slots."""
     merged = [slots[0]]
     for slot in slots[1:]:
         last = merged[-1]

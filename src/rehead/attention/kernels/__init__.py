@@ -1,4 +1,4 @@
-"""How an attention call is computed: a roster of kernels, of which the first that does not refuse runs.
+"""Attention kernels: the first kernel of a roster that does not refuse a call computes it.
 
 `reference` is the definition; every other kernel must agree with it. `roster.py` has the order.
 """

@@ -1,4 +1,4 @@
-"""What a kernel is: it takes a call or says why not, and computes it."""
+"""The contract of a kernel: it refuses a call with a reason, or computes it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,10 +15,10 @@ ScoreFunction = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attention call: what each query gathers of the values it sees.
+    """The arguments of one attention call.
 
     Query head h reads KV head h // (H/K). `scale` multiplies the dot products; a learned `score`
-    replaces both. `pdrop` is the probability with which a weight is dropped.
+    replaces both. `pdrop` is the dropout probability of a weight.
     """
 
     query: Float[Tensor, "B L H E"]
@@ -31,10 +31,10 @@ class Call:
 
 
 class Kernel(ABC):
-    """One way to compute a call, equal to `reference` within rounding.
+    """An implementation of attention that equals `reference` up to rounding.
 
-    `name` is what errors and tests call it, `words` what people read, `takes_scores` and
-    `drops_weights` what it can do beyond scaled dot products.
+    `name` is used in errors and tests, `words` in reports. `takes_scores` and `drops_weights` tell whether
+    it supports learned scores and dropout.
     """
 
     name: ClassVar[str]
@@ -43,9 +43,9 @@ class Kernel(ABC):
     drops_weights: ClassVar[bool] = False
 
     def refuses(self, call: Call) -> str | None:
-        """Why this kernel does not compute the call; None if it does.
+        """Return the reason why this kernel cannot compute the call; None if it can.
 
-        Reads sizes, dtypes, devices and the mask's rule, never numbers.
+        Reads shapes, dtypes, devices and the mask's rule, never values.
         """
         if call.score is not None and not self.takes_scores:
             return "a learned score"
@@ -55,8 +55,8 @@ class Kernel(ABC):
 
     @abstractmethod
     def limit(self, call: Call) -> str | None:
-        """`refuses`, of calls whose score and dropout it can compute."""
+        """Return the result of `refuses` for a call whose score and dropout are supported."""
 
     @abstractmethod
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """The result of a call that it does not refuse."""
+        """Compute a call that `refuses` accepts."""

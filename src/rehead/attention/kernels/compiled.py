@@ -1,7 +1,7 @@
-"""Many queries by rehead's own C++ (native/sequence.cpp), with gradients, windows and dropped weights.
+"""Many queries in rehead's own C++ (native/sequence.cpp), with gradients, windows and dropout.
 
-On a CPU with a compiler, computed in float32. Little of what a mask hides is computed. Weights are held a tile at a
-time; the backward pass recomputes them, and redraws those that were dropped.
+Runs on a CPU with a compiler and computes in float32. Masked tiles are skipped. Weights are kept one tile at a
+time; the backward pass recomputes them, reusing the saved dropout draws.
 """
 
 import torch
@@ -14,22 +14,22 @@ from rehead.native import sequence as native
 from rehead.nn.dropout import raw_draw, threshold
 
 WIDENED = (torch.float32, torch.bfloat16, torch.float16)
-"""Types whose numbers are computed as float32."""
+"""Dtypes that are computed in float32."""
 TILE = 32
-"""Queries that a thread takes at a time, as in sequence.cpp."""
+"""Number of queries that a thread takes at a time, as in sequence.cpp."""
 LONGEST = 4096
-"""Keys without a window up to which it is faster than PyTorch's flash attention; measured, docs/log.md."""
+"""Number of keys up to which, without a window, it is faster than PyTorch's flash attention; see docs/log.md."""
 
 
 class Compiled(Kernel):
-    """One call of native/sequence.cpp. Without a window it drops the weights that `Blocked` would drop."""
+    """One call of native/sequence.cpp. Without a window it drops the same weights as `Blocked`."""
 
     name = "C++"
     words = "the C++ kernel"
     drops_weights = True
 
     def limit(self, call: Call) -> str | None:
-        """See `Kernel.limit`: what it cannot compute, and what others compute faster."""
+        """Refuse calls that it cannot compute, and calls that other kernels compute faster."""
         query, key, mask = call.query, call.key, call.mask
         tensors = query, key, call.value
         if not mask.has_rule:
@@ -40,11 +40,13 @@ class Compiled(Kernel):
             return "keys are shared by several sequences"
         if any(not t.numel() for t in tensors):
             return "nothing to compute"
-        unserved = native.refuses(*tensors)
-        if unserved is not None or call.pdrop > 0:  # threads must not decide which weights are dropped
-            return unserved
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        n_task = len(key) * key.shape[2] * (1 if learns else -(-query.shape[1] // TILE))
+        refusal = native.refuses(*tensors)
+        if (
+            refusal is not None or call.pdrop > 0
+        ):  # the number of threads must not change which weights are dropped
+            return refusal
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        n_task = len(key) * key.shape[2] * (1 if needs_grad else -(-query.shape[1] // TILE))
         if n_task < torch.get_num_threads():
             return "less work than threads"
         if not _window(mask) and mask.n_key > LONGEST:
@@ -52,7 +54,7 @@ class Compiled(Kernel):
         return None
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """See `Kernel.run`."""
+        """Compute the call in C++."""
         query, mask = call.query, call.mask
         window, draws = _window(mask), None
         if call.pdrop:
@@ -64,5 +66,5 @@ class Compiled(Kernel):
 
 
 def _window(mask: Mask) -> int:
-    """Keys that a query sees, 0 where that is all up to its own."""
+    """Number of keys that a query sees; 0 if it sees all keys up to its own."""
     return mask.window if mask.window is not None and mask.window < mask.n_key else 0

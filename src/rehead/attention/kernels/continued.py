@@ -1,4 +1,4 @@
-"""A chunk of queries after a long past, in two parts: the past, which needs no mask, and the triangle."""
+"""A chunk of queries after a long past, computed in two parts: the past without a mask, and the causal triangle."""
 
 import torch
 from jaxtyping import Float
@@ -8,17 +8,17 @@ from rehead.attention.kernels.base import Call, Kernel
 from rehead.attention.kernels.sdpa import of_one_width
 
 LONG = 512
-"""Keys from which two parts are faster than one under a mask (measured, docs/log.md)."""
+"""Number of keys from which two parts are faster than one masked call (measured, docs/log.md)."""
 
 
 class Continued(Kernel):
-    """Two calls of PyTorch's flash attention for CPUs, joined by the logarithms of their softmaxes' denominators."""
+    """Two calls of PyTorch's flash attention for CPUs, merged by the log-sum-exp of their scores."""
 
     name = "continued"
     words = "past and triangle apart"
 
     def limit(self, call: Call) -> str | None:
-        """See `Kernel.limit`."""
+        """Accept causal chunks after a long past, on a CPU without gradients."""
         if call.query.device.type != "cpu" or torch.is_grad_enabled():
             return "not on a CPU without gradients"
         return (
@@ -28,7 +28,7 @@ class Continued(Kernel):
         )
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """See `Kernel.run`."""
+        """Compute both parts and merge them."""
         past = call.key.shape[1] - call.query.shape[1]
         query, key, value = (t.transpose(1, 2) for t in of_one_width(call.query, call.key, call.value))
         outputs, logarithms = [], []

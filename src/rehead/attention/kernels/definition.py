@@ -1,4 +1,4 @@
-"""What attention computes. Every kernel agrees with it."""
+"""The definition of attention. Every kernel must agree with it."""
 
 import logging
 from functools import cache
@@ -11,7 +11,7 @@ from torch import Tensor
 from rehead.attention.kernels.base import Call, Kernel, ScoreFunction
 
 MANY = 1 << 24
-"""Weights in one call from which on a warning says that computing all of them is slow."""
+"""Number of weights in one call from which the reference kernel logs that it is slow."""
 
 
 def weights(
@@ -22,10 +22,10 @@ def weights(
     scale: float | None = None,
     score: ScoreFunction | None = None,
 ) -> Float[Tensor, "B K G L S"]:
-    """The attention weights: softmax of the scores over the visible keys, zero elsewhere.
+    """Attention weights: softmax of the scores over the visible keys, zero elsewhere.
 
-    `scale` is E ** -0.5 unless given; `score` replaces the scaled dot product and does its own
-    scaling. A query that sees nothing has weights 0.
+    `scale` defaults to E ** -0.5; `score` replaces the scaled dot product and does its own
+    scaling. A query without visible keys has weights 0.
     """
     if not torch.compiler.is_compiling() and query[..., 0].numel() * key.shape[1] >= MANY:
         _warn_slow()
@@ -68,11 +68,11 @@ class Reference(Kernel):
     drops_weights = True
 
     def limit(self, call: Call) -> str | None:
-        """See `Kernel.limit`: anything."""
+        """Return None: every call is accepted."""
         return None
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """See `Kernel.run`."""
+        """Compute the call by definition."""
         dense = call.mask.dense(call.query.device)
         return reference(
             call.query, call.key, call.value, dense, scale=call.scale, score=call.score, pdrop=call.pdrop
@@ -81,7 +81,7 @@ class Reference(Kernel):
 
 @cache
 def _warn_slow() -> None:
-    """Once a process."""
+    """Log once per process."""
     logging.getLogger("rehead").warning(
-        f"slow: {MANY:,} attention weights and more in one call, of a learned score or on request, are computed whole"
+        f"slow: at least {MANY:,} attention weights in one call with the reference kernel (learned score or request)"
     )

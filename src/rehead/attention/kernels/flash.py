@@ -1,8 +1,8 @@
-"""Sliding windows by the flash attention that PyTorch brings for GPUs, in float16 and bfloat16; without dropout.
+"""Sliding windows with PyTorch's flash attention for GPUs, in float16 and bfloat16; without dropout.
 
-It skips what lies outside a window. Used once it has agreed with the definition on that device, for that type and those
-heads; otherwise windows are computed in chunks. Tested against what its documentation says, by an emulation on a CPU;
-it has not been run on a GPU, nor is its speed known.
+The kernel skips keys outside the window. It is used after a self-check against the definition on that device, for that
+dtype and those heads; otherwise windows are computed in chunks. It is tested on a CPU with an emulation of the
+documented behaviour. It has not run on a GPU yet, and its speed is unknown.
 """
 
 from functools import cache
@@ -19,27 +19,26 @@ from rehead.attention.mask import Mask
 from rehead.native import switch
 
 DEVICE = "cuda"
-"""The kind of device that has the kernel."""
+"""The device type of the kernel."""
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_WIDTH = 256
-"""Of a head; all are filled up to a multiple of `UNIT`."""
+"""Maximum width of a head; all heads are padded to a multiple of `UNIT`."""
 UNIT = 8
-TRIED = ((2, 70, 70, 16), (1, 130, 300, 100), (2, 33, 200, 3))
-"""Sequences, queries, keys and window that it is tried on; a window of 1 has no gradients to compare."""
+CHECKED_SIZES = ((2, 70, 70, 16), (1, 130, 300, 100), (2, 33, 200, 3))
+"""Sequences, queries, keys and window of the self-check; a window of 1 has no gradients to compare."""
 
 
 class Flash(Kernel):
-    """`torch.nn.attention.varlen.varlen_attn`, which skips what lies outside a window."""
+    """`torch.nn.attention.varlen.varlen_attn`, which skips keys outside the window."""
 
     name = "flash"
     words = "windowed flash attention"
 
     def limit(self, call: Call) -> str | None:
-        """See `Kernel.limit`; not in a compiled graph, which would look into the self-check."""
+        """Refuse what the kernel does not support, and compiled graphs, which would trace the self-check."""
         query, value = call.query, call.value
-        unserved = window_limit(call.mask)
-        if unserved is not None:
-            return unserved
+        if (no_window := window_limit(call.mask)) is not None:
+            return no_window
         if query.device.type != DEVICE:
             return "not on a GPU"
         if (refusal := switch.gpu_refusal()) is not None:
@@ -55,7 +54,7 @@ class Flash(Kernel):
         return None if agrees_here else "it does not agree with the definition on this device"
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """See `Kernel.run`. The kernel's window is how many keys before its own place a query sees, and after."""
+        """Compute the call. The kernel's window is the number of keys before and after the query's own position."""
         from torch.nn.attention.varlen import varlen_attn
 
         window, device = call.mask.window, call.query.device
@@ -63,7 +62,7 @@ class Flash(Kernel):
         (n_batch, n_query, n_head, _), (n_key, n_kv_head, n_value) = call.query.shape, call.value.shape[1:]
         query, key, value = (
             t.flatten(0, 1) for t in of_one_width(call.query, call.key, call.value, multiple_of=UNIT)
-        )  # texts one after another
+        )  # all sequences concatenated
         text = torch.arange(n_batch + 1, dtype=torch.int32, device=device)
         gathered = varlen_attn(
             query, key, value, text * n_query, text * n_key, n_query, n_key,
@@ -77,11 +76,11 @@ class Flash(Kernel):
 def trusted(
     device: torch.device, dtype: torch.dtype, n_head: int, n_kv_head: int, width: int, n_value: int
 ) -> bool:
-    """Whether it agrees with SDPA in float64 on random numbers there, gradients too; cached."""
+    """Whether the kernel and its gradients agree with SDPA in float64 on random inputs on this device; cached."""
     query, key, value = (n_head, width), (n_kv_head, width), (n_kv_head, n_value)
 
     def error() -> float:
-        return max(_error(device, dtype, query, key, value, sizes) for sizes in TRIED)
+        return max(_error(device, dtype, query, key, value, sizes) for sizes in CHECKED_SIZES)
 
     return passes(
         error, BUDGET[dtype], f"flash attention is not used for windows on {device}, chunks are computed"
@@ -96,7 +95,7 @@ def _error(
     value: tuple[int, int],
     sizes: tuple[int, int, int, int],
 ) -> float:
-    """The largest relative error of one call and of its gradients."""
+    """Largest relative error of one call and its gradients."""
     n_batch, n_query, n_key, window = sizes
     mask, draw = Mask(n_query=n_query, n_key=n_key, window=window), seeded_normal(n_key, device, dtype)
     with torch.inference_mode(False), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Few queries over many keys: the G heads of one KV head become G more queries."""
+"""Few queries over many keys: the G query heads of a KV head are folded into the query axis."""
 
 import torch
 from jaxtyping import Float
@@ -7,21 +7,21 @@ from torch import Tensor
 from rehead.attention.kernels.base import Call, Kernel
 
 FEW_QUERIES = {torch.float64: 4, torch.float32: 4, torch.float16: 4, torch.bfloat16: 8}
-"""Up to this many queries it is the fastest (decoding, short chunks); measured, docs/log.md."""
+"""Number of queries up to which the kernel is the fastest (decoding, short chunks); measured, docs/log.md."""
 
 
 class Folded(Kernel):
-    """Two matrix products a KV head; keys and values are read once and never repeated."""
+    """Two matrix products per KV head; keys and values are read once and not repeated."""
 
     name = "folded"
     words = "query heads folded into rows"
 
     def limit(self, call: Call) -> str | None:
-        """See `Kernel.limit`."""
+        """Accept up to `FEW_QUERIES` queries."""
         return None if call.query.shape[1] <= FEW_QUERIES[call.query.dtype] else "many queries"
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """See `Kernel.run`."""
+        """Compute the call."""
         query, key, value = call.query, call.key, call.value
         batch, n_query, n_kv_head = query.shape[0], query.shape[1], key.shape[2]
         query = query.unflatten(2, (n_kv_head, -1)).permute(0, 2, 3, 1, 4)  # B K G L E

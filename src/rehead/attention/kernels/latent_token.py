@@ -1,8 +1,8 @@
-"""One token over a cache of latents: MQA whose one key is a row, and whose value is the row's first R columns.
+"""One token over a cache of latents: MQA whose key is a row and whose value is the row's first R columns.
 
 `latent_token_reference` is the definition. On a GPU, without gradients, `attend_latent_triton` reads the rows once
-instead of several times: where Triton is installed, and once it has agreed with the definition on that device, for
-that dtype and those sizes.
+instead of several times. It is used if Triton is installed, after a self-check against the definition on that device,
+for that dtype and those sizes.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from rehead.attention.kernels.token import token_weights
 from rehead.native import switch
 
 TRITON_ON = "cuda"
-"""The kind of device that has the kernel."""
-TRIED = ((1, 1), (2, 65), (3, 1100))
-"""Sequences and rows that it is tried on: one row, more than a tile, several parts."""
+"""The device type of the kernel."""
+CHECKED_SIZES = ((1, 1), (2, 65), (3, 1100))
+"""Sequences and rows of the self-check: one row, more than a tile, several parts."""
 
 
 def latent_token_reference(
@@ -29,7 +29,7 @@ def latent_token_reference(
     scale: float,
     hidden: Float[Tensor, "B 1 S"] | None = None,
 ) -> Float[Tensor, "B H R"]:
-    """What each query gathers of the first `rank` columns; `hidden` is 0, or minus infinity where it may not look."""
+    """Attention over `rows`, with their first `rank` columns as values. `hidden` is minus infinity for hidden rows."""
     return torch.bmm(token_weights(query, rows, scale, hidden), rows.narrow(2, 0, rank))
 
 
@@ -40,7 +40,7 @@ def attend_latent_token(
     scale: float,
     hidden: Float[Tensor, "B 1 S"] | None = None,
 ) -> Float[Tensor, "B H R"]:
-    """`latent_token_reference`, by the fastest kernel that has agreed with it."""
+    """Compute `latent_token_reference` with the fastest kernel that passed its self-check."""
     compute: Callable[..., Tensor] = latent_token_reference
     on_gpu = query.device.type == TRITON_ON and switch.gpu_refusal() is None
     if on_gpu and query.dtype in BUDGET and not torch.is_grad_enabled():
@@ -53,9 +53,9 @@ def attend_latent_token(
 def trusted(
     device: torch.device, dtype: torch.dtype, n_head: int, width: int, rank: int, hides: bool
 ) -> Callable[..., Tensor]:
-    """The Triton kernel if it agrees with the definition in float64 on random numbers there, else the definition.
+    """Return the Triton kernel if it agrees with the definition in float64 on random inputs, else the definition.
 
-    Cached; the first call takes the seconds that compiling takes.
+    Cached; the first call compiles the kernel, which takes some seconds.
     """
     try:
         from rehead.attention.kernels.latent_triton import attend_latent_triton
@@ -65,11 +65,11 @@ def trusted(
     def error() -> float:
         return max(
             _error(attend_latent_triton, device, dtype, (n, n_row, n_head, width), rank, hides)
-            for n, n_row in TRIED
+            for n, n_row in CHECKED_SIZES
         )
 
-    otherwise = f"the Triton kernel for MLA is not used on {device}, PyTorch decodes"
-    return attend_latent_triton if passes(error, BUDGET[dtype], otherwise) else latent_token_reference
+    fallback = f"the Triton kernel for MLA is not used on {device}, PyTorch decodes"
+    return attend_latent_triton if passes(error, BUDGET[dtype], fallback) else latent_token_reference
 
 
 def _error(
@@ -80,7 +80,7 @@ def _error(
     rank: int,
     hides: bool,
 ) -> float:
-    """The relative error of one call."""
+    """Relative error of one call."""
     n_batch, n_row, n_head, width = sizes
     draw = seeded_normal(n_row, device, dtype)
     query, rows, hidden = draw(n_batch, n_head, width), draw(n_batch, n_row, width), None

@@ -1,11 +1,12 @@
-"""Absorbed MLA for one token on a GPU: the cache of latents is cut into parts that are read at the same time, once.
+"""Absorbed MLA for one token on a GPU: the cache of latents is split into parts that are read in parallel, once.
 
-As in FlashDecoding and FlashMLA. A program takes up to 64 heads of one sequence and one part of its rows; a tile of
-rows serves as keys and, its first R columns, as values. What the parts gather is joined by the logarithms of their
-softmaxes' denominators. Any R and P; sums in float32.
+The method is that of FlashDecoding and FlashMLA. A program handles up to 64 heads of one sequence and one part of its
+rows; a tile of rows serves as keys, and its first R columns as values. The partial results are merged by the
+log-sum-exp of their scores. R and P are arbitrary; sums are in float32.
 
-In Triton, so only `latent_token` imports this file, and checks it there. Its results are tested in Triton's
-interpreter, on a CPU, and it is compiled for GPUs there; it has not been run on one, nor is its speed known.
+Only `latent_token` imports this file, since it needs Triton, and runs the self-check. The results are tested on a CPU
+in Triton's interpreter, and the kernel is compiled for GPUs there. It has not run on a GPU yet, and its speed is
+unknown.
 """
 
 import math
@@ -18,12 +19,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 TILE_BYTES = 2**15
-"""Of the latents, a tile: two of them and 16 queries fit any GPU's shared memory, with 64 queries an A100's."""
+"""Bytes of a tile of latents: two tiles fit any GPU's shared memory with 16 queries, an A100's with 64."""
 LEAST_ROWS = 256
-"""Rows of a part, at least: below, writing and joining it costs more than it saves (an estimate)."""
+"""Minimum number of rows of a part: below it, storing and merging a part costs more than it saves (an estimate)."""
 
 
-@triton.jit(do_not_specialize=["n_row", "n_row_part"])  # they grow: one program for all
+@triton.jit(do_not_specialize=["n_row", "n_row_part"])  # they grow: compile one program for all values
 @no_type_check
 def _part(
     query, rows, hidden, sums, logs, scale, n_row, n_row_part, n_head,
@@ -31,9 +32,9 @@ def _part(
     rank: tl.constexpr, rope: tl.constexpr, hides: tl.constexpr, precision: tl.constexpr,
     tile_h: tl.constexpr, tile_s: tl.constexpr, tile_r: tl.constexpr, tile_p: tl.constexpr,
 ):  # fmt: skip
-    """What some heads of one sequence gather from one part of its rows, and its logarithm to base 2.
+    """Attention of some heads of one sequence over one part of its rows, and the log-sum-exp to base 2.
 
-    `scale` is for powers of 2 too.
+    `scale` includes the factor for powers of 2.
     """
     batch, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * tile_h + tl.arange(0, tile_h)
@@ -77,7 +78,7 @@ def _part(
 @triton.jit(do_not_specialize=["n_part"])
 @no_type_check
 def _join(sums, logs, out, n_part, rank: tl.constexpr, tile_r: tl.constexpr):
-    """The parts of one head: their mean, each weighed by what its weights were divided by. 0 if it saw nothing."""
+    """Merge the parts of one head: their mean, weighted by the softmax denominators; 0 without visible rows."""
     head, column = tl.program_id(0).to(tl.int64), tl.arange(0, tile_r)
     highest, total, gathered = float("-inf"), 0.0, tl.zeros((tile_r,), tl.float32)
     for part in range(n_part):
@@ -101,14 +102,14 @@ def attend_latent_triton(
     *,
     n_part: int | None = None,
 ) -> Float[Tensor, "B H R"]:
-    """`latent_token_reference` in float32, bfloat16 or float16; a query that sees nothing gathers 0.
+    """Compute `latent_token_reference` in float32, bfloat16 or float16; a query without visible rows returns 0.
 
-    `hidden` is 0 where a row is seen and minus infinity elsewhere; hidden rows are not read. There are as many parts as
-    keep the GPU busy, unless `n_part` says how many.
+    `hidden` is 0 for visible rows and minus infinity for hidden ones, which are not read. `n_part` defaults to enough
+    parts to occupy the GPU.
     """
     (n_batch, n_head, width), n_row = query.shape, rows.shape[1]
     query, rows = (t if t.stride(2) == 1 else t.contiguous() for t in (query, rows))
-    shown = rows if hidden is None else hidden.contiguous()  # not looked at if nothing is hidden
+    mask = rows if hidden is None else hidden.contiguous()  # not read if nothing is hidden
     tile = tiles(n_head, width, rank, query.dtype)
     n_program = triton.cdiv(n_head, tile["tile_h"])
     if n_part is None:
@@ -120,8 +121,8 @@ def attend_latent_triton(
     out = query.new_empty((n_batch, n_head, rank))
     with torch.cuda.device_of(query):
         _part[n_batch, n_program, n_part](
-            query, rows, shown, sums, logs, scale / math.log(2), n_row, n_row_part, n_head,
-            query.stride(0), query.stride(1), rows.stride(0), rows.stride(1), shown.stride(0),
+            query, rows, mask, sums, logs, scale / math.log(2), n_row, n_row_part, n_head,
+            query.stride(0), query.stride(1), rows.stride(0), rows.stride(1), mask.stride(0),
             rank=rank, rope=width - rank, hides=hidden is not None, **tile,
         )  # fmt: skip
         _join[n_batch * n_head,](sums, logs, out, n_part, rank=rank, tile_r=tile["tile_r"])
@@ -129,21 +130,21 @@ def attend_latent_triton(
 
 
 def tiles(n_head: int, width: int, rank: int, dtype: torch.dtype) -> dict[str, Any]:
-    """How much a program holds: powers of 2, from 16 on, as a GPU's matrix products want them."""
+    """Return the tile sizes of a program: powers of 2 of at least 16, as a GPU's matrix products require."""
     tile_r = max(16, triton.next_power_of_2(rank))
-    exact = dtype == torch.float32  # no products of rounded numbers; slower
-    few = exact or n_head <= 32
+    exact = dtype == torch.float32  # multiply without rounding to tf32; slower
+    small = exact or n_head <= 32
     return {
         "precision": "ieee" if exact else "tf32",
-        "tile_h": 16 if few else 64,
+        "tile_h": 16 if small else 64,
         "tile_s": min(64, max(16, TILE_BYTES // (tile_r * dtype.itemsize))),
         "tile_r": tile_r,
         "tile_p": max(16, triton.next_power_of_2(width - rank)),
-        "num_warps": 4 if few else 8,
+        "num_warps": 4 if small else 8,
         "num_stages": 2,
     }
 
 
 def _processors(tensor: Tensor) -> int:
-    """Of the GPU it is on; 16 in the interpreter, on a CPU."""
+    """Number of multiprocessors of the tensor's GPU; 16 on a CPU, in the interpreter."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 16

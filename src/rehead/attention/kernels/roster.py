@@ -1,6 +1,6 @@
-"""Which kernel computes a call of `forward`: the first of `ROSTER` that does not refuse it.
+"""Chooses the kernel for a call of `forward`: the first of `ROSTER` that does not refuse it.
 
-A decoded token does not pass here: `lower` describes it (`attention/program.py`), and `decoding/` executes that.
+Decoded tokens do not use the roster: `lower` describes them (`attention/program.py`), and `decoding/` executes them.
 """
 
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ from rehead.attention.mask import Mask
 
 ROSTER: tuple[Kernel, ...] = (
     Folded(),  # a decoded token reads its keys once
-    Compiled(),  # computes little of what a mask hides
+    Compiled(),  # skips most hidden keys
     Flash(),
-    Windowed(),  # PyTorch's kernels compute all that a window hides
-    Blocked(),  # PyTorch's dropout keeps the weights three times
+    Windowed(),  # PyTorch's kernels also compute the keys that a window hides
+    Blocked(),  # PyTorch's dropout stores the weights three times
     Continued(),
     SDPA(),
     Reference(),
 )
-"""In the order of preference, measured (docs/log.md). The last refuses nothing."""
+"""Kernels in order of preference, as measured (docs/log.md). The last one refuses no call."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that computes a call, and why each kernel before it in the roster does not.
+    """The kernel that computes a call, and the reasons against the kernels before it in the roster.
 
-    `form` names the form in which a layer called, where it has several.
+    `form` is the layer's form of the call, if the layer has several.
     """
 
     kernel: Kernel
@@ -45,7 +45,7 @@ class Choice:
 
 
 def choose(call: Call) -> Choice:
-    """The first kernel of the roster that does not refuse the call."""
+    """Return the first kernel of the roster that does not refuse the call."""
     against: dict[str, str] = {}
     for kernel in ROSTER:
         reason = kernel.refuses(call)
@@ -65,7 +65,7 @@ def attend(
     score: ScoreFunction | None = None,
     pdrop: float = 0.0,
 ) -> Float[Tensor, "B L H V"]:
-    """`reference` of the same arguments, by the kernel that `choose` gives. `scale` is E ** -0.5 unless given."""
+    """Compute `reference` with the kernel that `choose` returns. `scale` defaults to E ** -0.5."""
     scale = float(key.shape[-1] ** -0.5) if scale is None else scale
     call = Call(query, key, value, mask, scale, score, pdrop)
     return choose(call).kernel.run(call)

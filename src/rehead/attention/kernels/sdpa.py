@@ -8,18 +8,18 @@ from rehead.attention.kernels.base import Call, Kernel
 
 
 class SDPA(Kernel):
-    """`torch.nn.functional.scaled_dot_product_attention`: O(L) memory in training and prefill, but for the mask."""
+    """`torch.nn.functional.scaled_dot_product_attention`: O(L) memory in training and prefill, except for the mask."""
 
     name = "SDPA"
     words = "SDPA"
     drops_weights = True
 
     def limit(self, call: Call) -> str | None:
-        """See `Kernel.limit`: anything."""
+        """Return None: every call is accepted."""
         return None
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """See `Kernel.run`."""
+        """Compute the call."""
         query, key, value = (t.transpose(1, 2) for t in of_one_width(call.query, call.key, call.value))
         square = call.mask.is_causal_square
         dense = None if square else call.mask.dense(query.device)
@@ -37,7 +37,7 @@ class SDPA(Kernel):
 
 
 def of_one_width(*tensors: Tensor, multiple_of: int = 1) -> tuple[Tensor, ...]:
-    """All as wide as the widest, filled up with zeros, which change no product."""
+    """Pad the last axis of all tensors to the width of the widest; the zeros change no product."""
     width = max(t.shape[-1] for t in tensors)
     width = -(-width // multiple_of) * multiple_of
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)

@@ -1,4 +1,4 @@
-"""One token over all rows of a cache: two products, which repeat nothing."""
+"""One token over all rows of a cache: two products, without repeating keys or values."""
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ def attend_token(
     scale: float,
     bias: Float[Tensor, "N 1 S"] | None = None,
 ) -> Float[Tensor, "N G V"]:
-    """`Folded` for one token, N = B K. `bias` is 0, or minus infinity for what is hidden."""
+    """Attention of one token, N = B K. `bias` is 0, or minus infinity for hidden rows."""
     return torch.bmm(token_weights(query, key, scale, bias), value)
 
 
@@ -22,7 +22,7 @@ def token_weights(
     scale: float,
     bias: Float[Tensor, "N 1 S"] | None = None,
 ) -> Float[Tensor, "N G S"]:
-    """The attention weights of one token."""
+    """Attention weights of one token."""
     added = query.new_empty(()) if bias is None else bias
     scores = torch.baddbmm(added, query, key.transpose(1, 2), beta=0 if bias is None else 1, alpha=scale)
     exact = torch.promote_types(scores.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""A sliding window of W in O(L W) time and memory, by kernels that know no windows."""
+"""A sliding window of W in O(L W) time and memory, with kernels that do not support windows."""
 
 import torch
 from jaxtyping import Float
@@ -10,15 +10,15 @@ from rehead.attention.kernels.sdpa import SDPA, of_one_width
 from rehead.attention.mask import Mask
 
 LONG = 512
-"""Keys from which chunks are faster than one call under a mask (measured, docs/log.md)."""
+"""Number of keys from which chunks are faster than one masked call (measured, docs/log.md)."""
 CHUNK = 64
-"""Queries that are computed together at most (measured, docs/log.md)."""
+"""Maximum number of queries per chunk (measured, docs/log.md)."""
 PARTS = (Blocked(), SDPA())
-"""The kernels of a chunk, in the order of preference."""
+"""The kernels for a chunk, in order of preference."""
 
 
 def window_limit(mask: Mask) -> str | None:
-    """Why a window is not worth, or not open to, a kernel of its own; None where it is."""
+    """Return the reason against a kernel for windows; None if one applies."""
     if not mask.is_band:
         return "no window, or positions are given"
     return None if mask.n_key >= max(LONG, 2 * (mask.window or 0)) else "few keys"
@@ -27,8 +27,8 @@ def window_limit(mask: Mask) -> str | None:
 class Windowed(Kernel):
     """Chunks of queries over overlapping views of the keys.
 
-    C queries in a row see W - 1 + C keys, all chunks under the same small mask. The first queries, whose
-    window would begin before the first key, and what is left over at the end are computed apart.
+    C consecutive queries see W - 1 + C keys, with the same small mask in every chunk. The first queries, whose
+    window would begin before the first key, and the remainder at the end are computed separately.
     """
 
     name = "windowed"
@@ -36,11 +36,11 @@ class Windowed(Kernel):
     drops_weights = True
 
     def limit(self, call: Call) -> str | None:
-        """See `Kernel.limit`."""
+        """Refuse calls without a window, and those with few keys."""
         return window_limit(call.mask)
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
-        """See `Kernel.run`."""
+        """Compute the chunks in one batch."""
         window, n_query = call.mask.window, call.query.shape[1]
         assert call.mask.is_band
         assert window is not None
@@ -51,14 +51,14 @@ class Windowed(Kernel):
         size = min(CHUNK, max(window, CHUNK // 2))
         n_chunk, rest = divmod(n_query - first, size)
 
-        def part(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             rule = Mask(n_query=queries.shape[1], n_key=keys.shape[1], window=window)
             chunk = Call(queries, keys, values, rule, call.scale, None, call.pdrop)
             return next(kernel for kernel in PARTS if kernel.refuses(chunk) is None).run(chunk)
 
         parts = []
         if first:
-            parts.append(part(query[:, :first], key[:, : past + first], value[:, : past + first]))
+            parts.append(attend_chunk(query[:, :first], key[:, : past + first], value[:, : past + first]))
         if n_chunk:
             begin, end = past + first - reach, key.shape[1] - rest
             queries = _batch_beside_heads(query[:, first : n_query - rest]).unflatten(0, (n_chunk, size))
@@ -66,13 +66,13 @@ class Windowed(Kernel):
                 _batch_beside_heads(t[:, begin:end]).unfold(0, reach + size, size).movedim(-1, 1)
                 for t in (key, value)
             )
-            together = part(queries, keys, values).flatten(0, 1)
-            parts.append(together.unflatten(1, (len(query), -1)).transpose(0, 1))
+            context = attend_chunk(queries, keys, values).flatten(0, 1)
+            parts.append(context.unflatten(1, (len(query), -1)).transpose(0, 1))
         if rest:
-            parts.append(part(query[:, -rest:], *(t[:, -(reach + rest) :] for t in (key, value))))
+            parts.append(attend_chunk(query[:, -rest:], *(t[:, -(reach + rest) :] for t in (key, value))))
         return torch.cat(parts, dim=1)[..., : call.value.shape[-1]]
 
 
 def _batch_beside_heads(t: Float[Tensor, "B S K E"]) -> Float[Tensor, "S BK E"]:
-    """Time first, so that it can be cut into chunks that overlap; a view where B is 1."""
+    """Move time to axis 0, so that it can be cut into overlapping chunks; a view if B is 1."""
     return t.transpose(0, 1).flatten(1, 2)
