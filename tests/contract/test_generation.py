@@ -214,8 +214,8 @@ def late_rotation(monkeypatch):
 
 
 def late_table(monkeypatch):
-    places = GPT._places
-    monkeypatch.setattr(GPT, "_places", lambda self, ids, at, start: places(self, ids, at, max(start - 1, 0)))
+    table_rows = GPT._table_rows
+    monkeypatch.setattr(GPT, "_table_rows", lambda self, ids, at, start: table_rows(self, ids, at, max(start - 1, 0)))
 
 
 def wide_window(monkeypatch):

@@ -1,4 +1,4 @@
-"""What every language model offers."""
+"""The contract of a language model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,25 +17,25 @@ from rehead.model.ids import require_ids, require_range
 from rehead.registry import Registry
 
 Decode = Callable[[Tensor, Sequence[Any]], Tensor]
-"""Token ids (B,) and the caches, which have one token more then: logits of the tokens after them, (B, vocab)."""
+"""Maps token ids (B,) and the caches to the next logits, (B, vocab), and appends the tokens to the caches."""
 
 models: Registry[type["LanguageModel"]] = Registry("model type")
 
 
 class LayerState(Protocol):
-    """A layer's cache, as generation sees it."""
+    """The interface of a layer's cache that generation uses."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes allocated."""
         ...
 
     def select_batch(self, rows: Int[Tensor, " B"]) -> None:
-        """Sequence i becomes what sequence `rows[i]` was."""
+        """Replace sequence i by sequence `rows[i]`."""
 
 
 class LanguageModel(nn.Module, ABC):
-    """Token ids in, the next token's logits out."""
+    """Maps token ids to the logits of the next tokens."""
 
     config: ModelConfig
     head: nn.Linear
@@ -47,11 +47,11 @@ class LanguageModel(nn.Module, ABC):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[Any] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """What `head` reads. Positions and cache as in `rehead.attention.Attention.forward`."""
+        """Return the input of `head`. Positions and cache are as in `rehead.attention.Attention.forward`."""
 
     @abstractmethod
     def new_cache(self, batch_size: int, capacity: int | None = None) -> list[Any]:
-        """An empty cache per layer, in the weights' dtype and on their device."""
+        """Return an empty cache per layer, in the weights' dtype and on their device."""
 
     def forward(
         self,
@@ -59,7 +59,7 @@ class LanguageModel(nn.Module, ABC):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[Any] | None = None,
     ) -> Float[Tensor, "B L N"]:
-        """Logits of the token after each of `ids`, (B, L, vocab). UsageError for what are not ids."""
+        """Return the logits of the token after each of `ids`, (B, L, vocab). Raises UsageError for invalid ids."""
         require_ids(ids, dims=(2,))
         if not ids.shape[1]:
             raise UsageError(
@@ -81,63 +81,63 @@ class LanguageModel(nn.Module, ABC):
             positions: Tensor | None = None,
             cache: Sequence[Any] | None = None,
         ) -> Tensor:
-            """See `forward`."""
+            """Call `forward`."""
 
     def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
-        """What `forward` gives for the tokens whose `hidden` these are."""
+        """Return the logits for the result of `hidden`."""
         return self.head(hidden)
 
     def lower(self) -> Program | None:
-        """One new token of every sequence as operations (`rehead.decoding`); None: only as `forward` computes it."""
+        """Return the operations of one new token (`rehead.decoding`); None if only `forward` can compute it."""
         return None
 
     def require_room(self, n_token: int) -> None:
-        """Refuse more tokens than the model has positions for."""
+        """Refuse more tokens than the model has positions."""
 
     def require_generates(self) -> None:
-        """Refuse what is no autoregressive model; most are."""
+        """Refuse a model that is not autoregressive; by default none is refused."""
 
     def tie(self) -> None:
-        """Make weights that are one share one tensor again, after they were replaced."""
+        """Tie shared weights again after they were replaced."""
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.head.weight.device
 
 
 def build(config: ModelConfig) -> LanguageModel:
-    """A freshly initialised model of `config`, drawn from torch's global generator."""
+    """Build a model of `config`, initialised with torch's global generator."""
     from rehead.config import model_types
 
     return models[model_types.name_of(type(config))](config)
 
 
 def require_model(model: object) -> None:
-    """Refuse what is not a model, such as the path of one."""
+    """Refuse an object that is not a model, such as the path of one."""
     if not isinstance(model, LanguageModel):
         what = f"{str(model)!r:.80}" if isinstance(model, str | Path) else f"a {type(model).__name__}"
         raise UsageError(f"model is {what}: expected a rehead model. Use rehead.load(path) first.")
 
 
 def skeleton(config: ModelConfig) -> LanguageModel:
-    """A model of `config` without numbers: every weight is on the meta device."""
-    with torch.device("meta"), _Undrawn():
+    """Build a model of `config` with all weights on the meta device."""
+    with torch.device("meta"), _NoInit():
         return build(config)
 
 
-class _Undrawn(TorchFunctionMode):
-    """Without `nn.init.normal_`, which on the meta device draws nothing but imports torch's compiler."""
+class _NoInit(TorchFunctionMode):
+    """Skips `nn.init.normal_`, which has no effect on the meta device but imports torch's compiler."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """All but that one."""
+        """Call any function except `nn.init.normal_`."""
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
 def require_length(n_token: int, limit: int) -> None:
-    """Refuse positions that a table of `limit` rows does not have."""
+    """Refuse more tokens than a position table of `limit` rows has."""
     if n_token > limit:
         raise UsageError(
             f"{n_token} tokens exceed block_size={limit}, the length of this model's position table: feed at "

@@ -39,7 +39,7 @@ class GPT(LanguageModel):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """The normed output of the last layer, as the head reads it."""
+        """Return the normed output of the last layer, the input of the head."""
         start = 0
         if cache is not None:
             start = cache[0].length
@@ -52,7 +52,7 @@ class GPT(LanguageModel):
         return self._normed(x)
 
     def lower(self) -> Program | None:
-        """See `LanguageModel.lower`."""
+        """Return the operations of one new token; None if a layer does not describe its `forward`."""
         if not all(describes(layer) for layer in self.layers):
             return None
         program, config = Program(), self.config
@@ -66,17 +66,17 @@ class GPT(LanguageModel):
         return program
 
     def require_room(self, n_token: int) -> None:
-        """Refuse more tokens than the table of positions has rows, if there is one."""
+        """Refuse more tokens than the position table has rows, if there is one."""
         if self.embed_positions is not None:
             require_length(n_token, self.config.block_size)
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> list[LayerCache]:
-        """An empty cache per layer; `capacity` tokens each, or growing."""
+        """Return an empty cache per layer, of `capacity` tokens or growing."""
         dtype, device = self.head.weight.dtype, self.device
-        return [kind.cache(batch_size, capacity, dtype, device) for kind in self.config.attention]
+        return [layer.cache(batch_size, capacity, dtype, device) for layer in self.config.attention]
 
     def tie(self) -> None:
-        """One tensor for the embedding and the head, if the config says so."""
+        """Share one tensor between the embedding and the head, if the config ties them."""
         if self.config.tie_embeddings:
             self.head.weight = self.embed_tokens.weight
 
@@ -86,14 +86,14 @@ class GPT(LanguageModel):
             x = x * self.config.embed_scale
         if self.embed_positions is None:
             return x
-        return x + self.embed_positions(self._places(ids, positions, start))
+        return x + self.embed_positions(self._table_rows(ids, positions, start))
 
     def _normed(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
-    def _places(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
-        """Rows of the position table; padding takes row 0, which nothing sees."""
+    def _table_rows(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
+        """Rows of the position table; padding uses row 0, since its output is never read."""
         if positions is None:
             return torch.arange(start, start + ids.shape[1], device=ids.device)
         return positions.clamp(min=0)

@@ -1,4 +1,4 @@
-"""Token ids as a caller gives them, checked before anything is computed."""
+"""Checks of the token ids that a caller passes."""
 
 import numpy as np
 from torch import Tensor
@@ -14,9 +14,9 @@ WAYS = {
 
 
 def require_ids(ids: object, name: str = "ids", dims: tuple[int, ...] = (1, 2)) -> Tensor | np.ndarray:
-    """`ids`, if they are whole numbers in a tensor or a NumPy array of so many dimensions.
+    """Return `ids` if they are integers in a tensor or a NumPy array whose number of dimensions is in `dims`.
 
-    UsageError says what was given instead. The range is checked where the vocabulary is known.
+    Raises UsageError otherwise. `require_range` checks the range.
     """
     rule = f"token ids are a tensor or an array of whole numbers, {' or '.join(SHAPES[n] for n in dims)}"
     if not isinstance(ids, Tensor | np.ndarray):
@@ -33,12 +33,12 @@ def require_ids(ids: object, name: str = "ids", dims: tuple[int, ...] = (1, 2)) 
 
 
 def require_range(ids: Tensor, vocab_size: int, name: str = "ids") -> None:
-    """Refuse ids outside the vocabulary, if there are any ids."""
+    """Refuse ids outside the vocabulary."""
     if not ids.numel():
         return
     smallest, largest = int(ids.min()), int(ids.max())
     if not 0 <= smallest <= largest < vocab_size:
         raise UsageError(
-            f"{name} holds {smallest} to {largest}: tokens are 0 to {vocab_size - 1} here. Encode it with the "
+            f"{name} holds {smallest} to {largest}: tokens are 0 to {vocab_size - 1} here. Encode the text with the "
             "model's own tokenizer."
         )

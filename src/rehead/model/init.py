@@ -1,13 +1,13 @@
-"""How a fresh model's weights are drawn: one rule per kind of weight, in one place.
+"""Initialisation of a model's weights: one rule per kind of weight.
 
 | weight                                        | drawn from                       |
 |-----------------------------------------------|----------------------------------|
 | embeddings, linear layers                     | N(0, 0.02)                       |
 | o_proj, down_proj (what writes to the stream) | N(0, 0.02 / sqrt(2 n_layer))     |
 | biases, norms                                 | 0; 1 (LayerNorm's bias 0)        |
-| learned scores                                | their own module's               |
+| learned scores                                | defined by their module          |
 
-GPT-2's, as in minGPT.
+The rules are GPT-2's, as in minGPT.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def initialise(model: nn.Module, n_layer: int) -> None:
-    """Draw every weight of a decoder, in place."""
+    """Initialise every weight of a decoder in place."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             writes = name.endswith(("o_proj", "down_proj"))

@@ -17,7 +17,7 @@ NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm
 
 
 class GELU(nn.Module):
-    """down(gelu(up x)), GPT-2's."""
+    """GPT-2's MLP: down(gelu(up x))."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -26,11 +26,11 @@ class GELU(nn.Module):
         self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
-        """Each position for itself."""
+        """Apply the MLP to each position."""
         return self.down_proj(gelu(self.up_proj(x)))
 
     def lower(self, program: Program, x: Slot) -> Slot:
-        """Write down `forward` of one token."""
+        """Append the operations of one token."""
         n_hidden, width = self.widths
         (up,) = program.linear(x, (self.up_proj, n_hidden), gelu=True)
         (down,) = program.linear(up, (self.down_proj, width))
@@ -38,7 +38,7 @@ class GELU(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate x) * up x), Llama's (Shazeer, arXiv 2002.05202)."""
+    """Llama's MLP: down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -48,11 +48,11 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
-        """Each position for itself."""
+        """Apply the MLP to each position."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def lower(self, program: Program, x: Slot) -> Slot:
-        """Write down `forward` of one token."""
+        """Append the operations of one token."""
         n_hidden, width = self.widths
         gate, up = program.linear(x, (self.gate_proj, n_hidden), (self.up_proj, n_hidden))
         (down,) = program.linear(program.add(Gate(gate, up)), (self.down_proj, width))
@@ -63,7 +63,7 @@ MLPS: dict[str, Callable[[GPTConfig], nn.Module]] = {"gelu": GELU, "swiglu": Swi
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + mlp(norm x), both times scaled; names are Llama's in Hugging Face."""
+    """x + scale * attention(norm x), then x + scale * mlp(norm x); names are Llama's in Hugging Face."""
 
     def __init__(self, config: GPTConfig, attention: AttentionConfig) -> None:
         super().__init__()
@@ -81,19 +81,19 @@ class Block(nn.Module):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """One layer."""
+        """Apply attention and MLP, each with its residual connection."""
         attended = self.self_attn(self.input_layernorm(x), positions=positions, cache=cache)
         x = self._add(x, attended)
         return self._add(x, self.mlp(self.post_attention_layernorm(x)))
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
-        """Write down `forward` of one token."""
+        """Append the operations of one token."""
         normed = program.add(Norm(x, self.input_layernorm))
         x = program.add(Add(program.call(self.self_attn, normed, x.width, layer), x, self.scale))
         normed = program.add(Norm(x, self.post_attention_layernorm))
         return program.add(Add(program.call(self.mlp, normed, x.width), x, self.scale))
 
-    def _add(self, x: Tensor, more: Tensor) -> Tensor:
-        """What the layer writes to the residual stream."""
-        more = self.resid_dropout(more)
-        return x + (more if self.scale == 1 else more * self.scale)
+    def _add(self, x: Tensor, update: Tensor) -> Tensor:
+        """Add a scaled update to the residual stream, with dropout."""
+        update = self.resid_dropout(update)
+        return x + (update if self.scale == 1 else update * self.scale)

@@ -1,4 +1,4 @@
-"""A model in another mode for a while."""
+"""Context managers for training and eval mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def modes_kept(*models: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, every part of `models` is afterwards in the mode (training or not) it was in."""
+    """Restore the mode (training or eval) of every submodule of `models` at the end, also after an exception."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     try:
         yield
@@ -19,7 +19,7 @@ def modes_kept(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """`models` in eval mode, without dropout; afterwards every part is in the mode it was in."""
+    """Put `models` into eval mode; restore the mode of every submodule at the end."""
     with modes_kept(*models):
         for model in models:
             model.eval()

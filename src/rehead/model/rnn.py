@@ -26,18 +26,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class StateCache:
-    """What an Elman layer remembers: h, (B, N), whatever the length of the past."""
+    """The state of an Elman layer: h, (B, N), for a past of any length."""
 
     def __init__(self, state: Float[Tensor, "B N"]) -> None:
         self.state = state
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes allocated."""
         return self.state.nbytes
 
     def select_batch(self, rows: Int[Tensor, " B"]) -> None:
-        """Sequence i becomes what sequence `rows[i]` was."""
+        """Replace sequence i by sequence `rows[i]`."""
         self.state = self.state[rows]
 
 
@@ -59,20 +59,20 @@ class ElmanLayer(nn.Module):
         state: Float[Tensor, "B N"] | None = None,
         padding: Tensor | None = None,
     ) -> Float[Tensor, "B L N"]:
-        """All states; at `padding`, (B, L) True, the state stands still."""
+        """Return all states; the state does not change where `padding`, (B, L), is True."""
         inputs = self.x_proj(x)
         state = inputs.new_zeros(len(x), self.h_proj.in_features) if state is None else state
         states = []
         for t in range(x.shape[1]):
-            following = self.activation(inputs[:, t] + self.h_proj(state))
-            state = following if padding is None else torch.where(padding[:, t, None], state, following)
+            next_state = self.activation(inputs[:, t] + self.h_proj(state))
+            state = next_state if padding is None else torch.where(padding[:, t, None], state, next_state)
             states.append(state)
         return torch.stack(states, dim=1)
 
 
 @models.add("rnn")
 class RNN(LanguageModel):
-    """An Elman language model: p(x_t | h_{t-1}); bidirectional ones exist to show why they are none."""
+    """An Elman language model: p(x_t | h_{t-1}). Bidirectional ones show why they cannot be language models."""
 
     def __init__(self, config: RNNConfig) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class RNN(LanguageModel):
         self.output = ACTIVATIONS[config.output_activation]
 
     def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
-        """y_t of each state; for a language model the logits of the token after it."""
+        """Return y_t of each state; in a language model, the logits of the next token."""
         return self.output(self.head(hidden))
 
     def hidden(
@@ -101,7 +101,7 @@ class RNN(LanguageModel):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[StateCache] | None = None,
     ) -> Float[Tensor, "B L N"]:
-        """h_t of the last layer. Positions only tell padding (-1), which leaves the state as it is."""
+        """Return h_t of the last layer. Only padding (-1) is read from the positions; it leaves the state unchanged."""
         padding = None if positions is None else (positions == EMPTY).expand(len(ids), -1)
         x = self.embd_dropout(self.embed_tokens(ids))
         if self.merge is None:
@@ -117,21 +117,21 @@ class RNN(LanguageModel):
         return torch.stack(prefixes, dim=1)
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> list[StateCache]:
-        """A zero state per layer; a state holds any number of tokens."""
+        """Return a zero state per layer; a state has no limit on the number of tokens."""
         weight = self.head.weight
         return [StateCache(weight.new_zeros(batch_size, self.config.n_hidden)) for _ in self.layers]
 
     def require_generates(self) -> None:
-        """Refuse the directions that cannot be sampled from left to right with a state."""
+        """Refuse a bidirectional network and one whose outputs are not a vocabulary."""
         if self.config.direction == "bidirectional":
             raise UsageError(
-                "a bidirectional RNN is no language model: its state at t-1 has read the tokens from t on, so "
-                "the product of p(x_t | h_{t-1}) is no distribution. Use direction=forward (or prefix)."
+                "a bidirectional RNN is not a language model: its state at t-1 has read the tokens from t on, so "
+                "the product of p(x_t | h_{t-1}) is not a distribution. Use direction=forward (or prefix)."
             )
         if self.config.n_output != self.config.vocab_size:
             raise UsageError(
-                f"this network has n_output={self.config.n_output} for vocab_size={self.config.vocab_size}: it "
-                "computes something, but no next token."
+                f"n_output={self.config.n_output} does not match vocab_size={self.config.vocab_size}: this network "
+                "cannot generate text. Set n_output to vocab_size."
             )
 
     def _run(
@@ -144,18 +144,18 @@ class RNN(LanguageModel):
         return x
 
     def _both_ways(self, x: Tensor) -> Tensor:
-        """f reads from the left, g from the right, h merges the two."""
+        """Run both directions and merge their states."""
         assert self.merge is not None
-        ahead, behind = self._run(x), x.flip(1)
+        forward, backward = self._run(x), x.flip(1)
         for layer in self.backward_layers:
-            behind = layer(behind)
-        return ACTIVATIONS[self.config.activation](self.merge(torch.cat([ahead, behind.flip(1)], dim=-1)))
+            backward = layer(backward)
+        return ACTIVATIONS[self.config.activation](self.merge(torch.cat([forward, backward.flip(1)], dim=-1)))
 
 
 def both_seen() -> RNN:
-    """The detector of CMU 10-423's first homework (B1 in docs/sources.md): y_t = 1 once both input bits have been 1.
+    """Build the detector of CMU 10-423's first homework (B1 in docs/sources.md): y_t = 1 once both bits have been 1.
 
-    Token 2 a + b stands for the input (a, b); W_hh = W_hx = I, b_h = 0, W_yh = [1 1], b_y = -1.
+    Token 2 a + b represents the input (a, b); W_hh = W_hx = I, b_h = 0, W_yh = [1 1], b_y = -1.
     """
     config = RNNConfig(
         vocab_size=4,

@@ -1,4 +1,4 @@
-"""rehead's own kernels: C++ for a CPU, built on first use, and the switch for all that is compiled."""
+"""rehead's own kernels: C++ for CPUs, built on first use, and the switch for all compiled kernels."""
 
 from rehead.native.build import NoKernel, library
 from rehead.native.switch import disable, mode, use

@@ -1,7 +1,7 @@
-"""The C++ files of this folder, each built once per machine by a compiler with PyTorch's OpenMP (GCC), and loaded.
+"""Builds each C++ file of this folder once per machine, with a compiler that uses PyTorch's OpenMP (GCC), and loads it.
 
-What is built, and why nothing is, the logger "rehead" says at level INFO: the command line shows that, a program that
-uses the library may.
+Builds and failures are logged to "rehead" at level INFO. The command line shows this log; a program that uses the
+library may.
 """
 
 import ctypes
@@ -23,21 +23,24 @@ HEADER = HERE / "vectors.h"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-fopenmp")
 LINK = ("-shared",)
-"""Apart from compiling: linking with -ffast-math would make the whole process flush small numbers to zero, and with
--fopenmp would bring a second OpenMP; PyTorch's own threads are used, so that no others wait for the same cores."""
+"""Flags of the separate link step. Linking with -ffast-math would flush subnormal numbers to zero in the whole process.
+Linking with -fopenmp would load a second OpenMP, whose threads would compete with PyTorch's for the cores."""
 TIMEOUT_SECONDS = 300
 
 
 class NoKernel(Exception):
-    """Why there is no kernel in C++ here, and what would help; nothing a user has to act on."""
+    """The reason why a kernel in C++ is not available, and a remedy. PyTorch then computes instead."""
 
-    def __init__(self, why: str, way_out: str = "Install g++.") -> None:
-        super().__init__(why)
-        self.way_out = way_out
+    def __init__(self, reason: str, remedy: str = "Install g++.") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 def library(name: str) -> ctypes.CDLL | NoKernel:
-    """The loaded kernels of `name`.cpp, or why there are none. The first call on a machine takes some seconds."""
+    """Return the library of `name`.cpp, or the reason why it is not available.
+
+    The first call on a machine compiles it, which takes some seconds.
+    """
     return NoKernel("compiled code is switched off") if switch.mode() == "0" else _loaded(name)
 
 
@@ -49,43 +52,43 @@ def _loaded(name: str) -> ctypes.CDLL | NoKernel:
         missing = problem
     except OSError as problem:
         missing = NoKernel(f"C++ cannot be built or loaded ({problem})", "Make ~/.cache/rehead writable.")
-    _say(f"{missing}: PyTorch computes instead, slower. {missing.way_out}")
+    _log_once(f"{missing}: PyTorch computes instead, slower. {missing.remedy}")
     return missing
 
 
 @cache
-def _say(message: str) -> None:
-    """Each once a process."""
+def _log_once(message: str) -> None:
+    """Log each message once per process."""
     logging.getLogger("rehead").info(message)
 
 
 def _built(name: str) -> Path:
-    """Where the library is: in the user's cache folder, under the digest of all that it depends on."""
-    problem = NoKernel(f"no C++ compiler ({', '.join(COMPILERS)})")
+    """Return the path of the library in the user's cache folder, built by the first compiler that succeeds."""
+    failure = NoKernel(f"no C++ compiler ({', '.join(COMPILERS)})")
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         try:
             return _built_by(compiler, name)
-        except NoKernel as found:
-            problem = found
-    raise problem
+        except NoKernel as problem:
+            failure = problem
+    raise failure
 
 
 def _built_by(compiler: str, name: str) -> Path:
     source = HERE / f"{name}.cpp"
-    words = " ".join((compiler, *FLAGS, *LINK))
-    made_of = [source.read_bytes(), HEADER.read_bytes(), words.encode(), instruction_sets().encode()]
-    digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+    command_line = " ".join((compiler, *FLAGS, *LINK))
+    inputs = [source.read_bytes(), HEADER.read_bytes(), command_line.encode(), instruction_sets().encode()]
+    digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
     folder = cache_folder()
-    place = folder / f"{name}-{digest}.so"
-    if place.exists():
-        return place
+    path = folder / f"{name}-{digest}.so"
+    if path.exists():
+        return path
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _say(f"building {name}.cpp for this machine, once ...")
+    _log_once(f"building {name}.cpp for this machine, once ...")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        parts, made = str(Path(scratch) / "made.o"), Path(scratch) / "made.so"
+        compiled, linked = str(Path(scratch) / "made.o"), Path(scratch) / "made.so"
         for command in (
-            [compiler, *FLAGS, "-c", str(source), "-o", parts],
-            [compiler, *LINK, parts, "-o", str(made)],
+            [compiler, *FLAGS, "-c", str(source), "-o", compiled],
+            [compiler, *LINK, compiled, "-o", str(linked)],
         ):
             try:
                 done = subprocess.run(
@@ -95,5 +98,5 @@ def _built_by(compiler: str, name: str) -> Path:
                 raise NoKernel(f"{compiler} took longer than {TIMEOUT_SECONDS} s") from None
             if done.returncode:
                 raise NoKernel(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
-        os.replace(made, place)  # whole or not at all, whoever else builds it
-    return place
+        os.replace(linked, path)  # atomic, also if another process builds it at the same time
+    return path

@@ -1,8 +1,8 @@
-// One token more of every row through a whole model: a list of operations, run by a few threads.
+// One token of every sequence through a whole model: a list of operations, executed by a few threads.
 //
-// Activations are float; weights and caches are float or bfloat16 and read where they are. Every row b has a position:
-// its token goes to cache row position % n_row, and sees min(position + 1, n_row) rows. No mask, no copy.
-// Built by build.py with GCC, or a compiler whose OpenMP is PyTorch's.
+// Activations are float; weights and caches are float or bfloat16 and are read in place. Every sequence b has a position:
+// its token is stored in cache row position % n_row and attends to min(position + 1, n_row) rows. No mask, no copy.
+// Built by build.py with GCC, or another compiler that uses PyTorch's OpenMP.
 
 #include <algorithm>
 #include <atomic>
@@ -18,8 +18,8 @@ namespace {
 
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-constexpr int64_t TILE = 64;  // keys whose scores are held at once
-constexpr int64_t AHEAD = 8192;  // bytes, at the least, by which reading memory runs ahead
+constexpr int64_t TILE = 64;  // keys whose scores are computed at once
+constexpr int64_t AHEAD = 8192;  // minimum distance of prefetches in bytes
 
 struct Bfloat16 { uint16_t bits; };
 
@@ -32,11 +32,11 @@ inline void store(Bfloat16* p, float x) {
     p->bits = x != x ? 0x7fc0 : uint16_t((w + 0x7fff + ((w >> 16) & 1)) >> 16);
 }
 
-// Number i of the result is the sum of v[i]: sixteen sums for little more than the price of five.
+// Element i of the result is the sum of v[i]: sixteen sums for little more than the cost of five.
 #if defined(__AVX512F__) && defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define SUMS_TOGETHER
-template <int D> inline Floats halve(Floats a, Floats b) {  // blocks of 2 D numbers to D of them, a's beside b's
+template <int D> inline Floats halve(Floats a, Floats b) {  // blocks of 2 D floats reduced to D, from a and b in turn
 #define LOW(i) ((i) & D ? W + (i) - D : (i))
 #define HIGH(i) ((i) & D ? W + (i) : (i) + D)
 #define ALL(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
@@ -55,7 +55,7 @@ inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
 enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE };
 
-struct Op {  // what the fields mean is said where they are read; native_program.py fills them in
+struct Op {  // set by native_program.py; the functions that read the fields document them
     int64_t kind, bfloat16, sync, add, gelu, centred, interleaved;
     const void *w, *w2, *b;
     const float* x;
@@ -67,14 +67,14 @@ struct Op {  // what the fields mean is said where they are read; native_program
 
 struct Call { const int64_t* ids; const int64_t* positions; int64_t batch; };
 
-// How `total` things are shared out: thread `id` of `n` does [from, to), in multiples of `step`.
+// Divides `total` items among n threads: thread `id` processes [from, to), in multiples of `step`.
 struct Share { int64_t from, to; };
 inline Share share(int64_t total, int64_t step, int64_t id, int64_t n) {
     int64_t blocks = (total + step - 1) / step;
     return {std::min(total, blocks * id / n * step), std::min(total, blocks * (id + 1) / n * step)};
 }
 
-template <class T> void embed(const Op& op, const Call& call, int64_t id, int64_t n) {  // w tokens, w2 positions
+template <class T> void embed(const Op& op, const Call& call, int64_t id, int64_t n) {  // w: tokens, w2: positions
     for (int64_t b = id; b < call.batch; b += n) {
         const T* token = (const T*)op.w + call.ids[b] * op.n;
         const T* place = op.w2 ? (const T*)op.w2 + call.positions[b] * op.n : nullptr;
@@ -104,9 +104,9 @@ inline void gelu(float* x, int64_t n) {
     for (; i < n; i++) x[i] = gelu(Floats{} + x[i])[0];
 }
 
-// out[i][j] = sum over k of a[i][k] b[j][k], I x J numbers: the products of a linear layer and of scores. Rows of b follow
-// one another in memory; what comes AHEAD of them or two calls later is fetched into the second cache meanwhile, in the
-// order of the addresses: the processor's own guess ends with each row.
+// out[i][j] = sum over k of a[i][k] b[j][k], I x J results: the product of linear layers and of scores. Rows of b are
+// contiguous in memory. Data at least AHEAD bytes or two calls further on is prefetched into the L2 cache in order of its
+// addresses, since the hardware prefetcher stops at the end of each row.
 template <int I, int J, class T>
 inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float out[I][J]) {
     Floats s[I * J] = {};
@@ -134,7 +134,7 @@ inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k
             for (int j = 0; j < J; j++) out[i][j] += a[i * lda + at] * number(b[j * ldb + at]);
 }
 
-// y[b][h][n] (+)= act(sum over k of x[b][h][k] w[h / group][n][k] + bias[h / group][n]); act not with +=
+// y[b][h][n] (+)= act(sum over k of x[b][h][k] w[h / group][n][k] + bias[h / group][n]); act is not combined with +=
 template <int I, int J, class T>
 inline void tile(const Op& op, const float* x, const T* w, const T* bias, float* y) {
     float out[I][J];
@@ -172,7 +172,7 @@ template <class T> void linear(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
-// y[b][h][k] = sum over n of x[b][h][n] w[h / group][n][k]: what moves an expansion to the query's side
+// y[b][h][k] = sum over n of x[b][h][n] w[h / group][n][k]: the transposed product, which absorbs an expansion into queries
 template <class T> void expand(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         int64_t b = at / op.heads, h = at % op.heads;
@@ -185,7 +185,7 @@ template <class T> void expand(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
-// heads of n numbers rotated; w, w2: cosines and signed sines by position
+// Rotates heads of width n; w, w2: cosines and signed sines by position
 void rotate(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         int64_t b = at / op.heads, half = op.n / 2;
@@ -201,7 +201,7 @@ void rotate(const Op& op, const Call& call, int64_t id, int64_t n) {
     }
 }
 
-// x[b][h] to the row of the cache (b, h, rows, k) that its position takes, from `column` on
+// Copies x[b][h] to the row of its position in the cache (b, h, rows, k), starting at `column`
 template <class T> void store_rows(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         int64_t b = at / op.heads, row = at * op.rows + call.positions[b] % op.rows;
@@ -210,7 +210,7 @@ template <class T> void store_rows(const Op& op, const Call& call, int64_t id, i
     }
 }
 
-// Up to I query heads over some keys: scores, a running softmax, and the sum of values, O(TILE) memory.
+// Attention of up to I query heads over some keys: scores, an online softmax and the sum of values, in O(TILE) memory.
 template <int I, class T>
 inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, const T* value, int64_t ldv, int64_t count,
                  int64_t width, int64_t n_value, float scale, float* top, float* total, float* y, int64_t y_head) {
@@ -248,7 +248,7 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
         for (int i = 0; i < I; i++) a[i][0] = load(y + i * y_head + v), a[i][1] = load(y + i * y_head + v + W);
         for (int64_t s = 0; s < count; s++) {
             Floats one = load(value + s * ldv + v), two = load(value + s * ldv + v + W);
-            for (int line = 0; line < 2 * W * int(sizeof(T)); line += 64)  // of the tile after this one
+            for (int line = 0; line < 2 * W * int(sizeof(T)); line += 64)  // prefetch the next tile
                 __builtin_prefetch((const void*)(uintptr_t(value) + ((s + TILE) * ldv + v) * sizeof(T) + line), 0, 2);
             for (int i = 0; i < I; i++) a[i][0] += p[i][s] * one, a[i][1] += p[i][s] * two;
         }
@@ -259,8 +259,8 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
             for (int64_t s = 0; s < count; s++) y[i * y_head + v] += p[i][s] * number(value[s * ldv + v]);
 }
 
-// Each of `heads` KV heads is read once by its `group` query heads. w keys (b, h, rows, k), w2 values of n numbers in
-// rows of w2_row; x_head from one head of a group to the next, x_kv from group to group.
+// Each of `heads` KV heads is read once for its `group` query heads. w: keys (b, h, rows, k); w2: values of width n in
+// rows of w2_row. x_head is the stride between heads of a group, x_kv the stride between groups.
 template <class T> void attend(const Op& op, const Call& call, int64_t id, int64_t n) {
     int64_t units = call.batch * op.heads, parts = units >= n ? 1 : std::min(n, op.group);
     std::vector<float> top(op.group), total(op.group);
@@ -319,7 +319,7 @@ template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t 
     }
 }
 
-// Where the threads of a call meet: all pass when the last has come.
+// Barrier of the threads of a call: all continue when the last one arrives.
 class Barrier {
   public:
     void meet(int64_t n) {

@@ -1,8 +1,8 @@
-// Whole sequences on a CPU, in float: attention of many queries with its gradients, and GELU with its own.
+// Whole sequences on a CPU, in float: attention of many queries and GELU, both with gradients.
 //
-// Attention takes one head and a few queries at a time: their scores, softmax, dropped weights and sums stay in the
-// processor's cache, and of what is hidden nothing is computed but the corners of tiles. The backward pass computes the
-// weights again, from the logarithms of the softmaxes' denominators, and dropped ones from the numbers drawn.
+// Attention processes one head and a tile of queries at a time: scores, softmax, dropout and sums stay in the processor's
+// cache. Masked tiles are skipped; only the corners of tiles are computed in vain. The backward pass recomputes the weights
+// from the saved log-sum-exp of the scores, and their dropout from the saved draws.
 // Built by build.py.
 
 #include <algorithm>
@@ -17,14 +17,14 @@
 namespace {
 
 typedef uint16_t Draws __attribute__((vector_size(32), aligned(2), may_alias));
-constexpr int64_t PANEL = 64;   // keys side by side
-constexpr int64_t TILE = 32;    // queries at a time
+constexpr int64_t PANEL = 64;   // keys in a packed panel
+constexpr int64_t TILE = 32;    // queries in a tile
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 inline float largest(Floats v) { float m = v[0]; for (int i = 1; i < W; i++) m = std::max(m, v[i]); return m; }
 inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// c[i][n] (+)= sum over k of a[i, k] b[k][n], I rows and J vectors; a may lie either way.
+// c[i][n] (+)= sum over k of a[i, k] b[k][n], for I rows and J vectors; a may be row- or column-major.
 template <int I, int J>
 inline void corner(const float* a, int64_t a_i, int64_t a_k, const float* b, int64_t b_k, float* c, int64_t c_i,
                    int64_t n_k, bool more) {
@@ -53,7 +53,7 @@ inline void rows(int64_t n_i, const float* a, int64_t a_i, int64_t a_k, const fl
     for (; i < n_i; i++) corner<1, J>(a + i * a_i, a_i, a_k, b, b_k, c + i * c_i, c_i, n_k, more);
 }
 
-// c (+)= a b for n_i rows, n_n columns, a multiple of W
+// c (+)= a b, for n_i rows and n_n columns; n_n is a multiple of W
 void product(int64_t n_i, int64_t n_n, int64_t n_k, const float* a, int64_t a_i, int64_t a_k, const float* b,
              int64_t b_k, float* c, int64_t c_i, bool more) {
     int64_t n = 0;
@@ -62,16 +62,16 @@ void product(int64_t n_i, int64_t n_n, int64_t n_k, const float* a, int64_t a_i,
     if (n < n_n) rows<1>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more);
 }
 
-struct Array { float* data; int64_t batch, time, head; };  // (B, L, H, E), numbers of a head side by side
+struct Array { float* data; int64_t batch, time, head; };  // (B, L, H, E) with strides; the last axis is contiguous
 
 struct Sizes {
-    int64_t n_batch, n_query, n_key, n_head, group, n_kv, width, n_value;  // group: query heads of a KV head; n_kv of those
-    int64_t causal, window;          // keys a query sees, its own included; 0: all
-    int64_t drawn, dropped;          // numbers drawn a query, 0 without dropout; those below `dropped` drop
+    int64_t n_batch, n_query, n_key, n_head, group, n_kv, width, n_value;  // group: query heads per KV head; n_kv: KV heads
+    int64_t causal, window;          // window: keys a query sees, its own included; 0: all
+    int64_t drawn, dropped;          // draws per query, 0 without dropout; a draw below `dropped` drops its weight
     double scale;
 };
 
-struct Seen { int64_t from, to; };  // the keys of query i
+struct Seen { int64_t from, to; };  // the visible keys of query i: [from, to)
 inline Seen seen(const Sizes& n, int64_t i) {
     if (!n.causal) return {0, n.n_key};
     int64_t to = i + n.n_key - n.n_query + 1;
@@ -90,7 +90,7 @@ void add(const float* from, int64_t padded, int64_t n, int64_t width, float* to,
     for (int64_t i = 0; i < n; i++)
         for (int64_t e = 0; e < width; e++) to[i * step + e] += from[i * padded + e];
 }
-// Columns [0, width) of n rows as panels of rows, PANEL rows of them side by side; what is beyond is 0
+// Pack columns [0, width) of n rows into panels of PANEL rows, transposed; the last panel is padded with 0
 void panels(const float* from, int64_t step, int64_t n, int64_t width, float* to) {
     for (int64_t start = 0; start < n; start += PANEL, to += width * PANEL) {
         int64_t some = std::min(PANEL, n - start);
@@ -100,7 +100,7 @@ void panels(const float* from, int64_t step, int64_t n, int64_t width, float* to
     }
 }
 
-// out = x panels for the panels' keys [from, to): columns from `from` on, a multiple of PANEL
+// out = x panels, for the keys [from, to) of the panels; `from` is a multiple of PANEL
 void against(int64_t n_i, const float* x, int64_t x_i, const float* packed, int64_t width, int64_t from, int64_t to,
              float* out, int64_t out_i) {
     for (int64_t key = from; key < to; key += PANEL)
@@ -108,7 +108,7 @@ void against(int64_t n_i, const float* x, int64_t x_i, const float* packed, int6
                 out + key - from, out_i, false);
 }
 
-// All ones where the number drawn for a pair keeps its weight: sixteen of one query's `draws`, from number `at` on.
+// Mask of all ones where a weight is kept, for sixteen of a query's `draws`, starting at index `at`.
 inline Integers kept(const uint16_t* draws, int64_t at, int64_t n_drawn, int64_t dropped) {
     Integers found;
     if (at >= 0 && at + W <= n_drawn) {
@@ -121,18 +121,18 @@ inline Integers kept(const uint16_t* draws, int64_t at, int64_t n_drawn, int64_t
 
 const Integers COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// One tile's place: queries [begin, begin + n) over keys [from, to), from a multiple of PANEL
+// One tile: queries [begin, begin + n) over keys [from, to); `from` is a multiple of PANEL
 struct Tile { int64_t begin, n, from, to, columns; };
 inline Tile tile(const Sizes& n, int64_t begin) {
     int64_t some = std::min(TILE, n.n_query - begin);
     int64_t from = seen(n, begin).from / PANEL * PANEL, to = seen(n, begin + some - 1).to;
     return {begin, some, from, to, whole(to - from, W)};
 }
-// Queries that share packed keys: with a window few enough that these stay in the cache
+// Number of queries that share packed keys; with a window, few enough for the keys to stay in the cache
 inline int64_t segment(const Sizes& n) {
     return n.causal && n.window ? std::max<int64_t>(256, whole(2 * n.window, TILE)) : whole(n.n_query, TILE);
 }
-// The keys that queries [begin, end) see, from a multiple of PANEL
+// The keys visible to queries [begin, end), starting at a multiple of PANEL
 inline Seen keys_of(const Sizes& n, int64_t begin, int64_t end) {
     return {seen(n, begin).from / PANEL * PANEL, seen(n, end - 1).to};
 }
@@ -143,7 +143,7 @@ inline int64_t widest(const Sizes& n) {
     return std::min(whole(n.n_key, W), n.causal && n.window ? whole(n.window + TILE + 2 * PANEL, W) : whole(n.n_key, W)) + W;
 }
 
-// Queries [first, last) of one head; packed keys and values begin with key `base`.
+// Attention of queries [first, last) of one head; packed keys and values start at key `base`.
 void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, const float* values, int64_t base, int64_t V,
                   const float* query, int64_t query_time, float* out, int64_t out_time, float* logs, Buffer& scratch,
                   int64_t first, int64_t last) {
@@ -188,7 +188,7 @@ void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, cons
 
 struct Packed { int64_t base; Buffer key, value, key_panels, value_panels; };
 
-// Gradients of queries [first, last) of one head, and what they add to those of keys and values, from key `base` on.
+// Gradients of queries [first, last) of one head; adds their part of the gradients of keys and values from key `base` on.
 void backward_head(const Sizes& n, const uint16_t* draws, const Packed& packed, int64_t E, int64_t V, const float* query,
                    int64_t query_time, const float* out, int64_t out_time, const float* upstream, int64_t up_time,
                    const float* logs, float* to_query, int64_t to_query_time, float* to_key, float* to_value,
@@ -216,7 +216,7 @@ void backward_head(const Sizes& n, const uint16_t* draws, const Packed& packed, 
                 Floats p = (at >= from) & (at < to) ? exponential(load(p_row + j) * scale - log) : Floats{};
                 Floats kept_p = p * grown;
                 if (n.drawn) kept_p = kept(draws + (begin + i) * n.drawn, j - from, n.drawn, n.dropped) ? kept_p : Floats{};
-                *(Floats*)(p_row + j) = (kept_p * load(u_row + j) - p * mean) * scale;  // of the products of q and k
+                *(Floats*)(p_row + j) = (kept_p * load(u_row + j) - p * mean) * scale;  // gradient of q k
                 *(Floats*)(u_row + j) = kept_p;
             }
         }
@@ -231,12 +231,12 @@ void backward_head(const Sizes& n, const uint16_t* draws, const Packed& packed, 
 
 inline float* at(const Array& x, int64_t b, int64_t h) { return x.data + b * x.batch + h * x.head; }
 
-// The slope of `gelu`
+// Derivative of `gelu`
 inline Floats gelu_slope(Floats x) {
     Floats square = x * x, s = 1 / (1 + exponential(-OUTER * (x + INNER * x * square)));
     return s + x * s * (1 - s) * OUTER * (1 + 3 * INNER * square);
 }
-// y = f(x, up), n numbers each, a vector at a time; without `up` zeros
+// y = f(x, up) for n elements, one vector at a time; a null `up` is passed as zeros
 template <class F> void each(const float* x, const float* up, float* y, int64_t n, int64_t n_thread, F f) {
     int64_t n_vector = n / W, rest = n % W;
 #pragma omp parallel for num_threads(n_thread)
@@ -261,7 +261,7 @@ void gelu_backward(const float* x, const float* up, float* to_x, int64_t n, int6
     each(x, up, to_x, n, n_thread, [](Floats v, Floats above) { return above * gelu_slope(v); });
 }
 
-// draws: (B, H, L, drawn) numbers of 16 bits, 15 of them used, for the keys from each query's first on. logs: (B, H, L)
+// draws: (B, H, L, drawn), 16 bits of which 15 are used, for each query's keys from the first visible one. logs: (B, H, L)
 void attend_forward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
                     const Array* out, float* logs, int64_t n_thread) {
     const Sizes& n = *sizes;
@@ -288,7 +288,7 @@ void attend_forward(const Sizes* sizes, const Array* query, const Array* key, co
     }
 }
 
-// Adds to the gradients of keys and values, which are 0 before.
+// Adds to the gradients of keys and values, which the caller initialises to 0.
 void attend_backward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
                      const Array* out, const Array* upstream, const float* logs, const Array* to_query,
                      const Array* to_key, const Array* to_value, int64_t n_thread) {

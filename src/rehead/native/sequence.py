@@ -1,6 +1,6 @@
-"""What sequence.cpp computes, as operators of PyTorch with gradients; who watches operators sees them too.
+"""The functions of sequence.cpp as PyTorch operators with gradients, so that profilers and dispatch modes see them.
 
-Attention of many queries and GELU, in float32. Nothing here checks whether a call is worth it.
+They are attention of many queries and GELU, in float32. The caller decides whether a call is faster than PyTorch's.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from rehead.native.build import NoKernel, library
 
 
 class Array(ctypes.Structure):
-    """(B, L, H, E) of floats, field for field the `Array` of sequence.cpp."""
+    """Floats (B, L, H, E), with the same fields as `Array` in sequence.cpp."""
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "time", "head")))
 
@@ -28,20 +28,20 @@ SIZES = (
 
 
 class Sizes(ctypes.Structure):
-    """Of one call, field for field the `Sizes` of sequence.cpp."""
+    """The sizes of one call, with the same fields as `Sizes` in sequence.cpp."""
 
     _fields_ = (*((name, ctypes.c_int64) for name in SIZES), ("scale", ctypes.c_double))
 
 
 def kernel() -> ctypes.CDLL | NoKernel:
-    """sequence.cpp, or why it is not there."""
+    """Return the library of sequence.cpp, or the reason why it is not available."""
     loaded = library("sequence")
     return loaded if isinstance(loaded, NoKernel) else _declared(loaded)
 
 
 @cache
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """The same, with the types of its functions told."""
+    """Return the library with the argument types of its functions declared."""
     loaded.sizes_size.restype = ctypes.c_int64
     assert loaded.sizes_size() == ctypes.sizeof(Sizes)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -53,9 +53,9 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def refuses(*tensors: Tensor) -> str | None:
-    """Why there is no such way for these tensors; None where there is.
+    """Return the reason why these tensors cannot be computed in C++; None if they can.
 
-    Not in a compiled graph, which has ways of its own.
+    Compiled graphs are refused: torch.compile generates its own kernels.
     """
     if torch.compiler.is_compiling():
         return "a compiled graph"
@@ -68,12 +68,12 @@ def refuses(*tensors: Tensor) -> str | None:
 
 
 def _run(name: str, *given: Any) -> None:
-    """One call; tensors go as pointers, the number of threads last."""
+    """Call a function of the library: tensors become pointers, the number of threads is added at the end."""
     loaded = kernel()
     if isinstance(loaded, NoKernel):
         raise loaded
-    plain = [t.data_ptr() if isinstance(t, Tensor) else t for t in given]
-    getattr(loaded, name)(*plain, torch.get_num_threads())
+    arguments = [t.data_ptr() if isinstance(t, Tensor) else t for t in given]
+    getattr(loaded, name)(*arguments, torch.get_num_threads())
 
 
 def _array(t: Tensor) -> Any:
@@ -82,7 +82,7 @@ def _array(t: Tensor) -> Any:
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
-    """The numbers of a head side by side."""
+    """Return the tensors with a contiguous last axis."""
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
@@ -96,7 +96,7 @@ def _sizes(
     dropped: int,
     scale: float,
 ) -> Any:
-    """What the kernel is told of a call; refuses sizes by which it would read or write beyond an end."""
+    """Return the sizes of a call for the kernel. Raises ValueError for sizes that would exceed a buffer."""
     batch, n_query, n_head, width = query.shape
     _, n_key, n_kv, n_value = value.shape
     drawn = 0 if draws is None else draws.shape[-1]
@@ -123,7 +123,7 @@ def _sizes(
     )  # fmt: skip
 
 
-# Not by PyTorch's decorator `custom_op`: the first call of one imports PyTorch's compiler, 1.6 s and 145 MB.
+# PyTorch's decorator `custom_op` is avoided: its first call imports PyTorch's compiler (1.6 s and 145 MB).
 _OPERATORS = torch.library.Library("rehead", "DEF")
 _RULE = "bool causal, int window, int dropped, float scale"
 _OPERATORS.define(
@@ -214,7 +214,7 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative, which PyTorch's own has
+        if torch.is_grad_enabled():  # second derivatives need PyTorch's own operator
             return torch.ops.aten.gelu_backward(upstream, x, approximate="tanh")
         return torch.ops.rehead.gelu_backward(x, upstream)
 
@@ -229,11 +229,11 @@ def attend(
     dropped: int,
     scale: float,
 ) -> Tensor:
-    """What queries (B, L, H, E) gather of values (B, S, K, V).
+    """Attention of queries (B, L, H, E) over keys (B, S, K, E) and values (B, S, K, V).
 
-    Causal queries are the last L of S; `window` keys each, 0 for all. `draws` (B, H, L, W), int16, are for the W keys
-    from the first that a query sees: where the low 15 bits are below `dropped`, the weight is. ValueError for sizes
-    that do not fit each other.
+    Causal queries are the last L of S. Each sees `window` keys, 0 for all. `draws` (B, H, L, W), int16, are for the W
+    keys from the first visible one: a weight is dropped if the low 15 bits are below `dropped`. Raises ValueError for
+    sizes that do not match.
     """
     given = query, key, value, draws, causal, window, dropped, scale
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):

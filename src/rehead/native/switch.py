@@ -1,4 +1,4 @@
-"""Which of rehead's own kernels may run. PyTorch computes whatever they do not."""
+"""The switch for rehead's own kernels. PyTorch computes everything else."""
 
 from rehead.errors import UsageError
 
@@ -11,7 +11,7 @@ _mode = "1"
 
 
 def use(mode: str) -> None:
-    """Choose one of `MODES` for this process, "1" unless chosen. Call it before anything is computed."""
+    """Set the mode of this process, one of `MODES`; the default is "1". Call it before computing anything."""
     global _mode
     if mode not in MODES:
         meanings = "; ".join(f"{name} is {meaning}" for name, meaning in MODES.items())
@@ -20,15 +20,15 @@ def use(mode: str) -> None:
 
 
 def mode() -> str:
-    """The one of `MODES` that was chosen."""
+    """Return the current mode, one of `MODES`."""
     return _mode
 
 
 def disable() -> None:
-    """`use("0")`: compute with PyTorch alone."""
+    """Compute with PyTorch alone, as `use("0")` does."""
     use("0")
 
 
 def gpu_refusal() -> str | None:
-    """Why the kernels for GPUs do not run; None where they were asked for."""
+    """Return the reason why the kernels for GPUs are off; None if they are on."""
     return None if _mode == "gpu" else "not switched on (REHEAD_NATIVE=gpu)"

@@ -1,4 +1,4 @@
-// What all kernels here compute with: vectors of 16 floats, the compiler's own, so any processor will do.
+// Vectors of 16 floats for all kernels, as extensions of the compiler, so that they work on any processor.
 
 #pragma once
 
@@ -8,13 +8,13 @@ namespace {
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(64)));
-constexpr int64_t W = 16;  // numbers in a vector
+constexpr int64_t W = 16;  // floats in a vector
 
 inline Floats load(const float* p) { return *(const Floats*)p; }
 inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 
-// e^x within 3e-7 of it (4e-6 without fused multiply-add), no less than 1e-38 and no more than 1e38: 2^n times a polynomial
-// on half a power of two either way.
+// e^x with a relative error of 3e-7 (4e-6 without fused multiply-add), clamped to [1e-38, 1e38]. Computed as 2^n times a
+// polynomial, where n is the nearest integer to x / ln 2.
 inline Floats exponential(Floats x) {
     x = x < -87.0f ? Floats{} - 87.0f : x > 88.0f ? Floats{} + 88.0f : x;
     Floats scaled = x * 1.44269504f;
@@ -25,7 +25,7 @@ inline Floats exponential(Floats x) {
     return (p * r * r + r + 1.0f) * (Floats)((n + 127) << 23);
 }
 
-// x sigmoid(2 u), which is x (1 + tanh u) / 2: GELU's tanh form
+// GELU's tanh form: x sigmoid(2 u) = x (1 + tanh u) / 2
 constexpr float OUTER = 1.5957691216f, INNER = 0.044715f;
 inline Floats gelu(Floats x) { return x / (1 + exponential(-OUTER * (x + INNER * x * x * x))); }
 
