@@ -192,7 +192,7 @@ def test_scaled_angles(tmp_path):
     import_file(path, tmp_path / "three")
     assert rehead.load(tmp_path / "three").config.attention[0].rope.scaling == scaling
     path = write(tmp_path / "o.gguf", model("llama"), "llama", more={"rope_freqs.weight": divisors**1.1})
-    refused(path, tmp_path / "out", "rope_freqs.weight", "otherwise than Llama 3.1")
+    refused(path, tmp_path / "out", "rope_freqs.weight", "differently from Llama 3.1")
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     import_file(write(tmp_path / "l.gguf", model("llama"), "llama", facts=linear), tmp_path / "linear")
     assert rehead.load(tmp_path / "linear").config.attention[0].rope.scaling.factor == 4
@@ -234,7 +234,7 @@ UNKNOWN = {
     "no cut": ({}, {"pre": None}, {}, "pre='default'"),
     "no tokenizer": ({}, {"model": None}, {}, "model is missing"),
     "few tokens": ({}, {"tokens": TOKENS[:-1]}, {}, f"tokens has {len(TOKENS) - 1}"),
-    "a token twice": ({}, {"tokens": [*TOKENS[:-1], "a"]}, {}, "1 of its tokens twice"),
+    "a token twice": ({}, {"tokens": [*TOKENS[:-1], "a"]}, {}, "1 duplicates"),
     "tokens that are numbers": ({}, {"tokens": [1] * len(TOKENS)}, {}, "something other than text"),
     "a merge": ({}, {"merges": [*MERGES, "t q"]}, {}, "merges has 't q'"),
     "bos": ({}, {"bos_token_id": 10**6}, {}, "bos_token_id=1000000"),

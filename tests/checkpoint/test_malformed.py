@@ -45,7 +45,7 @@ SAID = {
     "C30 auto_map": "code of its own",
     "C30 quantization_config": "quantised weights",
     "C32 GPTQ": "holds quantised weights (model.layers.0.self_attn.q_proj.qweight",
-    "C34 a later format": "upgrade it",
+    "C34 a later format": "upgrade rehead",
     "C34 an extra file": "extra.json is not recorded",
 }
 

@@ -90,7 +90,7 @@ def model(run):
     return Path("model")
 
 
-AGAIN = "Copy the folder again from where it is whole, or make it again.\n"
+AGAIN = "Copy the folder again from an intact copy, or create it again.\n"
 COPY = "Put a whole copy of it there.\n"
 
 
@@ -110,7 +110,7 @@ COPY = "Put a whole copy of it there.\n"
             '{"format": 2, "files": {}}',
             4,
             "model/MANIFEST.json has format=2, ",
-            "knows 1: upgrade it.\n",
+            "knows 1: upgrade rehead.\n",
         ),
         (
             "config.json",

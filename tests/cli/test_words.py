@@ -56,7 +56,7 @@ def test_the_option_that_was_typed_is_named(run, capfd):
 
 def test_a_place_under_a_file(run, capfd):
     said = refused(capfd, "convert", run, "input.txt/new", "--to", "mha")
-    assert "input.txt/new cannot be made: input.txt is a file. Choose a place in a folder." in said
+    assert "input.txt/new cannot be created: input.txt is a file. Choose a path in a folder." in said
     said = refused(capfd, "inspect", run, "--text", "God", "--html", "input.txt/page.html")
     assert "input.txt is a file" in said
 
@@ -126,7 +126,7 @@ def test_heal_gives_the_renewed_certificate(run, capfd):
     assert found["loss"] == document["certificate"]["loss"]
 
 
-UNDER_A_FILE = "cannot be made: input.txt is a file. Choose a place in a folder."
+UNDER_A_FILE = "cannot be created: input.txt is a file. Choose a path in a folder."
 WRONG_PLACES = (
     ("train data.path=input.txt system.work_dir=input.txt/x", "input.txt/x", UNDER_A_FILE),
     ("train data.path=input.txt system.work_dir=input.txt", UNDER_A_FILE),

@@ -215,7 +215,9 @@ def late_rotation(monkeypatch):
 
 def late_table(monkeypatch):
     table_rows = GPT._table_rows
-    monkeypatch.setattr(GPT, "_table_rows", lambda self, ids, at, start: table_rows(self, ids, at, max(start - 1, 0)))
+    monkeypatch.setattr(
+        GPT, "_table_rows", lambda self, ids, at, start: table_rows(self, ids, at, max(start - 1, 0))
+    )
 
 
 def wide_window(monkeypatch):

@@ -223,5 +223,5 @@ def test_threads_wait_for_each_other(name, monkeypatch):
     found, n_barrier = races(model)
     assert not found
     assert n_barrier <= 15 * len(MODELS[name])
-    monkeypatch.setattr(native_program.Span, "meets", lambda *_: False)
+    monkeypatch.setattr(native_program.Span, "overlaps", lambda *_: False)
     assert races(model)[0]

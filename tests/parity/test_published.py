@@ -119,7 +119,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("rope", CONTRADICTIONS.values(), ids=list(CONTRADICTIONS))
 def test_old_and_new_words_that_contradict_are_refused(rope, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(sizes("llama", 53, 24, 40, 1, 4, 64) | rope))
-    with pytest.raises(InvalidInput, match=r"in rope_parameters and .* beside it"):
+    with pytest.raises(InvalidInput, match=r"in rope_parameters and .* outside it"):
         read_config(tmp_path)
 
 

@@ -458,7 +458,7 @@ def test_a_width_that_the_llama_class_refuses_goes_out_as_mistral():
 
     sizes = {"n_query_head": 3, "n_kv_head": 1, "head_dim": 16, "n_embd": 40}
     config = ModelOptions(shape="llama", rope=True, n_layer=1, **sizes).resolve(53, 64)
-    with pytest.raises(ConfigError, match="n_embd, no multiple of n_query_head"):
+    with pytest.raises(ConfigError, match="n_embd, not a multiple of n_query_head"):
         stock.fitting(config, ["llama"])
     family = stock.fitting(config, list(families))
     assert family.architecture == "MistralForCausalLM"

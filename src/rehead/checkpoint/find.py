@@ -1,4 +1,4 @@
-"""Which folder a path means: a model folder, the newest good checkpoint of a run folder, or a model of the Hub."""
+"""Resolves a path to a model folder, the newest good checkpoint of a run folder, or a model of the Hub."""
 
 import os
 import re
@@ -14,12 +14,12 @@ from rehead.errors import IntegrityError, InvalidInput, ResourceError
 T = TypeVar("T")
 PICKLE = "model.pt"
 LISTINGS = 5
-"""A listing may miss a folder that is renamed meanwhile, all of them if the machine is busy."""
+"""Attempts to list a run's checkpoints, since a listing may miss folders that are renamed at the same time."""
 STEP = re.compile(r"step-([0-9]+)")
 
 
 def path_of(path: str | Path) -> Path:
-    """Return the path that a caller gives. Raises InvalidInput for anything but a text or a path."""
+    """Return a caller's argument as a Path. Raises InvalidInput unless it is a str or a path."""
     if not isinstance(path, str | os.PathLike):
         raise InvalidInput(
             f"path is {path!r:.40} ({type(path).__name__}): expected a text or a pathlib.Path."
@@ -28,7 +28,7 @@ def path_of(path: str | Path) -> Path:
 
 
 def resolve(path: Path) -> Path:
-    """Return the model folder that `path` means. Raises InvalidInput where there is none."""
+    """Return the model folder that `path` refers to. Raises InvalidInput if there is none."""
     try:
         return _resolve(path)
     except ResourceError:
@@ -38,9 +38,9 @@ def resolve(path: Path) -> Path:
 
 
 def read_at(path: Path, read: Callable[[Path], T]) -> T:
-    """Return `read(folder)` for the model folder that `path` means.
+    """Return `read(folder)` for the model folder that `path` refers to.
 
-    If that is a checkpoint of a run in training and the run drops it meanwhile, the next one is read.
+    If a run in training deletes that checkpoint in the meantime, the next one is read.
     """
     while True:
         folder = resolve(path)
@@ -77,7 +77,7 @@ def _resolve(path: Path) -> Path:
 
 
 def _refuse_pickled(path: Path) -> None:
-    """Refuse a work folder of minGPT's chargpt: its config.json is of another kind, its weights are a pickle."""
+    """Refuse a work folder of minGPT's chargpt: its config.json has another format, its weights are a pickle."""
     pickle = path if path.name == PICKLE else path / PICKLE
     if pickle.is_file() and not any(pickle.parent.glob("*.safetensors")):
         raise InvalidInput(
@@ -95,18 +95,18 @@ def is_run(path: Path) -> bool:
 def steps(run: Path) -> list[tuple[int, Path]]:
     """Return all published checkpoints of a run, oldest first, checked or not."""
     folders = (run / "checkpoints").glob("step-*")
-    found = [(int(match[1]), folder) for folder in folders if (match := STEP.fullmatch(folder.name))]
-    return sorted(found)
+    numbered = [(int(match[1]), folder) for folder in folders if (match := STEP.fullmatch(folder.name))]
+    return sorted(numbered)
 
 
 def newest_step(run: Path) -> Path | None:
-    """Return the newest checkpoint of a run whose every byte is as recorded; warn about those skipped."""
+    """Return the newest checkpoint of a run that matches its manifest; warn about damaged ones."""
     listings = (steps(run) for _ in range(LISTINGS))
     for _, folder in reversed(next(filter(None, listings), [])):
         try:
             verify(folder)
         except (IntegrityError, InvalidInput) as error:
-            if not folder.exists():  # dropped since it was listed, for newer ones
+            if not folder.exists():  # the run deleted it for newer ones after it was listed
                 return newest_step(run)
             if isinstance(error, InvalidInput):
                 raise

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub, at a commit that is named: `org/name@<40 hex digits>`.
+"""Models of the Hugging Face Hub, pinned to a commit: `org/name@<40 hex digits>`.
 
-A branch can change after it was measured, so it is refused. Files are in the Hub's own cache; neither pickles nor
-code are fetched.
+A branch can change after a measurement, so it is refused. Files are stored in the Hub's own cache; pickles and
+code are not fetched.
 """
 
 import re
@@ -15,11 +15,11 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED, LEFT = ["*.json", "*.safetensors", "*.md"], ["*/*"]
 """Files of a repository's top folder. The .md files are fetched because a manifest lists them."""
 PATIENCE = 5.0
-"""Seconds to wait for an answer about a model."""
+"""Timeout in seconds of a request about a model."""
 
 
 def pinned(path: str) -> bool:
-    """Whether this is a model of the Hub at a commit, and not a path."""
+    """Whether `path` names a model of the Hub at a commit."""
     match = NAME.fullmatch(path)
     return match is not None and match[2] is not None and COMMIT.fullmatch(match[2]) is not None
 
@@ -27,7 +27,7 @@ def pinned(path: str) -> bool:
 def snapshot(path: Path) -> Path | None:
     """Return the folder of the model that `path` names, fetched if necessary; None for a path of another form.
 
-    Raises InvalidInput for one that is not pinned, gated or not there, ResourceError without a network.
+    Raises InvalidInput for a model that is not pinned, is gated or does not exist, ResourceError without a network.
     """
     match = NAME.fullmatch(str(path))
     if match is None or (match[2] is None and path.parent.exists()):  # a local name, misspelt
@@ -54,12 +54,12 @@ def snapshot(path: Path) -> Path | None:
             name, revision=revision, timeout=PATIENCE
         )  # fails at once, a download after retries
         return Path(snapshot_download(name, **wanted))
-    except Exception as error:  # that of any HTTP library it may use
+    except Exception as error:  # of whichever HTTP library it uses
         raise _reason(name, revision, error) from error
 
 
 def _newest(name: str, revision: str) -> str:
-    """Return which commit a branch is at, as the end of a message; empty if that is unknown."""
+    """Return the sentence of a message that names a branch's commit; empty if it is unknown."""
     try:
         from huggingface_hub import HfApi
 

@@ -37,10 +37,10 @@ def save(
     files: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a model folder; `files` are further texts to put in it, such as tokenizer.json.
+    """Write a model folder atomically; `files` are further texts to put in it, such as tokenizer.json.
 
-    The folder appears whole or not at all. Raises InvalidInput if `path` exists, and for a name in
-    `files` that leads out of the folder or is that of the model's own config, weights or manifest.
+    Raises InvalidInput if `path` exists, and for a name in `files` that leads out of the folder or is that
+    of the model's own config, weights or manifest.
     """
     require_model(model)
     for name in files or {}:
@@ -54,7 +54,7 @@ def write(
 ) -> None:
     """Write the files of a model folder into a folder being published.
 
-    `special` are ids that generation_config.json keeps for other software.
+    `special` are ids that generation_config.json stores for other software.
     """
     tied = {name for name, _ in model.named_parameters()}  # a shared tensor has one name here
     write_weights(folder, {name: weight for name, weight in model.state_dict().items() if name in tied})
@@ -78,9 +78,9 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.huggingface`; a path
     that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
-    Weights keep their dtype; if there are several, all get the widest. With
+    Weights keep their dtype; if there are several dtypes, all get the widest. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
-    time: slower, for models larger than the memory. Raises UsageError for a device that is not there,
+    time: slower, for models larger than the memory. Raises UsageError for a device that is not available,
     InvalidInput for a folder that is not a model and for weights that do not fit the config, IntegrityError
     for a damaged file.
     """
@@ -142,7 +142,7 @@ def _config(table: dict[str, Any], where: str) -> ModelConfig:
 
 
 def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memory: bool) -> None:
-    """Put `weights`, read from `where`, in place of the model's own, name by name and shape by shape."""
+    """Replace the model's parameters by `weights`, read from `where`. Names and shapes must match."""
     expected = dict(model.named_parameters())
     for problem, names in (
         ("lacks", expected.keys() - weights.keys()),
@@ -170,7 +170,7 @@ def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memo
 
 
 def _warn_of_damage(model: LanguageModel, folder: Path) -> None:
-    """Warn of weights that hold NaN or infinity; what uses them will refuse them."""
+    """Warn about weights that hold NaN or infinity; generation and measurements refuse them."""
     ranges = ((name, torch.stack(materialise(weight).aminmax())) for name, weight in model.named_parameters())
     damaged = [name for name, range_ in ranges if not range_.isfinite().all()]
     if damaged:

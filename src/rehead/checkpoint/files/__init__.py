@@ -1,1 +1,1 @@
-"""Files on disk: whole or not at all, tensors read one at a time."""
+"""Files on disk: folders are published atomically, tensors are read one at a time."""

@@ -1,4 +1,4 @@
-"""Weights that are read when they are used and not kept, so that a model may be larger than the memory."""
+"""Weights that are read when they are used and not kept in memory, so that a model may be larger than the memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,16 +9,17 @@ from torch.utils._pytree import tree_map_only
 
 
 class Deferred(Tensor):
-    """A tensor of known shape and dtype whose numbers are recomputed for every operation that reads them.
+    """A tensor of known shape and dtype whose values are recomputed for every operation that reads them.
 
-    Modules take it like any other weight. Where gradients are computed, autograd keeps the numbers until then.
+    Modules accept it like any other weight. If gradients are computed, autograd keeps the values until the backward
+    pass.
     """
 
     make: Callable[[], Tensor]
 
     @staticmethod
     def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> "Deferred":
-        """`make` returns the numbers, in this shape and dtype."""
+        """Create a tensor whose values `make` returns, in this shape and dtype."""
         empty: Deferred = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         empty.make = make
         return empty
@@ -31,7 +32,7 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub says so of a disabled one
         cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the numbers; `detach` stays deferred."""
+        """Run an operation on the values; the result of `detach` stays deferred."""
         if operation is torch.ops.aten.detach.default:
             return cls(args[0].make, args[0].shape, args[0].dtype)
         args, kwargs = tree_map_only(cls, materialise, (args, kwargs or {}))
@@ -39,14 +40,14 @@ class Deferred(Tensor):
 
 
 def materialise(weight: Tensor) -> Tensor:
-    """Return a weight's numbers, in memory."""
+    """Return a weight's values in memory."""
     return weight.make() if isinstance(weight, Deferred) else weight
 
 
 def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
-    """Return `change(*weights)`; if one of them is deferred, it is computed every time it is read.
+    """Return `change(*weights)`; if a weight is deferred, the result is recomputed on every read.
 
-    `change` is also called once on meta tensors, for the shape and dtype of its result.
+    `change` is also called once with meta tensors to determine the shape and dtype of its result.
     """
     if not any(isinstance(weight, Deferred) for weight in weights):
         return change(*weights)

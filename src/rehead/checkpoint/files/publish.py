@@ -1,6 +1,6 @@
-"""Folders that appear whole or not at all, and can be checked for damage later.
+"""Publishes folders atomically, with a manifest that shows later damage.
 
-Everything is written beside the final name, flushed to disk and hashed; one rename publishes it.
+All files are written next to the final path, flushed to disk and hashed; one rename publishes the folder.
 """
 
 import errno
@@ -23,28 +23,28 @@ from rehead.errors import IntegrityError, InvalidInput, ResourceError
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 READ = (".json", ".safetensors")
-"""Files that rehead reads, so one that is not recorded is refused; a README is not refused."""
+"""Suffixes of files that rehead reads; such a file is refused if the manifest does not list it."""
 ASIDE = ".tmp-"
 LARGEST = 4 * 2**20
-"""Bytes of a manifest, at most."""
-AGAIN = "Copy the folder again from where it is whole, or make it again."
+"""Maximum size of a manifest in bytes."""
+AGAIN = "Copy the folder again from an intact copy, or create it again."
 OS_ERROR = re.compile(r"os error (\d+)")
-"""How safetensors reports an error of the system, such as a full disk."""
+"""The form in which safetensors reports a system error, such as a full disk."""
 
 
 @contextmanager
 def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a folder to write into; at the end of the block it becomes `folder`, in one step.
+    """Yield a folder to write into; at the end of the block it is renamed to `folder`.
 
-    A failure inside leaves `folder` as it was and nothing beside it. Raises InvalidInput where
+    A failure inside leaves `folder` unchanged and no other files. Raises InvalidInput if
     `folder` exists (with `overwrite`, unless it is a published folder), ResourceError
-    where the disk is full or read-only.
+    if the disk is full or read-only.
     """
     new: list[Path] = []
     try:
         require_folders(folder)
         _refuse_existing(folder, overwrite)
-        new = [place for place in folder.parents if not place.exists()]
+        new = [parent for parent in folder.parents if not parent.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f"{ASIDE}{folder.name}-", dir=folder.parent))
     except (InvalidInput, ResourceError):
@@ -58,7 +58,9 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if overwrite and folder.exists():
             _swap(aside, folder)
         else:
-            _refuse_existing(folder, overwrite=overwrite)  # another writer may have been faster
+            _refuse_existing(
+                folder, overwrite=overwrite
+            )  # another writer may have published it in the meantime
             aside.rename(folder)
         _sync(folder.parent)
     except (OSError, SafetensorError) as error:
@@ -70,11 +72,11 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _remove(aside: Path, parents: list[Path]) -> None:
-    """Remove the folder written to, and new parent folders that are empty."""
+    """Remove the unpublished folder, and new parent folders that are empty."""
     shutil.rmtree(aside, ignore_errors=True)
     with suppress(OSError):
-        for place in parents:
-            place.rmdir()
+        for parent in parents:
+            parent.rmdir()
 
 
 def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
         ) from error
     if version != FORMAT:
         raise IntegrityError(
-            f"{folder / MANIFEST} has format={version!r:.40}, this version of rehead knows {FORMAT}: upgrade it."
+            f"{folder / MANIFEST} has format={version!r:.40}, this version of rehead knows {FORMAT}: upgrade rehead."
         )
     if only is not None and only not in files:
         raise IntegrityError(f"{folder / only} is not recorded in {MANIFEST}: it was added later. Remove it.")
@@ -103,7 +105,7 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
         _require_recorded(folder, files if only is None else {only: files[only]})
         if only is None:
             _require_nothing_else(folder, files)
-    except OSError as error:  # unreadable, or dropped at this moment by the run it belongs to
+    except OSError as error:  # unreadable, or just deleted by the run that it belongs to
         raise IntegrityError(f"{folder} cannot be read: {error.strerror}. Check its permissions.") from error
     return dict(manifest)
 
@@ -122,20 +124,20 @@ def _require_recorded(folder: Path, files: dict[str, tuple[int, str]]) -> None:
 
 
 def _require_nothing_else(folder: Path, files: dict[str, tuple[int, str]]) -> None:
-    """Refuse a file that was added to those recorded."""
+    """Refuse a file that the manifest does not list."""
     for path in sorted(folder.iterdir()):
         if path.suffix in READ and path.name not in files and path.name != MANIFEST:
             raise IntegrityError(f"{path} is not recorded in {MANIFEST}: it was added later. Remove it.")
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Return the hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sweep(parent: Path) -> None:
-    """Remove what interrupted writers left in `parent`. Only its one writer may call this."""
+    """Remove the files of interrupted writers in `parent`. Only the single writer of `parent` may call this."""
     for aside in parent.glob(f"{ASIDE}*"):
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -144,7 +146,7 @@ def require_folders(path: Path) -> None:
     """Refuse a path that leads through a file."""
     for parent in path.parents:
         if os.path.lexists(parent) and not parent.is_dir():
-            raise ResourceError(f"{path} cannot be made: {parent} is a file. Choose a place in a folder.")
+            raise ResourceError(f"{path} cannot be created: {parent} is a file. Choose a path in a folder.")
 
 
 def _refuse_existing(folder: Path, overwrite: bool) -> None:
@@ -156,7 +158,7 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
         raise InvalidInput(f"{folder} exists: choose another name, or remove it first.")
     elif not (folder / MANIFEST).is_file():
         raise InvalidInput(
-            f"{folder} was not written by rehead ({MANIFEST} is not in it): it is not replaced."
+            f"{folder} was not written by rehead (it has no {MANIFEST}), so it is not replaced. Choose another name."
         )
 
 

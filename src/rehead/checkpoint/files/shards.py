@@ -1,6 +1,6 @@
-"""Weights in safetensors files: headers checked before anything is allocated, tensors read one at a time.
+"""Reads safetensors files: headers are checked before memory is allocated, tensors are read one at a time.
 
-A header that the format allows and no writer makes (holes, duplicates, absurd sizes) is refused.
+Holes, duplicates and absurd sizes are refused: the format allows them, but no writer produces them.
 """
 
 import json
@@ -34,8 +34,8 @@ BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull`, or download the file itself",
     b"<!doctype html": "a web page: download the file itself",
     b"<html": "a web page: download the file itself",
-    b"PK\x03\x04": "a zip archive or a pickle: convert it to safetensors where it was made",
-    b"\x80": "a pickle: convert it to safetensors where it was made",
+    b"PK\x03\x04": "a zip archive or a pickle: convert it to safetensors where it was created",
+    b"\x80": "a pickle: convert it to safetensors where it was created",
     b"\x1f\x8b": "compressed: unpack it first",
 }
 
@@ -48,7 +48,7 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Position of the first byte in the file."""
 
     @property
     def n_bytes(self) -> int:
@@ -65,19 +65,21 @@ class Shards:
         self._handles: dict[Path, int] = {}
         try:
             self._open()
-            for file in {entry.file for entry in self.entries.values()}:  # now: a run may drop its checkpoint
+            for file in {
+                entry.file for entry in self.entries.values()
+            }:  # now, before a run deletes the checkpoint
                 self._handles[file] = os.open(file, os.O_RDONLY)
                 weakref.finalize(self, os.close, self._handles[file])
-        except OSError as error:  # such as a checkpoint that its run has just dropped
+        except OSError as error:  # such as a checkpoint that its run has just deleted
             raise InvalidInput(f"{folder}: {error.strerror}: expected the model's weights there.") from error
 
     def deferred(self, name: str) -> Deferred:
-        """Return one tensor that stays in its file until it is used."""
+        """Return one tensor that stays in the file until it is used."""
         entry = self._readable(name)
         return Deferred(lambda: self.read(name), entry.shape, entry.dtype)
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, in memory of its own."""
+        """Return one tensor in new memory."""
         entry = self._readable(name)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         rest = bytes_of(tensor)
@@ -129,7 +131,7 @@ class Shards:
         for file in sorted(set(places.values())):
             path = index.parent / file
             if not path.exists():
-                raise InvalidInput(f"{index} names {file}, which is not there: download it.")
+                raise InvalidInput(f"{index} names {file}, which does not exist: download it.")
             for name, entry in read_header(path):
                 if places.get(name) != file:
                     raise InvalidInput(f"{path}: {name} is not listed there in {index.name}, or elsewhere.")
@@ -137,13 +139,13 @@ class Shards:
         for name, file in places.items():
             if name not in self.entries:
                 raise InvalidInput(f"{index}: {name!r:.100} is not in {file}.")
-        facts = table.get("metadata")
-        said = facts.get("total_size") if isinstance(facts, dict) else None
-        there = sum(entry.n_bytes for entry in self.entries.values())
-        if said is not None and said != there:
+        metadata = table.get("metadata")
+        declared = metadata.get("total_size") if isinstance(metadata, dict) else None
+        actual = sum(entry.n_bytes for entry in self.entries.values())
+        if declared is not None and declared != actual:
             raise InvalidInput(
-                f"{index}: total_size={said!r:.40}, its files hold {there:,} bytes of weights: they belong to another "
-                "index, or were changed. Download them again."
+                f"{index}: total_size={declared!r:.40}, its files hold {actual:,} bytes of weights: they belong to "
+                "another index, or were changed. Download them again."
             )
 
 
@@ -154,7 +156,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
-    """Yield names, types and shapes of a file's tensors. Raises before any of them is read."""
+    """Yield names and entries of a file's tensors. Raises before yielding any."""
     require_regular(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -179,9 +181,9 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise InvalidInput(f"{path}: __metadata__ holds something other than text.")
-    found = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
-    _require_gapless(path, found, 8 + length, size)
-    yield from found.items()
+    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
+    _require_gapless(path, entries, 8 + length, size)
+    yield from entries.items()
 
 
 def strict_json(path: Path, largest: int) -> Any:
@@ -189,7 +191,7 @@ def strict_json(path: Path, largest: int) -> Any:
     require_regular(path)
     try:
         if path.stat().st_size > largest:
-            raise InvalidInput(f"{path} has more than {largest:,} bytes: that is too much for such a file.")
+            raise InvalidInput(f"{path} has more than {largest:,} bytes, the limit for such a file.")
         text = path.read_text(encoding="utf-8")
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
     except OSError as error:
@@ -201,7 +203,7 @@ def strict_json(path: Path, largest: int) -> Any:
 def require_regular(path: Path) -> None:
     """Refuse a file that would block or never end (a pipe, a device), and a link out of the folder.
 
-    The Hugging Face cache keeps files under blobs/ and links to them from snapshots/; these are its own.
+    The Hugging Face cache stores files under blobs/ and links to them from snapshots/; these links are allowed.
     """
     try:
         mode = path.stat().st_mode
@@ -234,7 +236,7 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
             f"{where} holds {value['dtype']!r:.40}: rehead reads {', '.join(DTYPES)}, nothing quantised."
         )
     for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(one) is int and 0 <= one < 2**62 for one in numbers):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
             raise InvalidInput(
                 f"{where}: shape {shape!r:.80} and offsets {offsets!r:.80}: expected whole numbers."
             )
@@ -247,10 +249,10 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
     return entry
 
 
-def _require_gapless(path: Path, found: dict[str, Entry], begin: int, size: int) -> None:
+def _require_gapless(path: Path, entries: dict[str, Entry], begin: int, size: int) -> None:
     """Refuse holes, overlaps, and bytes after the last tensor."""
     end = begin
-    for name, entry in sorted(found.items(), key=lambda item: (item[1].offset, item[1].n_bytes)):
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].n_bytes)):
         if entry.offset != end:
             raise InvalidInput(
                 f"{path}: {name} begins at byte {entry.offset - begin:,}, expected {end - begin:,}: a hole or an "

@@ -1,4 +1,4 @@
-"""Weights into safetensors files, one tensor after another: only one of them has to be in memory."""
+"""Writes weights to safetensors files, one tensor at a time, so that only one has to be in memory."""
 
 import json
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from rehead.checkpoint.files.deferred import materialise
 from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, bytes_of
 
 MOST_BYTES = 5 * 10**9
-"""Bytes of one file; a larger model gets several, and an index."""
+"""Maximum size of a file in bytes; a larger model gets several files and an index."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], most_bytes: int = MOST_BYTES) -> None:
-    """Write `weights` as model.safetensors, or as several files and the index of them.
+    """Write `weights` as model.safetensors, or as several files with an index.
 
-    The files are those of safetensors' own `save_file`. Deferred weights are read as they are written.
+    The files are identical to those of safetensors' `save_file`. Deferred weights are read as they are written.
     """
     shards = _split(weights, most_bytes)
     if len(shards) == 1:

@@ -1,4 +1,4 @@
-"""GGUF files of llama.cpp, read into Hugging Face's folders."""
+"""Converts GGUF files of llama.cpp to Hugging Face folders."""
 
 from rehead.checkpoint.gguf.folder import Imported, import_file
 

@@ -1,7 +1,7 @@
-"""A GGUF file: its metadata, and its tensors in float32, one at a time.
+"""Reads a GGUF file: its metadata, and its tensors in float32, one at a time.
 
-The header is read here and not by the package `gguf`, whose reader trusts every count and offset; it dequantises.
-Written after ggml's `docs/gguf.md`, versions 2 and 3, little-endian.
+The header is not read by the package `gguf`, whose reader trusts every count and offset; the package only dequantises.
+The format is that of ggml's `docs/gguf.md`, versions 2 and 3, little-endian.
 """
 
 import math
@@ -26,10 +26,10 @@ LARGEST_HEADER = 64 * 2**20
 MOST_KEYS, MOST_ITEMS, MOST_AXES = 4096, 4 * 2**20, 4
 KEY = re.compile(r"[!-~]{1,256}")
 PIECE = 2**20
-"""Numbers dequantised at once, approximately."""
+"""Approximate number of elements that are dequantised at once."""
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Types of values, as struct has them; 7 is a bool."""
+"""Types of values by their codes in `struct`; 7 is a bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class Entry:
     """One tensor, as the header describes it."""
 
     type: str
-    """Its name in ggml, such as Q4_1."""
+    """The type's name in ggml, such as Q4_1."""
     shape: tuple[int, ...]
-    """As in PyTorch, the last axis contiguous."""
+    """As in PyTorch, with the last axis contiguous."""
     offset: int
-    """Of its first byte in the file."""
+    """Position of the first byte in the file."""
     n_bytes: int
     block: int
-    """Numbers that are quantised together, in `n_byte` bytes."""
+    """Number of elements that are quantised together, in `n_byte` bytes."""
     n_byte: int
 
 
@@ -71,22 +71,20 @@ class File:
         return Deferred(lambda: self.read(name), self.entries[name].shape, torch.float32)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, dequantised to float32. InvalidInput where it holds NaN or infinity."""
+        """Return one tensor, dequantised to float32. Raises InvalidInput if it holds NaN or infinity."""
         from gguf import GGMLQuantizationType, dequantize
 
         entry = self.entries[name]
         numbers = np.empty(entry.n_bytes // entry.n_byte * entry.block, np.float32)
         step = -(-PIECE // entry.block)  # blocks at once
         for begin in range(0, entry.n_bytes // entry.n_byte, step):
-            there = numbers[begin * entry.block : (begin + step) * entry.block]
-            n_byte = there.size // entry.block * entry.n_byte
+            part = numbers[begin * entry.block : (begin + step) * entry.block]
+            n_byte = part.size // entry.block * entry.n_byte
             data = os.pread(self._handle, n_byte, entry.offset + begin * entry.n_byte)
             if len(data) < n_byte:
                 raise IntegrityError(f"{self.path} was cut short while it was read.")
             with np.errstate(all="ignore"):
-                there[:] = dequantize(np.frombuffer(data, np.uint8)[None], GGMLQuantizationType[entry.type])[
-                    0
-                ]
+                part[:] = dequantize(np.frombuffer(data, np.uint8)[None], GGMLQuantizationType[entry.type])[0]
         if not np.isfinite(numbers).all():
             raise InvalidInput(
                 f"{self.path}: {name} holds NaN or infinity: it is damaged. Download it again."
@@ -111,11 +109,11 @@ class _Header:
             for _ in range(n_key):
                 key = self._name("key", KEY, facts)
                 facts[key] = self._value(key)
-            found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+            tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
             for _ in range(n_tensor):
-                name = self._name("tensor", NAME, found)
-                found[name] = self._tensor(name)
-            return facts, self._place(found, facts.get("general.alignment", 32))
+                name = self._name("tensor", NAME, tensors)
+                tensors[name] = self._tensor(name)
+            return facts, self._place(tensors, facts.get("general.alignment", 32))
 
     def _begin(self) -> None:
         begin = self.file.read(4)
@@ -142,14 +140,16 @@ class _Header:
             self._refuse(f"{name} has shape {list(shape)}: expected numbers from 1")
         return shape[::-1], self._number("I"), self._number("Q")
 
-    def _place(self, found: dict[str, tuple[tuple[int, ...], int, int]], alignment: Any) -> dict[str, Entry]:
-        """Tensors one after another, each at a multiple of `alignment`, to the file's end."""
+    def _place(
+        self, tensors: dict[str, tuple[tuple[int, ...], int, int]], alignment: Any
+    ) -> dict[str, Entry]:
+        """Return the entries of tensors, which must fill the file, each at a multiple of `alignment`."""
         if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             self._refuse(f"general.alignment={alignment!r:.40}: expected a power of two")
         sizes = _sizes()
         begin = -(-self.file.tell() // alignment) * alignment
         entries, expected = {}, 0
-        for name, (shape, number, offset) in found.items():
+        for name, (shape, number, offset) in tensors.items():
             if number not in sizes:
                 self._refuse(f"{name} holds type {number} of ggml, which the package gguf cannot dequantise")
             kind, block, n_byte = sizes[number]
@@ -192,7 +192,7 @@ class _Header:
         if kind == 7 and value > 1:
             self._refuse(f"{key} is a bool of {value}: expected 0 or 1")
         if kind == 6 and math.isfinite(value):
-            return float(str(np.float32(value)))  # as it was written: 1e-5 and not 9.999999747378752e-06
+            return float(str(np.float32(value)))  # the shortest decimal: 1e-5, not 9.999999747378752e-06
         return bool(value) if kind == 7 else value
 
     def _name(self, what: str, rule: re.Pattern[str], taken: dict[str, Any]) -> str:
@@ -200,7 +200,7 @@ class _Header:
         if not rule.fullmatch(name):
             self._refuse(f"{name!r:.100} is not a name for a {what}")
         if name in taken:
-            self._refuse(f"the {what} {name} is there twice")
+            self._refuse(f"the {what} {name} appears twice")
         return name
 
     def _text(self, what: str) -> str:
@@ -235,16 +235,16 @@ class _Header:
 
 
 def _sizes() -> dict[int, tuple[str, int, int]]:
-    """Of every type that can be dequantised, by its number: its name, numbers per block, bytes per block."""
+    """Return name, elements per block and bytes per block of every type that can be dequantised, by its number."""
     try:
         from gguf import GGML_QUANT_SIZES, dequantize
     except ImportError:
         raise UsageError('reading GGUF files needs the package gguf: pip install "rehead[gguf]".') from None
-    found = {}
+    sizes = {}
     for kind, (block, n_byte) in GGML_QUANT_SIZES.items():
         try:
             dequantize(np.zeros((1, n_byte), np.uint8), kind)
         except NotImplementedError:
             continue
-        found[int(kind)] = (kind.name, block, n_byte)
-    return found
+        sizes[int(kind)] = (kind.name, block, n_byte)
+    return sizes

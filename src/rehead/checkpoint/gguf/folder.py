@@ -1,4 +1,4 @@
-"""A GGUF file as a stock Hugging Face folder."""
+"""Converts a GGUF file to a stock Hugging Face folder."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,24 +19,23 @@ from rehead.model import skeleton
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What was imported."""
+    """Facts about an imported model."""
 
     architecture: str
     """The stock class, such as LlamaForCausalLM."""
     parameters: int
     types: dict[str, int]
-    """How many tensors of each type of ggml the file holds."""
+    """Number of tensors of the file by their type in ggml."""
     vocab_size: int
     chat_template: bool
-    """Whether the file had one; it is taken along and never run."""
+    """Whether the file has one; it is copied and never run."""
 
 
 def import_file(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Imported:
-    """Write a GGUF file of llama.cpp as a folder that `transformers`, and rehead, load.
+    """Write a GGUF file of llama.cpp as a folder that `transformers` and rehead load.
 
-    Quantised weights become the numbers they stand for, which float32 holds as the package `gguf` computes
-    them; another `dtype` rounds them. The folder appears whole or not at all. Raises InvalidInput or
-    IntegrityError naming what cannot be read.
+    Quantised weights are dequantised by the package `gguf` to float32 and then rounded to `dtype`. The folder
+    is published atomically. Raises InvalidInput or IntegrityError naming the part that cannot be read.
     """
     file = File(path)
     table, config = read_config(file)

@@ -1,4 +1,4 @@
-"""What a GGUF file calls the fields and weights of the stock classes."""
+"""The names of fields and weights in a GGUF file, and their names in the stock classes."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,7 +18,7 @@ from rehead.errors import InvalidInput
 from rehead.registry import nearest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Of GGUF; each is a model family's name too."""
+"""Architectures of GGUF; each is also the name of a model family."""
 OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -34,9 +34,9 @@ PARTS = {
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 FREQUENCIES = "rope_freqs.weight"
-"""What Llama 3.1 divides its angles by."""
+"""The tensor of divisors of Llama 3.1's angles."""
 SILENT = ("general.", "tokenizer.", "quantize.", "split.")
-"""Beginnings of keys that do not change what the model computes, or are read elsewhere."""
+"""Prefixes of keys that do not change what the model computes, or are read elsewhere."""
 
 
 def named(theirs: str) -> str:
@@ -73,14 +73,14 @@ def read_config(file: File) -> tuple[Table, GPTConfig]:
 
 
 class _Own(Fields):
-    """The keys of one architecture, without its name before them."""
+    """The keys of one architecture, without its name as prefix."""
 
     def __init__(self, table: Table, where: str, arch: str) -> None:
         super().__init__(table, where)
         self.arch = arch
 
     def take(self, name: str, kind: type, default: Any = ...) -> Any:
-        """See `Fields.take`."""
+        """Return the value of a key, whose name is prefixed with the architecture."""
         return super().take(f"{self.arch}.{name}", kind, default)
 
 
@@ -90,18 +90,17 @@ def _table(file: File, fields: _Own) -> Table:
     for name in ("attention.value_length", "rope.dimension_count"):
         if (value := fields.take(name, int, head_dim)) != head_dim:
             raise InvalidInput(
-                f"{file.path}: {fields.arch}.{name}={value}, its heads are {head_dim} wide: no stock class says that."
+                f"{file.path}: {fields.arch}.{name}={value}, its heads are {head_dim} wide: no stock class can "
+                "represent that."
             )
-    n_layer, there = (
-        fields.take("block_count", int),
-        {name.split(".")[1] for name in file.entries if "blk." in name},
-    )
-    if there != set(map(str, range(min(n_layer, len(file.entries))))):
+    n_layer = fields.take("block_count", int)
+    layers = {name.split(".")[1] for name in file.entries if "blk." in name}
+    if layers != set(map(str, range(min(n_layer, len(file.entries))))):
         raise InvalidInput(
-            f"{file.path}: {fields.arch}.block_count={n_layer}, its tensors are those of {len(there)} layers."
+            f"{file.path}: {fields.arch}.block_count={n_layer}, its tensors are those of {len(layers)} layers."
         )
     if (embedding := file.entries.get("token_embd.weight")) is None:
-        raise InvalidInput(f"{file.path} lacks token_embd.weight: it holds no whole model.")
+        raise InvalidInput(f"{file.path} lacks token_embd.weight: it does not hold a whole model.")
     vocab_size = fields.take("vocab_size", int, embedding.shape[0])
     if vocab_size != embedding.shape[0]:
         raise InvalidInput(
@@ -131,7 +130,7 @@ def _table(file: File, fields: _Own) -> Table:
 
 
 def _scaling(file: File, fields: _Own, theta: float, head_dim: int) -> Table:
-    """Return the scaling in transformers' words: none, linear, or what Llama 3.1's file holds as a tensor."""
+    """Return the scaling with transformers' keys: none, linear, or Llama 3.1's, which the file stores as a tensor."""
     kind = fields.take("rope.scaling.type", str, "linear")
     factor = fields.take("rope.scaling.factor", float, 0.0) or 1.0
     fields.take("rope.scaling.finetuned", bool, False)
@@ -149,14 +148,14 @@ def _scaling(file: File, fields: _Own, theta: float, head_dim: int) -> Table:
         if torch.allclose(known.scale(angles, theta), angles / divisors, rtol=1e-5, atol=0):
             return {"rope_type": "llama3", **vars(known)}
     raise InvalidInput(
-        f"{file.path}: {FREQUENCIES} changes the angles otherwise than Llama 3.1 does: no stock class says that."
+        f"{file.path}: {FREQUENCIES} changes the angles differently from Llama 3.1: no stock class can represent that."
     )
 
 
 def read_weights(file: File, config: GPTConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return all weights under our names, deferred, in float32.
 
-    `shapes` are those of our model. Raises InvalidInput naming a tensor of the file that has no place in it.
+    `shapes` are those of our model. Raises InvalidInput naming tensors of the file that do not match them.
     """
     family = families[file.facts["general.architecture"]]
     wanted = {named(weight.theirs): weight.ours[0] for weight in family.weights(config)}
@@ -168,21 +167,21 @@ def read_weights(file: File, config: GPTConfig, shapes: Mapping[str, torch.Size]
             raise InvalidInput(
                 f"{file.path} {problem} {len(names)} tensors: {', '.join(sorted(names)[:10]):.300}."
             )
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, ours in wanted.items():
         if file.entries[name].shape != shapes[ours]:
             raise InvalidInput(
                 f"{file.path}: {name} has shape {list(file.entries[name].shape)}, its metadata describes "
                 f"{list(shapes[ours])}."
             )
-        found[ours] = file.deferred(name)
+        weights[ours] = file.deferred(name)
         if file.facts["general.architecture"] == "llama" and (".attn_q." in name or ".attn_k." in name):
             first = config.attention[0]
             assert isinstance(first, GroupedConfig)
-            found[ours] = map_deferred(partial(half_split, head_dim=first.head_dim), found[ours])
-    return found
+            weights[ours] = map_deferred(partial(half_split, head_dim=first.head_dim), weights[ours])
+    return weights
 
 
 def half_split(rows: Tensor, head_dim: int) -> Tensor:
-    """Queries' or keys' rows of every head: pairs (2i, 2i + 1), as llama.cpp has Llama's, to (i, i + E/2)."""
+    """Permute the rows of each query or key head from llama.cpp's pairs (2i, 2i + 1) to (i, i + E/2)."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)

@@ -1,7 +1,7 @@
-"""The vocabulary in a GGUF file as a tokenizer.json.
+"""Converts the vocabulary in a GGUF file to a tokenizer.json.
 
-llama.cpp names the way a text is cut before its pieces are merged (`tokenizer.ggml.pre`) and has its regular
-expressions in its own source; those known here are written as the models' own tokenizer.json has them.
+A GGUF file only names its pre-tokenizer (`tokenizer.ggml.pre`), whose regular expressions are in llama.cpp's source.
+The pre-tokenizers supported here are copied from the models' own tokenizer.json.
 """
 
 import json
@@ -17,7 +17,7 @@ from rehead.errors import InvalidInput, ReheadError
 from rehead.registry import Registry
 
 CONTROL, OWN = 3, 4
-"""Types of tokens that are found whole in a text: those that steer a model, and those a user added."""
+"""Types of tokens that are matched before pre-tokenization: control tokens and user-defined ones."""
 SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -39,14 +39,14 @@ def _gpt2(inner: hf.Tokenizer) -> None:
 
 @CUTS.add("smollm")
 def _smollm(inner: hf.Tokenizer) -> None:
-    """Every digit alone, then as GPT-2."""
+    """Split off every digit, then split as GPT-2 does."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     inner.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
 @CUTS.add("llama-bpe")
 def _llama3(inner: hf.Tokenizer) -> None:
-    """Llama 3's; a piece that is a token as a whole is not cut, whatever the merges say."""
+    """Split with Llama 3's expression; a piece that is itself a token is kept without applying merges."""
     inner.pre_tokenizer = _expression(LLAMA3)
     inner.model.ignore_merges = True
 
@@ -65,8 +65,8 @@ def _expression(cut: str) -> pre_tokenizers.PreTokenizer:
 class Vocabulary:
     """The keys `tokenizer.ggml.*` of a file, for a model of `vocab_size` tokens.
 
-    Raises InvalidInput for a kind of vocabulary, or a way to cut, that is not known, and for lists that
-    do not fit together.
+    Raises InvalidInput for an unknown kind of vocabulary or pre-tokenizer, and for lists that do not match
+    each other.
     """
 
     def __init__(self, file: File, vocab_size: int) -> None:
@@ -92,7 +92,7 @@ class Vocabulary:
         ]
         self.cut = self._take("pre", str, "default")
         if self.cut not in CUTS:
-            raise self._wrong(f"pre={self.cut!r:.40}: rehead knows how {', '.join(CUTS)} cut a text")
+            raise self._wrong(f"pre={self.cut!r:.40}: rehead knows the pre-tokenizers {', '.join(CUTS)}")
         self.ids = {key: self._take(key, int, None) for key in SPECIAL.values()}
         for key, token in self.ids.items():
             if token is not None and not 0 <= token < vocab_size:
@@ -108,15 +108,15 @@ class Vocabulary:
         }
 
     def files(self, length: int) -> dict[str, str]:
-        """tokenizer.json, tokenizer_config.json for texts of `length` tokens, and the chat template if there is one."""
-        spoken = {
+        """Return tokenizer.json, tokenizer_config.json for a context of `length` tokens, and any chat template."""
+        special = {
             name: self.tokens[self.ids[key]] for name, key in SPECIAL.items() if self.ids[key] is not None
         }
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": length,
             "clean_up_tokenization_spaces": False,
-            **spoken,
+            **special,
         }
         texts = {
             "tokenizer.json": self._json(),
@@ -126,23 +126,23 @@ class Vocabulary:
         return texts | ({"chat_template.jinja": template} if isinstance(template, str) else {})
 
     def _json(self) -> str:
-        """Return the tokenizer as the library `tokenizers` writes it. Its panics are not Exceptions."""
+        """Return the tokenizer as the library `tokenizers` writes it."""
         try:
             return self._tokenizer().to_str(pretty=True)
         except (ReheadError, MemoryError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:
-            raise self._wrong(f"*: {error!s:.200}. The library `tokenizers` does not take it") from None
+        except BaseException as error:  # the library's panics are not Exceptions
+            raise self._wrong(f"*: {error!s:.200}. The library `tokenizers` does not accept it") from None
 
     def _tokenizer(self) -> hf.Tokenizer:
         ids = {token: index for index, token in enumerate(self.tokens)}
         if len(ids) < len(self.tokens):
-            raise self._wrong(f"tokens has {len(self.tokens) - len(ids)} of its tokens twice")
+            raise self._wrong(f"tokens has {len(self.tokens) - len(ids)} duplicates")
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in self.merges)]
         for left, right in pairs:
             if not {left, right, left + right} <= ids.keys():
                 raise self._wrong(
-                    f"merges has '{left:.40} {right:.40}': these two and their whole are tokens"
+                    f"merges has '{left:.40} {right:.40}': both parts and their concatenation must be tokens"
                 )
         inner = hf.Tokenizer(models.BPE(ids, pairs))
         CUTS[self.cut](inner)
@@ -153,7 +153,7 @@ class Vocabulary:
         return inner
 
     def _add_ends(self, inner: hf.Tokenizer) -> None:
-        """Add the tokens that begin and end every text, if the file asks for them."""
+        """Add the tokens that begin and end every text, if the file requests them."""
         ends = {
             "bos_token_id": self._take("add_bos_token", bool, self.cut == "llama-bpe"),
             "eos_token_id": self._take("add_eos_token", bool, False),
@@ -161,7 +161,7 @@ class Vocabulary:
         added = {key: self.ids[key] for key, on in ends.items() if on}
         for key, token in added.items():
             if token is None:
-                raise self._wrong(f"{key} is missing, and is to be added to every text")
+                raise self._wrong(f"{key} is missing, but must be added to every text")
         begin, end = ([self.tokens[added[key]]] if key in added else [] for key in ends)
         if added:
             inner.post_processor = processors.TemplateProcessing(
@@ -173,7 +173,7 @@ class Vocabulary:
     def _take(self, name: str, kind: type, default: Any = ...) -> Any:
         value = self.file.facts.get(f"tokenizer.ggml.{name}", default)
         if value is ...:
-            raise self._wrong(f"{name} is missing: without a tokenizer no text fits the model")
+            raise self._wrong(f"{name} is missing: the model is unusable without a tokenizer")
         if value is not default and type(value) is not kind:
             raise self._wrong(f"{name}={value!r:.40}: expected {kind.__name__}")
         return value

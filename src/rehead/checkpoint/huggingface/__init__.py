@@ -1,1 +1,1 @@
-"""Hugging Face's families: a table of names and fields each."""
+"""Hugging Face's families: each is a table of names and fields."""

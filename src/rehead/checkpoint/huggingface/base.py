@@ -68,17 +68,17 @@ QUANTISED = (".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_scale_i
 
 
 def require_plain(names: Iterable[str], where: str) -> None:
-    """Refuse quantised weights, which are known by the names beside them."""
-    found = sorted(name for name in names if name.endswith(QUANTISED))
-    if found:
+    """Refuse quantised weights, which are recognised by the suffixes of their names."""
+    quantised = sorted(name for name in names if name.endswith(QUANTISED))
+    if quantised:
         raise InvalidInput(
-            f"{where} holds quantised weights ({found[0]:.100} and {len(found) - 1} like it): rehead reads float32, "
-            "bfloat16 and float16. Take the model as it was before."
+            f"{where} holds quantised weights ({quantised[0]:.100} and {len(quantised) - 1} like it): rehead reads "
+            "float32, bfloat16 and float16. Use the model from before its quantisation."
         )
 
 
 class Fields:
-    """A config.json, read key by key; keys that were not read are refused."""
+    """A config.json that is read key by key; `finish` refuses keys that were not read."""
 
     def __init__(self, table: Table, where: str) -> None:
         self._left, self.where = dict(table), where
@@ -97,7 +97,7 @@ class Fields:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether the key is there, null or not. For a missing one transformers takes its own default."""
+        """Whether the key is present, null or not. For a missing one transformers takes its own default."""
         return name in self._left
 
     def expect(self, name: str, *allowed: Any) -> None:
@@ -109,9 +109,9 @@ class Fields:
             )
 
     def rope(self, length: int) -> RopeConfig:
-        """Read the rotary embedding of a model of `length` positions, in the keys of transformers 5 or before.
+        """Read the rotary embedding of a model of `length` positions, from the keys of transformers 5 or earlier.
 
-        These are `rope_parameters`, `rope_theta` and `rope_scaling`, or all of them where they agree.
+        These are `rope_parameters`, and `rope_theta` with `rope_scaling`. If both are given, they must agree.
         """
         table = _renamed(self.take("rope_parameters", dict, {}))
         old = _renamed(self.take("rope_scaling", dict, {}))
@@ -119,7 +119,7 @@ class Fields:
         for name, value in (old if theta is None else {"rope_theta": theta, **old}).items():
             if table.setdefault(name, value) != value:
                 raise InvalidInput(
-                    f"{self.where}: {name} is {table[name]!r:.40} in rope_parameters and {value!r:.40} beside it: "
+                    f"{self.where}: {name} is {table[name]!r:.40} in rope_parameters and {value!r:.40} outside it: "
                     "remove one."
                 )
         theta = table.pop("rope_theta", 10_000.0)
@@ -128,7 +128,7 @@ class Fields:
             scaling = None
             if table:
                 raise InvalidInput(
-                    f"{self.where}: rope_type default with {', '.join(table)}, which mean nothing there."
+                    f"{self.where}: rope_type default with {', '.join(table)}: the default takes no other keys."
                 )
         elif not isinstance(kind, str) or kind not in scalings:
             raise InvalidInput(
@@ -145,12 +145,11 @@ class Fields:
         return RopeConfig(theta=float(theta), scaling=scaling)
 
     def finish(self) -> None:
-        """Refuse keys that were not read and may mean something."""
+        """Refuse keys that were not read and may change what the model computes."""
         for name, value in self._left.items():
             if name not in UNREAD and value not in (None, False, [], {}):
                 raise InvalidInput(
-                    f"{self.where}: {name}={value!r:.60}: rehead does not know this key, and does not guess what "
-                    "it changes."
+                    f"{self.where}: {name}={value!r:.60}: rehead does not know this key, which may change the model."
                 )
 
 
@@ -180,16 +179,15 @@ def _one_list(table: Table, length: int, where: str) -> Table:
     factor = length / reach if stretch is None else stretch
     if not isinstance(factor, int | float):
         raise InvalidInput(f"{where}: longrope factor={factor!r:.40}: expected a number.")
-    grown = math.sqrt(1 + math.log(factor) / math.log(reach)) if factor > 1 else 1.0
+    default = math.sqrt(1 + math.log(factor) / math.log(reach)) if factor > 1 else 1.0
     given = table.get("attention_factor")
-    return {"factors": short, "attention_factor": grown if given is None else given}
+    return {"factors": short, "attention_factor": default if given is None else given}
 
 
 def write_rope(rope: RopeConfig | None, length: int) -> Table:
     """Return the keys of a rotary embedding over `length` positions, for transformers 5 and for earlier releases.
 
-    Earlier releases, and other engines, read `rope_theta` and `rope_scaling` and would take 10000 where
-    they are missing.
+    Earlier releases and other engines read `rope_theta` and `rope_scaling`, and take 10000 for a missing theta.
     """
     assert rope is not None
     table: Table = {"rope_type": "default"}
@@ -211,10 +209,10 @@ def write_rope(rope: RopeConfig | None, length: int) -> Table:
 
 
 def refuse(fields: dict[str, bool], architecture: str) -> None:
-    """Raise ConfigError naming the fields that are true: those the class cannot represent."""
-    found = [name for name, bad in fields.items() if bad]
-    way = "Choose another --format, or change the attention with `rehead convert`."
-    if any(name.startswith(("norm", "mlp", "learned_positions", "scales")) for name in found):
-        way = "Conversions change the attention only: choose another --format, or train it with model.shape=llama."
-    if found:
-        raise ConfigError(f"{architecture} cannot represent this model's {', '.join(found)}. {way}")
+    """Raise ConfigError naming the fields whose value is True: those that the class cannot represent."""
+    refused = [name for name, bad in fields.items() if bad]
+    remedy = "Choose another --format, or change the attention with `rehead convert`."
+    if any(name.startswith(("norm", "mlp", "learned_positions", "scales")) for name in refused):
+        remedy = "Conversions change the attention only: choose another --format, or train it with model.shape=llama."
+    if refused:
+        raise ConfigError(f"{architecture} cannot represent this model's {', '.join(refused)}. {remedy}")

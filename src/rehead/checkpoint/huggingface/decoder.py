@@ -1,4 +1,4 @@
-"""What Llama's kin share: RMSNorm, SwiGLU, rope, and the names of sizes and weights."""
+"""The part that Llama-like families share: RMSNorm, SwiGLU, rope, and the names of sizes and weights."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -9,12 +9,12 @@ from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, fa
 from rehead.config import GPTConfig
 
 PARTS = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-"""Of every layer, beside its attention."""
+"""Names of a layer's weights outside the attention."""
 A = TypeVar("A", bound=GroupedConfig | LatentConfig)
 
 
 class Sizes(NamedTuple):
-    """Numbers of config.json on which the attention depends."""
+    """The sizes in config.json on which the attention depends."""
 
     width: int
     n_query_head: int
@@ -23,20 +23,20 @@ class Sizes(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head where config.json does not give it."""
+        """Width of a head if config.json does not give it."""
         return self.width // self.n_query_head if self.n_query_head > 0 else 0
 
 
 class Decoder(Family, Generic[A]):
     """A family whose layers have attentions of one class, `attention`.
 
-    `tied` and `norm_eps` are what config.json means where it does not give them. Dropout outside the
-    attention has no field in these classes and is not kept.
+    `tied` and `norm_eps` are the defaults of missing keys in config.json. These classes have no field for
+    dropout outside the attention, so it is lost.
     """
 
     attention: type[A]
     attention_words: ClassVar[str]
-    """The name of the attention in a refusal."""
+    """The name of the attention in an error message."""
     tied: ClassVar[bool] = False
     norm_eps: ClassVar[float] = 1e-6
 
@@ -73,11 +73,11 @@ class Decoder(Family, Generic[A]):
 
     @abstractmethod
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[A]:
-        """Return the attention of every layer. `shared` are fields of it that all classes read alike."""
+        """Return the attention of every layer. `shared` are its fields that all classes read in the same way."""
 
     @abstractmethod
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return the other fields of GPTConfig: `mlp_bias`, and what only this family has."""
+        """Return the other fields of GPTConfig: `mlp_bias`, and those of this family alone."""
 
     def write(self, config: GPTConfig) -> Table:
         """Return the config.json of a model. `rms_norm_eps` is that of the residual stream."""
@@ -112,7 +112,7 @@ class Decoder(Family, Generic[A]):
 
     @abstractmethod
     def unsupported(self, config: GPTConfig, first: A) -> dict[str, bool]:
-        """Return what this class cannot represent: True for what the model has of it, by its name in a refusal."""
+        """Return the properties that this class cannot represent, by name in the error; True if the model has one."""
 
     @abstractmethod
     def attention_json(self, first: A) -> Table:
@@ -123,7 +123,7 @@ class Decoder(Family, Generic[A]):
         """Return the keys that only this family has."""
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
-        """Yield all tensors; names are ours after `model.`, except the head."""
+        """Yield all tensors. Their names are ours with the prefix `model.`, except for the head."""
         yield Weight(theirs="model.embed_tokens.weight", ours=("embed_tokens.weight",))
         yield Weight(theirs="model.norm.weight", ours=("norm.weight",))
         if not config.tie_embeddings:

@@ -9,7 +9,7 @@ from rehead.config import GPTConfig
 
 
 class DeepseekV3(LatentLike):
-    """The class whose MLA kernels every engine has."""
+    """The class for which engines have MLA kernels."""
 
     architecture = "DeepseekV3ForCausalLM"
     deepseek_kernels = True
@@ -19,7 +19,7 @@ class DeepseekV3(LatentLike):
         return interleaved_or_not(fields)
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return no further field; refuse experts."""
+        """Return the fields of all MLA families; refuse experts."""
         require_dense(fields, sizes.n_layer, 3)
         return super().extra_config(fields, sizes)
 
@@ -28,7 +28,7 @@ class DeepseekV3(LatentLike):
         return super().unsupported(config, first) | {"scales": config.scaled}
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Return the layout, and experts that no layer has."""
+        """Return the layout and the keys of experts, with `first_k_dense_replace` such that no layer has any."""
         return super().extra_json(config, first) | {
             "rope_interleave": has_layout(first, "interleaved"),
             "first_k_dense_replace": config.n_layer,

@@ -9,17 +9,17 @@ from rehead.config import GPTConfig
 
 
 class DeepseekV2(LatentLike):
-    """Its rotary part is interleaved, and its width is a multiple of its heads'."""
+    """MLA whose rotary part is interleaved; the model width is a multiple of the number of heads."""
 
     architecture = "DeepseekV2ForCausalLM"
     deepseek_kernels = True
 
     def layout(self, fields: Fields) -> Layout:
-        """Return interleaved, the one layout it has."""
+        """Return interleaved, the only layout of this class."""
         return "interleaved"
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return no further field; refuse experts."""
+        """Return the fields of all MLA families; refuse experts."""
         require_dense(fields, sizes.n_layer, 0)
         return super().extra_config(fields, sizes)
 
@@ -27,12 +27,12 @@ class DeepseekV2(LatentLike):
         """Name what this class cannot represent: the other layout, some widths, and scales too."""
         return super().unsupported(config, first) | {
             "rope_layout=half-split": not has_layout(first, "interleaved"),
-            "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
+            "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
             "scales": config.scaled,
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Return experts that no layer has."""
+        """Return the keys of experts, with `first_k_dense_replace` such that no layer has any."""
         return super().extra_json(config, first) | {
             "first_k_dense_replace": config.n_layer,
             "n_routed_experts": 8,

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, weights stored transposed and q, k, v in one."""
+"""GPT-2: learned positions, LayerNorm and biases; weights are stored transposed, with q, k and v in one tensor."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ LINEARS = {
 
 
 class GPT2(Family):
-    """Names as transformers writes them, `transformer.` before all but the head."""
+    """GPT-2 with the names that transformers writes: the prefix `transformer.` for all tensors but the head."""
 
     architecture = "GPT2LMHeadModel"
 

@@ -1,4 +1,4 @@
-"""Llama and those that share its names: Mistral, Qwen2 and Qwen3."""
+"""Llama and the families that share its names: Mistral, Qwen2 and Qwen3."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,11 +10,11 @@ from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 
 WINDOW = 4096
-"""Window of Mistral and Qwen where config.json does not name it."""
+"""Window of Mistral and Qwen if config.json does not name it."""
 
 
 class LlamaLike(Decoder[GroupedConfig]):
-    """Half-split rope in all heads; what differs between the four are biases, norms and windows."""
+    """Half-split rope in all heads; the four families differ in biases, norms and windows."""
 
     attention = GroupedConfig
     attention_words = "attention"
@@ -61,7 +61,7 @@ class LlamaLike(Decoder[GroupedConfig]):
         return names + (["q_norm.weight", "k_norm.weight"] if layer.qk_norm_eps else [])
 
     def canonical_name(self, name: str) -> str | None:
-        """Return the name; None for the angles that old files keep of every layer."""
+        """Return the name; None for the rotary angles that old files store for every layer."""
         return None if name.endswith("rotary_emb.inv_freq") else name
 
 
@@ -82,7 +82,7 @@ class Llama(LlamaLike):
             "window": any(layer.window for layer in config.attention),
             "qk_norm_eps": first.qk_norm_eps is not None,
             "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
-            "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
+            "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
         }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:

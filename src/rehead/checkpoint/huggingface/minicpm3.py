@@ -1,4 +1,4 @@
-"""MiniCPM3: MLA in a residual stream that is multiplied where it begins, at every layer and at its end."""
+"""MiniCPM3: MLA with scales of the embeddings, of every layer's output and of the logits."""
 
 import math
 
@@ -10,12 +10,14 @@ from rehead.checkpoint.huggingface.mla import LatentLike, has_layout
 from rehead.config import GPTConfig
 
 DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
-"""Values of the class where config.json does not name them; null means no scale."""
+"""The class's defaults of missing keys in config.json; null means no scale."""
 
 
 class MiniCPM3(LatentLike):
-    """Embeddings times `scale_emb`, what each layer adds times `scale_depth` / sqrt(number of layers), logits
-    times `dim_model_base` / width.
+    """MLA with three scales.
+
+    Embeddings are multiplied by `scale_emb`, the output of each layer by `scale_depth` / sqrt(number of layers), and
+    logits by `dim_model_base` / width.
     """
 
     architecture = "MiniCPM3ForCausalLM"
@@ -48,8 +50,9 @@ class MiniCPM3(LatentLike):
         """Name what this class cannot represent: the other layout, some widths and logit scales too."""
         return super().unsupported(config, first) | {
             "rope_layout=interleaved": not has_layout(first, "half-split"),
-            "n_embd, no multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
-            "logit_scale, no whole number over n_embd,": _base(config) / config.n_embd != config.logit_scale,
+            "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
+            "logit_scale, not a whole number over n_embd,": _base(config) / config.n_embd
+            != config.logit_scale,
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
@@ -60,13 +63,13 @@ class MiniCPM3(LatentLike):
         return super().extra_json(config, first) | {
             "mlp_bias": False,
             "scale_emb": config.embed_scale,
-            "scale_depth": next((one for one in near if one / root == config.residual_scale), depth),
+            "scale_depth": next((number for number in near if number / root == config.residual_scale), depth),
             "dim_model_base": _base(config),
         }
 
 
 def _base(config: GPTConfig) -> int:
-    """Return `dim_model_base`: logits are multiplied by it over the width."""
+    """Return `dim_model_base`: the logit scale times the width."""
     return round(config.logit_scale * config.n_embd)
 
 

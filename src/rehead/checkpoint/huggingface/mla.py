@@ -1,4 +1,4 @@
-"""What the families with multi-head latent attention share; each has a file of its own."""
+"""The part that families with multi-head latent attention share; each family has its own file."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rehead.errors import InvalidInput
 class LatentLike(Decoder[LatentConfig]):
     """A decoupled rotary part, an RMSNorm on the latent, no biases; every layer dense and alike.
 
-    What differs: what a missing key of config.json means, how the rotary part is laid out, experts
-    that must not be there, and what MiniCPM multiplies with.
+    The families differ in the defaults of missing keys, the layout of the rotary part, keys of experts,
+    and MiniCPM's scales.
     """
 
     attention = LatentConfig
@@ -29,7 +29,7 @@ class LatentLike(Decoder[LatentConfig]):
         rotated = fields.take("qk_rope_head_dim", int)
         if rotated < 1:
             raise InvalidInput(
-                f"{fields.where}: qk_rope_head_dim={rotated}: this class rotates a part of its own."
+                f"{fields.where}: qk_rope_head_dim={rotated}: this class needs a rotary part. Use 1 or more."
             )
         fields.expect("head_dim", rotated)
         kind = LatentConfig(
@@ -44,7 +44,7 @@ class LatentLike(Decoder[LatentConfig]):
 
     @abstractmethod
     def layout(self, fields: Fields) -> Layout:
-        """Return which numbers of the rotary part form a pair."""
+        """Return the layout of the rotary part: which of its elements form a pair."""
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return no biases in the MLP."""

@@ -21,8 +21,8 @@ from rehead.registry import nearest
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST = 4 * 2**20
 UNREADABLE = {
-    "auto_map": ("code of its own", "If it is the stock class all the same, remove that key"),
-    "quantization_config": ("quantised weights", "Take it as it was before"),
+    "auto_map": ("code of its own", "If it is the stock class nevertheless, remove that key"),
+    "quantization_config": ("quantised weights", "Use the model from before its quantisation"),
 }
 
 
@@ -31,7 +31,7 @@ def family_of(table: Table, where: str) -> Family:
     kind = table.get("model_type")
     for name, (what, way) in UNREADABLE.items():
         if table.get(name):
-            raise InvalidInput(f"{where}: {name} is set: a model with {what} is not read. {way}.")
+            raise InvalidInput(f"{where}: {name} is set: rehead does not read a model with {what}. {way}.")
     if not isinstance(kind, str) or kind not in families:
         hint = nearest(str(kind), list(families))
         raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}.{hint}")
@@ -55,29 +55,29 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     family = family_of(table, str(folder))
     shards = Shards(folder)
     require_plain(shards.entries, str(folder))
-    there = {known: name for name in shards.entries if (known := family.canonical_name(name)) is not None}
+    stored = {known: name for name in shards.entries if (known := family.canonical_name(name)) is not None}
     wanted = {weight.theirs: weight for weight in family.weights(config)}
     for problem, names in (
-        ("lacks", wanted.keys() - there.keys()),
-        ("holds, beyond what its config describes,", there.keys() - wanted.keys()),
+        ("lacks", wanted.keys() - stored.keys()),
+        ("holds, beyond what its config describes,", stored.keys() - wanted.keys()),
     ):
         if names == {"lm_head.weight"} and problem != "lacks" and config.tie_embeddings:
-            _require_tied(shards, there, wanted)
+            _require_tied(shards, stored, wanted)
         elif names:
             raise InvalidInput(
                 f"{folder} {problem} {len(names)} weights: {', '.join(sorted(names)[:10]):.300}."
             )
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for theirs, weight in wanted.items():
-        tensor = shards.deferred(there[theirs])
+        tensor = shards.deferred(stored[theirs])
         side = -1 if weight.transposed else 0
         if not tensor.shape or tensor.shape[side] % len(weight.ours):
             raise InvalidInput(
                 f"{folder}: {theirs} has shape {list(tensor.shape)}, expected {len(weight.ours)} equal parts."
             )
         for index, name in enumerate(weight.ours):
-            found[name] = map_deferred(partial(_part, weight=weight, index=index), tensor)
-    return found
+            weights[name] = map_deferred(partial(_part, weight=weight, index=index), tensor)
+    return weights
 
 
 def _part(theirs: Tensor, weight: Weight, index: int) -> Tensor:
@@ -95,7 +95,7 @@ def _whole(*ours: Tensor, transposed: bool) -> Tensor:
 def export(
     model: LanguageModel, path: Path, family: Family, files: dict[str, str], special: Table | None = None
 ) -> None:
-    """Write a folder that `transformers` loads as `family`. It appears whole or not at all."""
+    """Write a folder that `transformers` loads as `family`, atomically."""
     with publish(path) as folder:
         write(model, folder, family, files, special)
 
@@ -103,10 +103,10 @@ def export(
 def write(
     model: LanguageModel, folder: Path, family: Family, files: dict[str, str], special: Table | None = None
 ) -> None:
-    """Write the files of such a folder into one being published, with further `files` such as tokenizer.json.
+    """Write the files of a stock folder and further `files`, such as tokenizer.json, into a folder being published.
 
     `special` are the ids of `special_ids`; a missing one is written as null, since the class has a default.
-    Raises ConfigError for what the class cannot represent.
+    Raises ConfigError if the class cannot represent the model.
     """
     assert isinstance(model.config, GPTConfig)
     dtype = str(model.head.weight.dtype).removeprefix("torch.")
@@ -131,15 +131,15 @@ def write(
 
 
 def special_ids(folder: Path) -> Table:
-    """Return the ids of the tokens that begin, end and pad a text, where a folder names them."""
-    found: Table = {}
+    """Return the ids of the tokens that begin, end and pad a text, if the folder names them."""
+    ids: Table = {}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             table = strict_json(folder / name, LARGEST)
-            found |= {
+            ids |= {
                 key: table[key] for key in SPECIAL if isinstance(table, dict) and table.get(key) is not None
             }
-    return found
+    return ids
 
 
 def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
@@ -163,11 +163,11 @@ def _json(table: Table) -> str:
     return json.dumps(table, indent=2) + "\n"
 
 
-def _require_tied(shards: Shards, there: dict[str, str], wanted: Iterable[str]) -> None:
+def _require_tied(shards: Shards, stored: dict[str, str], wanted: Iterable[str]) -> None:
     """Refuse a stored head that differs from the embedding it is tied to."""
     embedding = next(name for name in wanted if "embed_tokens" in name or ".wte." in name)
-    if not torch.equal(shards.read(there["lm_head.weight"]), shards.read(there[embedding])):
+    if not torch.equal(shards.read(stored["lm_head.weight"]), shards.read(stored[embedding])):
         raise InvalidInput(
             f"{shards.folder}: lm_head.weight differs from the embedding it is tied to: set "
-            "tie_word_embeddings=false in config.json if it is to count."
+            "tie_word_embeddings=false in config.json to use it."
         )

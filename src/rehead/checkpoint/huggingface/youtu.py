@@ -8,7 +8,7 @@ from rehead.config import GPTConfig
 
 
 class Youtu(LatentLike):
-    """Has no fields of experts at all."""
+    """MLA without any keys of experts."""
 
     architecture = "YoutuForCausalLM"
     tied = True
