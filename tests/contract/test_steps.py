@@ -80,9 +80,11 @@ def test_a_program_is_forward_of_one_token(config, lengths, capacity):
 
 
 def late(monkeypatch):
-    turns = Rotary.turns
+    cos_sin = Rotary.cos_sin
     monkeypatch.setattr(
-        Rotary, "turns", lambda self, *a: turns(self, *a[:4], a[4] - 1) if len(a) > 4 else turns(self, *a)
+        Rotary,
+        "cos_sin",
+        lambda self, *a: cos_sin(self, *a[:4], a[4] - 1) if len(a) > 4 else cos_sin(self, *a),
     )
 
 

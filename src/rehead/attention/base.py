@@ -103,7 +103,7 @@ class AttentionConfig(ABC):
         """Refuse to rotate an odd width, or one that does not match the rope's scaling."""
         if width % 2:
             even = f"{width - 1} or {width + 1}" if width > 1 else "2"
-            raise ConfigError(f"{name}={width} is odd: rope turns pairs. Use {even}, or rope=False.")
+            raise ConfigError(f"{name}={width} is odd: rope rotates pairs. Use {even}, or rope=False.")
         assert self.rope is not None
         self.rope.require_width(width)
 

@@ -228,9 +228,9 @@ class Rotary:
 
         The default `positions` are start, start + 1, ...
         """
-        return self.apply(x, *self.turns(x.shape[1], x.dtype, x.device, positions, start))
+        return self.apply(x, *self.cos_sin(x.shape[1], x.dtype, x.device, positions, start))
 
-    def turns(
+    def cos_sin(
         self,
         n_token: int,
         dtype: torch.dtype,
@@ -241,7 +241,7 @@ class Rotary:
         """Return cosine and signed sine for every element of a head, as `apply` takes them."""
         exact = torch.promote_types(dtype, torch.float32)
         if positions is not None:
-            return self._turns(positions, exact)
+            return self._cos_sin(positions, exact)
         cos, sin = self._table(start + n_token, device, exact)
         return cos[start : start + n_token], sin[start : start + n_token]
 
@@ -254,10 +254,10 @@ class Rotary:
         if table is None or len(table[0]) < length:
             rows = max(length, 2 * len(table[0]) if table else 64)
             with torch.inference_mode(False):  # a table computed while generating can be used in training
-                table = self._tables[device, dtype] = self._turns(torch.arange(rows, device=device), dtype)
+                table = self._tables[device, dtype] = self._cos_sin(torch.arange(rows, device=device), dtype)
         return table
 
-    def _turns(self, positions: Int[Tensor, "*B L"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Int[Tensor, "*B L"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angle = positions[..., None, None] * self.config.frequencies(self.width).to(positions.device)
         magnitude = self.config.scaling.magnitude if self.config.scaling else 1.0
         cos, sin = angle.cos() * magnitude, angle.sin() * magnitude

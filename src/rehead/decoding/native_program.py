@@ -255,7 +255,7 @@ class NativeProgram:
 
     @_pack.register
     def _(self, op: Rotate) -> None:
-        cos, sin = self._turns(op.rotary)
+        cos, sin = self._cos_sin(op.rotary)
         first = 0
         for x in op.xs:
             self._emit(
@@ -264,10 +264,10 @@ class NativeProgram:
             )  # fmt: skip
             first += x.heads
 
-    def _turns(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
         key = rotary.config, rotary.width
         if key not in self._tables:
-            cos, sin = rotary.turns(self._reach, torch.float32, torch.device("cpu"))
+            cos, sin = rotary.cos_sin(self._reach, torch.float32, torch.device("cpu"))
             self._tables[key] = cos.contiguous(), sin.contiguous()
         return self._tables[key]
 

@@ -22,7 +22,7 @@ class Tables:
         """Return cosine and sine of `positions`."""
         key = rotary.config, rotary.width, dtype
         if key not in self._tables:
-            self._tables[key] = rotary.turns(self.reach, dtype, positions.device)
+            self._tables[key] = rotary.cos_sin(self.reach, dtype, positions.device)
         cos, sin = self._tables[key]
         return cos[positions], sin[positions]
 
@@ -45,7 +45,7 @@ class Token:
     ) -> None:
         self.ids, self.caches, self.start, self.positions = ids, caches, start, positions
         self._rows, self._tables = rows, tables
-        self._turns: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._cos_sin: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._bias: dict[tuple[object, ...], Tensor] = {}
 
     def row(self, layer: int) -> NextRow:
@@ -59,35 +59,35 @@ class Token:
             return torch.arange(self.start, self.start + 1, device=self.ids.device)
         return self.positions[:, 0].clamp(min=0)
 
-    def turns(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the token's position, for heads (B, H, E)."""
         key = rotary.config, rotary.width, dtype
-        if key not in self._turns:
+        if key not in self._cos_sin:
             if self._tables is not None:
                 assert self.positions is not None
                 cos, sin = self._tables.at(rotary, dtype, self.positions)
             else:
-                cos, sin = rotary.turns(1, dtype, self.ids.device, self.positions, self.start)
-            self._turns[key] = cos[..., 0, :, :], sin[..., 0, :, :]  # of the one token
-        return self._turns[key]
+                cos, sin = rotary.cos_sin(1, dtype, self.ids.device, self.positions, self.start)
+            self._cos_sin[key] = cos[..., 0, :, :], sin[..., 0, :, :]  # of the one token
+        return self._cos_sin[key]
 
-    def key_turns(self, rotary: Rotary, dtype: torch.dtype, layer: int) -> tuple[Tensor, Tensor]:
+    def key_cos_sin(self, rotary: Rotary, dtype: torch.dtype, layer: int) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the positions of a layer's rows, for keys (B, S, K, E)."""
         cache, row = self.caches[layer], self.row(layer)
         key = rotary.config, rotary.width, dtype, cache.n_rows, cache.window
-        if key not in self._turns:
+        if key not in self._cos_sin:
             n_key, device = row.n_used, self.ids.device
             if self._tables is not None:  # row s holds the last position that is s modulo the number of rows
                 assert self.positions is not None
                 slots = torch.arange(n_key, device=device)
                 known = self.positions - (self.positions - slots) % cache.n_rows  # negative for unused rows
-                self._turns[key] = self._tables.at(rotary, dtype, known.clamp(min=0))
+                self._cos_sin[key] = self._tables.at(rotary, dtype, known.clamp(min=0))
             else:
                 known = None if row.known is None else row.known[:, :n_key]
                 if known is None and n_key < cache.length:
                     known = cache.row_positions(n_key)
-                self._turns[key] = rotary.turns(n_key, dtype, device, known)
-        return self._turns[key]
+                self._cos_sin[key] = rotary.cos_sin(n_key, dtype, device, known)
+        return self._cos_sin[key]
 
     def bias(self, layer: int, n_head: int, dtype: torch.dtype) -> Float[Tensor, "BK 1 S"] | None:
         """Return the bias of the scores of `n_head` KV heads: 0, or minus infinity for hidden rows."""

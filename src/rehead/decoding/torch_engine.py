@@ -200,7 +200,7 @@ def _(op: Rotate, read: Reader) -> Run:
 
     def run(values: Values, token: Token) -> Tensor:
         x = xs[0](values) if len(xs) == 1 else torch.cat([x(values) for x in xs], dim=1)
-        return rotary.apply(x, *token.turns(rotary, x.dtype)).flatten(1)
+        return rotary.apply(x, *token.cos_sin(rotary, x.dtype)).flatten(1)
 
     return run
 
@@ -252,7 +252,7 @@ def _(op: AttendRebuilt, read: Reader) -> Run:
         cache, n_row, q = token.caches[op.layer], token.row(op.layer).n_used, query(values)
         latents = cache.rows_until("latent", n_row).narrow(2, 0, R)  # B S R
         keys = op.keys(latents)
-        keys = op.rotary.apply(keys, *token.key_turns(op.rotary, keys.dtype, op.layer))  # B S K N
+        keys = op.rotary.apply(keys, *token.key_cos_sin(op.rotary, keys.dtype, op.layer))  # B S K N
         bias = token.bias(op.layer, K, q.dtype)
         weights = token_weights(q.reshape(-1, H // K, N), keys.transpose(1, 2).flatten(0, 1), op.scale, bias)
         return torch.bmm(weights.view(-1, H, n_row), latents).flatten(1)

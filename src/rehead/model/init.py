@@ -3,7 +3,7 @@
 | weight                                        | drawn from                       |
 |-----------------------------------------------|----------------------------------|
 | embeddings, linear layers                     | N(0, 0.02)                       |
-| o_proj, down_proj (what writes to the stream) | N(0, 0.02 / sqrt(2 n_layer))     |
+| o_proj, down_proj (write to the stream)       | N(0, 0.02 / sqrt(2 n_layer))     |
 | biases, norms                                 | 0; 1 (LayerNorm's bias 0)        |
 | learned scores                                | defined by their module          |
 

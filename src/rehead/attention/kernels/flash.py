@@ -35,7 +35,7 @@ class Flash(Kernel):
     words = "windowed flash attention"
 
     def limit(self, call: Call) -> str | None:
-        """Refuse what the kernel does not support, and compiled graphs, which would trace the self-check."""
+        """Refuse unsupported calls, and compiled graphs, which would trace the self-check."""
         query, value = call.query, call.value
         if (no_window := window_limit(call.mask)) is not None:
             return no_window

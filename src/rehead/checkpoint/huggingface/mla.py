@@ -75,7 +75,7 @@ class LatentLike(Decoder[LatentConfig]):
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Return that there are no biases."""
+        """Return the key of attention biases, which are off."""
         return {"attention_bias": False}
 
     def attention_weights(self, layer: LatentConfig) -> list[str]:
