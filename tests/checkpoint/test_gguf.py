@@ -273,7 +273,7 @@ def test_damaged_files(plain, tmp_path):
         (put(32, b"\n"), "is not a name for a key"),
         (put(name, b"\xff"), "not UTF-8"),
         (put(name, b"/"), "is not a name for a tensor"),
-        (data.replace(b"blk.1.attn_norm", b"blk.0.attn_norm"), "there twice"),
+        (data.replace(b"blk.1.attn_norm", b"blk.0.attn_norm"), "appears twice"),
         (put(shape - 4, b"\x09"), "9 axes"),
         (put(shape, huge), "expected numbers from 1"),
         (put(shape, bytes(8)), "expected numbers from 1"),
