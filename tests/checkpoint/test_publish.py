@@ -84,7 +84,7 @@ def test_what_stands_there_is_kept(standing, overwrite, tmp_path):
         assert contents(tmp_path / "model") == {"new.json": "3"}
         assert os.listdir(tmp_path) == ["model"]
         return
-    remedy = "MANIFEST.json is not in it" if overwrite else "choose another name, or remove it first"
+    remedy = "it has no MANIFEST.json" if overwrite else "choose another name, or remove it first"
     with pytest.raises(InvalidInput, match=remedy):
         put(tmp_path / "model", {"new.json": "3"}, overwrite=overwrite)
     assert sorted((str(path), os.lstat(path).st_ino) for path in tmp_path.rglob("*")) == before

@@ -211,7 +211,7 @@ def test_whole_sequence_directions_take_no_cache_and_no_padding(direction):
 def test_a_detector_is_refused_generation():
     with pytest.raises(UsageError) as caught:
         generate(both_seen(), torch.zeros(1, 1, dtype=torch.long), 1)
-    assert "n_output=1 for vocab_size=4" in str(caught.value)
+    assert "n_output=1 does not match vocab_size=4" in str(caught.value)
 
 
 @pytest.mark.parametrize("direction", ["forward", "bidirectional", "prefix"])
