@@ -15,6 +15,7 @@ from rehead.config import ModelOptions, model_options
 from rehead.conversion.base import heads_of
 from rehead.conversion.export.deepseek import to_deepseek
 from rehead.errors import ConfigError
+from rehead.measure.parts import parts
 from rehead.model import build
 
 
@@ -195,3 +196,19 @@ def test_a_study_of_it(capfd):
     code = main(["study", "--preset", "study.yaml", "system.work_dir=out/study", *flags[:-1]])
     assert code == 0, capfd.readouterr().err
     assert Path("out/study/report.html").exists()
+
+
+def test_parts_of_a_layer_without_o_proj_are_refused_by_name(monkeypatch):
+    build = BagConfig.build
+
+    def other_name(self, d_model):
+        module = build(self, d_model)
+        module.out = module.o_proj
+        del module.o_proj
+        return module
+
+    monkeypatch.setattr(BagConfig, "build", other_name)
+    with pytest.raises(
+        ConfigError, match=r"bag has no weight o_proj\.weight\. Name its output projection o_proj"
+    ):
+        parts(BagConfig(head_dim=7), 12, 9)

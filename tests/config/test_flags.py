@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rehead.attention import variants
 from rehead.config.flags import OPTIONS, read, write
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 
@@ -108,7 +109,7 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
         "a list of tables, or null for its default. Write model.layers='[{window",
     ),
     (["model.layers=[3]"], "model.layers=[3]", "a list of tables"),
-    (["model.attention=mhaa"], "mhaa", "Known: mha, gqa, mqa, mla, gqa_sum."),
+    (["model.attention=mhaa"], "mhaa", f"Known: {', '.join(variants)}."),
     (["trainer.dtype=float16"], "float16", "Use one of float32, bfloat16."),
     (["model.shape=gtp"], "gtp", "Use one of gpt, llama."),
     (["trainer.max_iters=1e3"], "1e3", "expected a whole number"),

@@ -389,7 +389,7 @@ BUDGETS = {torch.float32: (1e-5, 1e-6, 3, 1e-6), torch.bfloat16: (2.5e-2, 2.5e-3
 @examples
 @pytest.mark.parametrize("dtype", BUDGETS, ids=str)
 def test_low_precision_keeps_the_budget(config, dtype):
-    """Decoding from the cache is as near the float64 gold as one pass is (reliability.md, section 12)."""
+    """Decoding from the cache is as near the float64 gold as one pass is."""
     most, on_average, ratio, unit = BUDGETS[dtype]
     torch.manual_seed(1)
     module, x = config.build(D).to(dtype), torch.randn(B, T, D).to(dtype)

@@ -15,6 +15,7 @@ import torch
 import rehead
 from rehead.checkpoint import resolve
 from rehead.cli import main
+from rehead.tokenizer import open_model
 from rehead.training.interrupt import stop_signals
 
 TINY = [
@@ -135,6 +136,25 @@ def test_readers_may_come_in_while_a_run_saves_and_drops_checkpoints(start):
     assert process.poll() is None
     process.kill()
     process.communicate()
+
+
+def test_a_checkpoint_dropped_while_it_is_opened_gives_way_to_the_next(monkeypatch):
+    """What is not found in a folder that is gone was never looked for."""
+    train_here(*TINY, "system.work_dir=a", "trainer.max_iters=2", "trainer.save_every=1", "trainer.keep=2")
+    newest, opened = resolve(Path("a")), []
+
+    def load_then_drop(folder, **given):
+        opened.append(folder.name)
+        model = rehead.load(folder, **given)
+        if len(opened) == 1:
+            folder.rename("elsewhere")
+        return model
+
+    monkeypatch.setattr("rehead.tokenizer.opened.load", load_then_drop)
+    found = open_model("a")
+    assert opened == [newest.name, found.folder.name]
+    assert found.tokenizer is not None
+    assert newest != found.folder
 
 
 def test_a_signal_before_the_first_step_blocks_nothing(start):

@@ -50,7 +50,7 @@ def _decoding(model: LanguageModel) -> str:
         return "CUDA graphs, one per length bucket"
     of_device = model.device.type == graph_engine.DEVICE
     reason = f"CUDA graphs: {no_graph}" if of_device else f"C++ kernel: {no_kernel}"
-    return f"PyTorch, a step a layer (no {reason})"
+    return f"PyTorch, one operation after another (no {reason})"
 
 
 def _texts(attention: Attention, n_past: int | None, batch_size: int, longest: int) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rehead.attention import AttentionConfig
+from rehead.errors import ConfigError
 
 KEYS_AND_VALUES = ("k_proj.", "v_proj.", "kv_a_proj_with_mqa.", "kv_b_proj.")
 
@@ -29,6 +30,8 @@ def parts(attention: AttentionConfig, d_model: int, n_token: int) -> Parts:
     with torch.device("meta"):
         weights = dict(attention.build(d_model).named_parameters())
     sizes = (w.numel() for name, w in weights.items() if name.startswith(KEYS_AND_VALUES) and w.dim() == 2)
+    if "o_proj.weight" not in weights:
+        raise ConfigError(f"{attention.name} has no weight o_proj.weight. Name its output projection o_proj.")
     rows, columns = weights["o_proj.weight"].shape
     return Parts(
         kv_parameters=sum(sizes),

@@ -38,7 +38,10 @@ def open_model(
     def read(folder: Path) -> OpenedModel:
         model = load(folder, device=device, in_memory=in_memory)
         tokenizer = Tokenizer.load(folder) if os.path.lexists(folder / FILE) else None
-        return OpenedModel(folder=folder, model=model, tokenizer=tokenizer, special=special_ids(folder))
+        special = special_ids(folder)
+        if not folder.exists():  # dropped by its run: what was not found may have been there
+            raise missing(folder / FILE)
+        return OpenedModel(folder=folder, model=model, tokenizer=tokenizer, special=special)
 
     return read_at(path_of(path), read)
 
