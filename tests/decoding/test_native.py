@@ -11,7 +11,7 @@ import torch
 from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
-from rehead.decoding.native_engine import MOST_ROWS
+from rehead.decoding.native_engine import MOST_SEQUENCES
 from rehead.decoding.native_program import Kind, NativeOp, NativeProgram, kernel
 from rehead.errors import NumericError, UsageError
 from rehead.generation import generate
@@ -130,7 +130,7 @@ def test_nothing_is_prepared_that_nobody_uses(name):
     by_torch = decoding.torch_decoder(model)  # the same count sees the copies
     assert bytes_beside(known) > one_layer / 4
     del by_torch
-    logits(model, decode, batch=MOST_ROWS + 1)  # here they are needed
+    logits(model, decode, batch=MOST_SEQUENCES + 1)  # here they are needed
     assert bytes_beside(known) > one_layer / 4
 
 
@@ -236,9 +236,9 @@ def test_what_is_not_decoded_natively_says_why():
 def test_many_rows_go_another_way(monkeypatch):
     model = made(config_of("wide"))
     monkeypatch.setattr(NativeProgram, "__call__", None)
-    logits(model, decoding.native_decoder(model), batch=MOST_ROWS + 1)
+    logits(model, decoding.native_decoder(model), batch=MOST_SEQUENCES + 1)
     with pytest.raises(TypeError):
-        logits(model, decoding.native_decoder(model), batch=MOST_ROWS)
+        logits(model, decoding.native_decoder(model), batch=MOST_SEQUENCES)
 
 
 def test_generation_takes_it(monkeypatch, switch):
@@ -269,7 +269,7 @@ def test_both_sides_mean_the_same_operation():
     kinds = (building.HERE / "decode.cpp").read_text().split("enum Kind : int64_t {")[1].split("}")[0]
     assert [name.strip() for name in kinds.split(",")] == [kind.name for kind in Kind]
     declared = (building.HERE / "decode.cpp").read_text().split("struct Op {")[1].split("};")[0]
-    names = re.findall(r"(\w+)[,;]", declared.split("\n", 1)[1])  # after the comment
+    names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", declared))
     assert names == [name for name, _ in NativeOp._fields_]
 
 

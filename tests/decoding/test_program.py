@@ -14,7 +14,7 @@ from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig
 from rehead.decoding import native_program
 from rehead.decoding.native_program import Kind, NativeProgram
-from rehead.decoding.torch_engine import registers
+from rehead.decoding.torch_engine import registers, stored_layers
 from rehead.model import build
 
 B, V, D = 3, 23, 24
@@ -122,6 +122,14 @@ def test_a_variant_of_known_operations_decodes_in_cpp():
     assert refusal is None or "compile" in refusal
     if refusal is None:
         check(model, decoding.native_decoder(model))
+
+
+def test_rows_may_be_stored_one_by_one():
+    program = gpt(DirectConfig(n_query_head=4, rope=RopeConfig())).lower()
+    (layer,) = stored_layers(program)
+    store = next(op for op in program.ops if isinstance(op, Store))
+    program.add(Store(layer, {"value": store.rows["value"]}))
+    assert stored_layers(program) == [layer]
 
 
 class Doubled(GroupedAttention):

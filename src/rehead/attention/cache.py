@@ -130,7 +130,7 @@ class LayerCache:
         return self.length if self.positions is None else self._furthest
 
     def next_row(self, positions: Int[Tensor, "B 1"] | None) -> NextRow:
-        """Return the row for the tokens at `next(1)`, after `reserve_token`."""
+        """Return the row for the tokens at `positions`, which are `next(1)` before `reserve_token` has counted them."""
         if positions is None:
             return NextRow((self.length - 1) % self._n_rows, min(self.length, self._n_rows))
         known, slots = self._known_positions(), positions % self._n_rows
@@ -139,7 +139,7 @@ class LayerCache:
         return NextRow((batch, slots[:, 0]), n_used, known.scatter(1, slots, positions))
 
     def reserve_token(self) -> int:
-        """Make room for one more token of every sequence; return the number of rows."""
+        """Make room for one more token of every sequence and count it; return the number of rows."""
         if self.positions is None:
             self._reserve(self.length + 1)
             self.length += 1
@@ -149,7 +149,7 @@ class LayerCache:
         return self._n_rows
 
     def commit(self, row: NextRow) -> None:
-        """Count the token that takes `row` as seen."""
+        """Note what the rows hold once the token is in `row`."""
         if row.known is None:
             self._in_ring_order = self.length > self._n_rows
         else:

@@ -18,12 +18,12 @@ from rehead.attention.rope import Rotary
 class Slot:
     """A view of a row: `heads` heads of `width` columns; head h begins at column `offset` + h * `stride`.
 
-    `source` is the index of the operation that computes the row, which has `row` columns. A single head has its
+    `source` is the index of the operation that computes the row, which has `row_width` columns. A single head has its
     width as stride.
     """
 
     source: int
-    row: int
+    row_width: int
     offset: int
     heads: int
     stride: int

@@ -15,7 +15,7 @@ from rehead.model import LanguageModel
 from rehead.model.base import Decode
 from rehead.native import NoKernel, library
 
-MOST_ROWS = 16
+MOST_SEQUENCES = 16
 """Batch size up to which reading the weights dominates the time of a token."""
 
 
@@ -49,7 +49,7 @@ def prepare(model: LanguageModel) -> None:
 def native_decoder(model: LanguageModel) -> Decode | None:
     """Return a decoder in C++, or None if the model cannot be decoded in C++.
 
-    It falls back to PyTorch for batches above `MOST_ROWS` and for caches with gaps.
+    It falls back to PyTorch for batches above `MOST_SEQUENCES` and for caches with gaps.
     """
     if native_refusal(model) is not None:
         return None
@@ -60,7 +60,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
     bound: list[BoundProgram] = []
 
     def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        if len(ids) > MOST_ROWS or not is_gapless(widest(caches)):
+        if len(ids) > MOST_SEQUENCES or not is_gapless(widest(caches)):
             return by_torch()(ids, caches)
         n_position = caches[0].n_token + 1
         model.require_room(n_position)

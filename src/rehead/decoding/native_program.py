@@ -94,13 +94,13 @@ def refusal(program: Program) -> str | None:
                     if table is not None and type(table) is not nn.Embedding
                 )
             case Call(module=module):
-                modules = (module,)
+                return f"it has a {type(module).__name__} that only its forward describes"
             case AttendRebuilt():
                 return "keys to rebuild at every step"
             case Add(x=x) if not (isinstance(previous, Linear) and previous.y == x):
                 return "an addition that does not follow a linear layer"
         if isinstance(op, Scale) or (isinstance(op, Add | Embed) and op.scale != 1):
-            return "its residual stream is scaled"
+            return "it scales activations"
         if modules:
             return f"it has a {type(modules[0]).__name__}"
         previous = op
@@ -162,7 +162,7 @@ class NativeProgram:
         """Return the buffer from a slot's first column on, the slot as placed, and its span."""
         slot = self._resolved(slot)
         if slot.source not in self._buffers:
-            self._buffers[slot.source] = torch.zeros(self._batch, slot.row, dtype=torch.float32)
+            self._buffers[slot.source] = torch.zeros(self._batch, slot.row_width, dtype=torch.float32)
         end = slot.offset + (slot.heads - 1) * slot.stride + slot.width
         buffer = self._buffers[slot.source]
         return buffer[:, slot.offset :], slot, Span(buffer.data_ptr(), slot.offset, end)
@@ -181,11 +181,11 @@ class NativeProgram:
         if x is not None:
             tensor, x, span = self._address(x)
             reads.append(span)
-            operands |= {"x": tensor, "x_row": x.row, "x_head": x.stride}
+            operands |= {"x": tensor, "x_row": x.row_width, "x_head": x.stride}
         if y is not None:
             tensor, y, span = self._address(y)
             writes.append(span)
-            operands |= {"y": tensor, "y_row": y.row, "y_head": y.stride}
+            operands |= {"y": tensor, "y_row": y.row_width, "y_head": y.stride}
         rows = [Span(tensor.data_ptr(), 0, 1) for tensor in store]
         (writes if kind == Kind.STORE else reads).extend(rows)
         for name, value in (operands | fields).items():

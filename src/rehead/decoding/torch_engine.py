@@ -73,7 +73,7 @@ def is_watched(model: nn.Module) -> bool:
 
 def stored_layers(program: Program) -> list[int]:
     """Return the layers whose cache rows the program writes."""
-    return [op.layer for op in program.ops if isinstance(op, Store)]
+    return list(dict.fromkeys(op.layer for op in program.ops if isinstance(op, Store)))
 
 
 class TorchProgram:
@@ -119,9 +119,9 @@ class Reader:
     def __init__(self, registers: Sequence[int]) -> None:
         self._registers = registers
 
-    def row(self, slot: Slot) -> Read:
+    def one_head(self, slot: Slot) -> Read:
         """Return a function that reads a slot of one head, (B, width)."""
-        register, width, row, offset = self._registers[slot.source], slot.width, slot.row, slot.offset
+        register, width, row, offset = self._registers[slot.source], slot.width, slot.row_width, slot.offset
         assert slot.heads == 1
         if width == row:
             return lambda values: values[register]
@@ -129,7 +129,7 @@ class Reader:
 
     def heads(self, slot: Slot) -> Read:
         """Return a function that reads the heads of a slot, (B, H, width)."""
-        register, row, offset = self._registers[slot.source], slot.row, slot.offset
+        register, row, offset = self._registers[slot.source], slot.row_width, slot.offset
         heads, stride, width = slot.heads, slot.stride, slot.width
 
         def read(values: Values) -> Tensor:
@@ -160,7 +160,7 @@ def _(op: Embed, read: Reader) -> Run:
 def _(op: Norm, read: Reader) -> Run:
     module = op.module
     if op.x.heads == 1:
-        row = read.row(op.x)
+        row = read.one_head(op.x)
         return lambda values, _: module(row(values))
     heads = read.heads(op.x)
     return lambda values, _: module(heads(values)).flatten(1)
@@ -168,7 +168,7 @@ def _(op: Norm, read: Reader) -> Run:
 
 @bind.register
 def _(op: Linear, read: Reader) -> Run:
-    x, product = read.row(op.x), JoinedLinear(*op.layers)
+    x, product = read.one_head(op.x), JoinedLinear(*op.layers)
     if op.gelu:
         return lambda values, _: F.gelu(product(x(values)), approximate="tanh")
     return lambda values, _: product(x(values))
@@ -190,7 +190,7 @@ def _(op: PerHead, read: Reader) -> Run:
 
 @bind.register
 def _(op: Gate, read: Reader) -> Run:
-    gate, up = read.row(op.gate), read.row(op.up)
+    gate, up = read.one_head(op.gate), read.one_head(op.up)
     return lambda values, _: F.silu(gate(values)) * up(values)
 
 
@@ -223,7 +223,7 @@ def _(op: Attend, read: Reader) -> Run:
     query, K, layer, scale = [read.heads(part) for part in op.query], op.n_kv_head, op.layer, op.scale
     H, E, V = op.query[0].heads, sum(part.width for part in op.query), op.width
 
-    def latent(values: Values, token: Token) -> Tensor:
+    def one_shared_row(values: Values, token: Token) -> Tensor:
         n_row, q = token.row(layer).n_used, joined(query, values)
         rows = token.caches[layer].rows_until(op.key, n_row)
         bias = token.bias(layer, 1, q.dtype)
@@ -240,7 +240,7 @@ def _(op: Attend, read: Reader) -> Run:
             y = y.view(-1, K, H // K, V).transpose(1, 2)
         return y.reshape(-1, H * V)
 
-    return latent if op.key == op.value and K == 1 else grouped
+    return one_shared_row if op.key == op.value and K == 1 else grouped
 
 
 @bind.register
@@ -262,19 +262,19 @@ def _(op: AttendRebuilt, read: Reader) -> Run:
 
 @bind.register
 def _(op: Add, read: Reader) -> Run:
-    onto, x, scale = read.row(op.onto), read.row(op.x), op.scale
+    onto, x, scale = read.one_head(op.onto), read.one_head(op.x), op.scale
     return lambda values, _: onto(values).add_(x(values), alpha=scale)
 
 
 @bind.register
 def _(op: Scale, read: Reader) -> Run:
-    x, factor = read.row(op.x), op.factor
+    x, factor = read.one_head(op.x), op.factor
     return lambda values, _: x(values) * factor
 
 
 @bind.register
 def _(op: Call, read: Reader) -> Run:
-    x, module, layer = read.row(op.x), op.module, op.layer
+    x, module, layer = read.one_head(op.x), op.module, op.layer
     if layer is None:
         return lambda values, _: module(x(values)[:, None])[:, 0].contiguous()
     return lambda values, token: module(x(values)[:, None], cache=token.caches[layer])[:, 0].contiguous()

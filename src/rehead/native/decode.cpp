@@ -55,14 +55,15 @@ inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
 enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE };
 
-struct Op {  // set by native_program.py; the functions that read the fields document them
-    int64_t kind, bfloat16, sync, add, gelu, centred, interleaved;
-    const void *w, *w2, *b;
+struct Op {  // set by native_program.py; what is not said here is said where it is read
+    int64_t kind, bfloat16, sync;            // weights and cache are bfloat16; all threads wait after it
+    int64_t add, gelu, centred, interleaved; // y += instead of y =; GELU of y; LayerNorm; pairs (2i, 2i + 1)
+    const void *w, *w2, *b;                  // weights or cache rows, a second of them, biases
     const float* x;
     float* y;
-    int64_t n, k, heads, group, rows, column;
-    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w2_row, b_head;
-    double eps, scale;
+    int64_t n, k, heads, group, rows, column;  // sizes; query heads per KV head; rows of the cache, a column there
+    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w2_row, b_head;  // from one to the next, in numbers
+    double eps, scale;                       // of a norm; of scores
 };
 
 struct Call { const int64_t* ids; const int64_t* positions; int64_t batch; };

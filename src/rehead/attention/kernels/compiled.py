@@ -40,11 +40,10 @@ class Compiled(Kernel):
             return "keys are shared by several sequences"
         if any(not t.numel() for t in tensors):
             return "nothing to compute"
-        refusal = native.refuses(*tensors)
-        if (
-            refusal is not None or call.pdrop > 0
-        ):  # the number of threads must not change which weights are dropped
+        if (refusal := native.refuses(*tensors)) is not None:
             return refusal
+        if call.pdrop:  # whatever the number of threads, which must not change the weights that are dropped
+            return None
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         n_task = len(key) * key.shape[2] * (1 if needs_grad else -(-query.shape[1] // TILE))
         if n_task < torch.get_num_threads():

@@ -1,6 +1,7 @@
 """Chooses the kernel for a call of `forward`: the first of `ROSTER` that does not refuse it.
 
-Decoded tokens do not use the roster: `lower` describes them (`attention/program.py`), and `decoding/` executes them.
+Tokens that a program decodes do not use the roster (`attention/program.py`, `decoding/`); short chunks, and layers
+without a `lower`, do.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import Mask
 
 ROSTER: tuple[Kernel, ...] = (
-    Folded(),  # a decoded token reads its keys once
+    Folded(),  # few queries: keys are read once
     Compiled(),  # skips most hidden keys
     Flash(),
     Windowed(),  # PyTorch's kernels also compute the keys that a window hides
