@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from one_layer import one_layer
 from rehead.attention import kernels, scores, variants
-from rehead.native import NoKernel
+from rehead.native import KernelUnavailable
 from rehead.native import sequence as native
 
 EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}
@@ -151,7 +151,7 @@ def compiled(given):
     return ran, chunks.calls["attend"] > 0, module.choice(T).kernel.name == "C++"
 
 
-@pytest.mark.skipif(isinstance(native.kernel(), NoKernel), reason=str(native.kernel()))
+@pytest.mark.skipif(isinstance(native.kernel(), KernelUnavailable), reason=str(native.kernel()))
 @each_dtype
 @each
 def test_it_is_the_compiled_kernel_that_keeps_it(name, dtype, switch):

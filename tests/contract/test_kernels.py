@@ -22,7 +22,7 @@ from rehead.attention.kernels.sdpa import SDPA
 from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import EMPTY, Mask
 from rehead.attention.score import Additive
-from rehead.native import NoKernel
+from rehead.native import KernelUnavailable
 from rehead.native import sequence as native
 
 BUDGETS = {torch.float64: (1e-12, 1e-11), torch.float32: (4e-6, 4e-5), torch.bfloat16: (4e-2, 8e-2)}
@@ -33,7 +33,7 @@ What cancels in a gradient is as far off as what it is made of.
 ON_A_CPU = [
     kernel for kernel in kernels.ROSTER if kernel.name != "flash"
 ]  # tests/attention/test_flash.py has it
-HAS_CPP = not isinstance(native.kernel(), NoKernel)
+HAS_CPP = not isinstance(native.kernel(), KernelUnavailable)
 SIZES = {"B": 3, "L": 4, "S": 9, "H": 10, "K": 2, "E": 6, "V": 7}
 
 

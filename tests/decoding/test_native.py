@@ -16,10 +16,10 @@ from rehead.decoding.native_program import Kind, NativeOp, NativeProgram, kernel
 from rehead.errors import NumericError, UsageError
 from rehead.generation import generate
 from rehead.model import build
-from rehead.native import NoKernel
+from rehead.native import KernelUnavailable
 from rehead.native import build as building
 
-needs_kernel = pytest.mark.skipif(isinstance(kernel(), NoKernel), reason=str(kernel()))
+needs_kernel = pytest.mark.skipif(isinstance(kernel(), KernelUnavailable), reason=str(kernel()))
 pytestmark = needs_kernel
 B, V, D, PREFILL, STEPS = 3, 23, 13, 90, 12
 EXAMPLES = {name: config for variant in variants for name, config in variants[variant].examples().items()}

@@ -15,12 +15,12 @@ from rehead.attention.kernels import compiled
 from rehead.attention.kernels.blocked import Blocked
 from rehead.attention.mask import Mask
 from rehead.model.layers import gelu
-from rehead.native import NoKernel
+from rehead.native import KernelUnavailable
 from rehead.native import sequence as native
 from rehead.native.build import HERE
 from rehead.nn.dropout import STEPS
 
-pytestmark = pytest.mark.skipif(isinstance(native.kernel(), NoKernel), reason=str(native.kernel()))
+pytestmark = pytest.mark.skipif(isinstance(native.kernel(), KernelUnavailable), reason=str(native.kernel()))
 SIZES = {  # B, L, S, H, K, E, V
     "one": (1, 1, 1, 1, 1, 1, 1),
     "less than a tile": (2, 5, 9, 6, 2, 20, 36),
@@ -339,7 +339,7 @@ def test_heads_of_one_number():
 
 def test_switched_off_it_says_so(switch):
     switch("0")
-    with pytest.raises(NoKernel, match="switched off"):
+    with pytest.raises(KernelUnavailable, match="switched off"):
         in_cpp(*sample(SIZES["odd"]), rule(SIZES["odd"]))
 
 

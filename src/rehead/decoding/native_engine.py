@@ -13,7 +13,7 @@ from rehead.decoding.token import is_gapless, is_same, next_token, stores, wides
 from rehead.decoding.torch_engine import lowered, stored_layers, torch_decoder, why_not_lowered
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
-from rehead.native import NoKernel, library
+from rehead.native import KernelUnavailable, library
 
 MOST_SEQUENCES = 16
 """Batch size up to which reading the weights dominates the time of a token."""
@@ -35,7 +35,7 @@ def native_refusal(model: LanguageModel) -> str | None:
     if not all(weight.is_contiguous() for weight in weights):
         return "weights that are not contiguous"
     loaded = kernel()
-    return str(loaded) if isinstance(loaded, NoKernel) else None
+    return str(loaded) if isinstance(loaded, KernelUnavailable) else None
 
 
 def prepare(model: LanguageModel) -> None:

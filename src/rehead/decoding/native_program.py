@@ -26,7 +26,7 @@ from rehead.attention.program import (
     Store,
 )
 from rehead.attention.rope import Rotary
-from rehead.native import NoKernel, library
+from rehead.native import KernelUnavailable, library
 from rehead.nn.few_rows import is_plain
 
 
@@ -53,10 +53,10 @@ class NativeOp(ctypes.Structure):
     )
 
 
-def kernel() -> ctypes.CDLL | NoKernel:
+def kernel() -> ctypes.CDLL | KernelUnavailable:
     """Return the library of decode.cpp, or the reason why it is not available."""
     loaded = library("decode")
-    if not isinstance(loaded, NoKernel):
+    if not isinstance(loaded, KernelUnavailable):
         loaded.op_size.restype = ctypes.c_int64
         assert loaded.op_size() == ctypes.sizeof(NativeOp)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -112,7 +112,7 @@ class NativeProgram:
 
     def __init__(self, program: Program, stores: list[dict[str, Tensor]], reach: int, n_thread: int) -> None:
         loaded = kernel()
-        if isinstance(loaded, NoKernel):
+        if isinstance(loaded, KernelUnavailable):
             raise loaded
         self._library, self._stores, self._reach, self._n_thread = loaded, stores, reach, n_thread
         self._batch = len(next(iter(stores[0].values())))

@@ -28,7 +28,7 @@ Linking with -fopenmp would load a second OpenMP, whose threads would compete wi
 TIMEOUT_SECONDS = 300
 
 
-class NoKernel(Exception):
+class KernelUnavailable(Exception):
     """The reason why a kernel in C++ is not available, and a remedy. PyTorch then computes instead."""
 
     def __init__(self, reason: str, remedy: str = "Install g++.") -> None:
@@ -36,22 +36,24 @@ class NoKernel(Exception):
         self.remedy = remedy
 
 
-def library(name: str) -> ctypes.CDLL | NoKernel:
+def library(name: str) -> ctypes.CDLL | KernelUnavailable:
     """Return the library of `name`.cpp, or the reason why it is not available.
 
     The first call on a machine compiles it, which takes some seconds.
     """
-    return NoKernel("compiled code is switched off") if switch.mode() == "0" else _loaded(name)
+    return KernelUnavailable("compiled code is switched off") if switch.mode() == "0" else _loaded(name)
 
 
 @cache
-def _loaded(name: str) -> ctypes.CDLL | NoKernel:
+def _loaded(name: str) -> ctypes.CDLL | KernelUnavailable:
     try:
         return ctypes.CDLL(str(_built(name)))
-    except NoKernel as problem:
+    except KernelUnavailable as problem:
         missing = problem
     except OSError as problem:
-        missing = NoKernel(f"C++ cannot be built or loaded ({problem})", "Make ~/.cache/rehead writable.")
+        missing = KernelUnavailable(
+            f"C++ cannot be built or loaded ({problem})", "Make ~/.cache/rehead writable."
+        )
     _log_once(f"{missing}: PyTorch computes instead, slower. {missing.remedy}")
     return missing
 
@@ -64,11 +66,11 @@ def _log_once(message: str) -> None:
 
 def _built(name: str) -> Path:
     """Return the path of the library in the user's cache folder, built by the first compiler that succeeds."""
-    failure = NoKernel(f"no C++ compiler ({', '.join(COMPILERS)})")
+    failure = KernelUnavailable(f"no C++ compiler ({', '.join(COMPILERS)})")
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         try:
             return _built_by(compiler, name)
-        except NoKernel as problem:
+        except KernelUnavailable as problem:
             failure = problem
     raise failure
 
@@ -95,8 +97,8 @@ def _built_by(compiler: str, name: str) -> Path:
                     command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
                 )
             except subprocess.TimeoutExpired:
-                raise NoKernel(f"{compiler} took longer than {TIMEOUT_SECONDS} s") from None
+                raise KernelUnavailable(f"{compiler} took longer than {TIMEOUT_SECONDS} s") from None
             if done.returncode:
-                raise NoKernel(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
+                raise KernelUnavailable(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
         os.replace(linked, path)  # atomic, also if another process builds it at the same time
     return path

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 
-from rehead.native.build import NoKernel, library
+from rehead.native.build import KernelUnavailable, library
 
 
 class Array(ctypes.Structure):
@@ -33,10 +33,10 @@ class Sizes(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int64) for name in SIZES), ("scale", ctypes.c_double))
 
 
-def kernel() -> ctypes.CDLL | NoKernel:
+def kernel() -> ctypes.CDLL | KernelUnavailable:
     """Return the library of sequence.cpp, or the reason why it is not available."""
     loaded = library("sequence")
-    return loaded if isinstance(loaded, NoKernel) else _declared(loaded)
+    return loaded if isinstance(loaded, KernelUnavailable) else _declared(loaded)
 
 
 @cache
@@ -64,13 +64,13 @@ def refuses(*tensors: Tensor) -> str | None:
     if any(unpack_dual(x).tangent is not None for x in tensors):
         return "forward derivatives are asked for"
     loaded = kernel()
-    return str(loaded) if isinstance(loaded, NoKernel) else None
+    return str(loaded) if isinstance(loaded, KernelUnavailable) else None
 
 
 def _run(name: str, *given: Any) -> None:
     """Call a function of the library: tensors become pointers, the number of threads is added at the end."""
     loaded = kernel()
-    if isinstance(loaded, NoKernel):
+    if isinstance(loaded, KernelUnavailable):
         raise loaded
     arguments = [t.data_ptr() if isinstance(t, Tensor) else t for t in given]
     getattr(loaded, name)(*arguments, torch.get_num_threads())

@@ -13,7 +13,7 @@ from rehead.data import BatchSampler, Split, Tokens, describe, evaluation_blocks
 from rehead.errors import ConfigError, Interrupted, NumericError
 from rehead.generation import stream
 from rehead.measure import evaluate, parameters
-from rehead.native import NoKernel
+from rehead.native import KernelUnavailable
 from rehead.native.sequence import kernel
 from rehead.system.device import choose_device
 from rehead.tokenizer import Tokenizer
@@ -242,7 +242,7 @@ class Run:
 
 def _arithmetic() -> dict[str, Any]:
     """Return the facts that rounding depends on."""
-    compiled = not isinstance(kernel(), NoKernel)
+    compiled = not isinstance(kernel(), KernelUnavailable)
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, "C++ kernel": compiled}
 
 
