@@ -9,12 +9,13 @@ from torch import nn
 from rehead import decoding
 from rehead.attention import Attention, AttentionConfig, GroupedAttention, GroupedConfig, RopeConfig, kernels
 from rehead.attention import variants as known
-from rehead.attention.program import Attend, Rotate, Store
+from rehead.attention.program import Add, Attend, Gate, Rotate, Store
 from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig
-from rehead.decoding import native_program
+from rehead.decoding import native_limits, native_program
 from rehead.decoding.native_program import Kind, NativeProgram
 from rehead.decoding.torch_engine import registers, stored_layers
+from rehead.errors import InvalidInput, UsageError
 from rehead.model import build
 
 B, V, D = 3, 23, 24
@@ -132,6 +133,36 @@ def test_rows_may_be_stored_one_by_one():
     assert stored_layers(program) == [layer]
 
 
+class Echo(nn.Module):
+    """An MLP that ends with GELU, or reads its gate twice."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.up, self.down = kind, nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        if self.kind == "gelu":
+            return nn.functional.gelu(self.up(x), approximate="tanh")
+        return nn.functional.silu(self.up(x)) * self.down(x) + self.up(x)
+
+    def lower(self, program, x):
+        if self.kind == "gelu":
+            return program.linear(x, (self.up, D), gelu=True)[0]
+        gate, up = program.linear(x, (self.up, D), (self.down, D))
+        gated = program.add(Gate(gate, up))
+        return program.add(Add(gate, gated, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("gelu", "does not follow a linear layer"), ("again", "read again after Gate")]
+)
+def test_what_cpp_would_overwrite_is_refused(kind, why):
+    model = gpt(GQA, GQA)
+    model.layers[1].mlp = Echo(kind).float()
+    assert why in native_limits.refusal(model.lower())
+    check(model, decoding.decoder(model))
+
+
 class Doubled(GroupedAttention):
     """Its `lower` is another's."""
 
@@ -233,3 +264,46 @@ def test_threads_wait_for_each_other(name, monkeypatch):
     assert n_barrier <= 15 * len(MODELS[name])
     monkeypatch.setattr(native_program.Span, "overlaps", lambda *_: False)
     assert races(model)[0]
+
+
+def other_head(model):
+    model.head = nn.Linear(D, V + 11, bias=False).float()
+
+
+def other_mlp_width(model):
+    mlp = model.layers[0].mlp
+    mlp.gate_proj, mlp.up_proj = nn.Linear(D, 300).float(), nn.Linear(D, 300).float()
+    mlp.down_proj = nn.Linear(300, D).float()
+
+
+@pytest.mark.parametrize("change", [other_head, other_mlp_width])
+def test_layers_of_other_widths_are_computed_whole(change):
+    model = gpt(GQA, GQA)
+    change(model)
+    check(model, decoding.decoder(model))
+
+
+def test_wrong_ids_and_caches_are_refused():
+    """C++ would read and write beyond their ends."""
+    model = gpt(GQA, GQA)
+    decode, ids = decoding.decoder(model), torch.tensor([1, 2])
+    with torch.no_grad():
+        for wrong, words in (
+            (torch.tensor([1, V]), str(V)), (torch.tensor([1, -1]), "-1"), (torch.tensor([1]), "sequences"),
+            (torch.tensor([[1], [2]]), "sequences"),
+        ):  # fmt: skip
+            with pytest.raises((UsageError, InvalidInput), match=words):
+                decode(wrong, model.new_cache(2))
+        one_of_two = model.new_cache(2)
+        one_of_two[1].select_batch(torch.tensor([0]))
+        kind = model.config.attention[0]
+        for caches in (
+            one_of_two,
+            [kind.cache(2, None, torch.bfloat16) for _ in range(2)],
+            [replace(kind, n_kv_head=6).cache(2) for _ in range(2)],
+            model.new_cache(2)[:1],
+        ):
+            if isinstance(native_program.kernel(), Exception):
+                pytest.skip("no compiler")
+            with pytest.raises(UsageError):
+                decode(ids, caches)

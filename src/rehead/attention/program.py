@@ -268,7 +268,10 @@ class Program:
 
     def linear(self, x: Slot, *layers: tuple[nn.Module, int], gelu: bool = False) -> list[Slot]:
         """Append a `Linear` of layers and their widths; return the output of each layer."""
-        op = Linear(x, tuple(layer for layer, _ in layers), tuple(width for _, width in layers), gelu)
+        widths = tuple(
+            layer.out_features if isinstance(layer, nn.Linear) else width for layer, width in layers
+        )
+        op = Linear(x, tuple(layer for layer, _ in layers), widths, gelu)
         self.add(op)
         return op.parts
 

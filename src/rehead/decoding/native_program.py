@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from rehead.attention.program import (
     Add,
     Attend,
-    AttendRebuilt,
-    Call,
     Embed,
     Gate,
     Linear,
@@ -21,13 +19,11 @@ from rehead.attention.program import (
     PerHead,
     Program,
     Rotate,
-    Scale,
     Slot,
     Store,
 )
 from rehead.attention.rope import Rotary
 from rehead.native import KernelUnavailable, library
-from rehead.nn.few_rows import is_plain
 
 
 class Kind(IntEnum):
@@ -77,34 +73,9 @@ class Span(NamedTuple):
         return self.of == span.of and self.first < span.end and span.first < self.end
 
 
-def refusal(program: Program) -> str | None:
-    """Return the reason why decode.cpp cannot run a program; None if it can."""
-    previous: Op | None = None
-    for op in program.ops:
-        modules: tuple[nn.Module, ...] = ()
-        match op:
-            case Linear(layers=layers):
-                modules = tuple(layer for layer in layers if not is_plain(layer))
-            case Norm(module=module):
-                modules = () if type(module) in (nn.LayerNorm, nn.RMSNorm) else (module,)
-            case Embed(tokens=tokens, positions=positions):
-                modules = tuple(
-                    table
-                    for table in (tokens, positions)
-                    if table is not None and type(table) is not nn.Embedding
-                )
-            case Call(module=module):
-                return f"it has a {type(module).__name__} that only its forward describes"
-            case AttendRebuilt():
-                return "keys to rebuild at every step"
-            case Add(x=x) if not (isinstance(previous, Linear) and previous.y == x):
-                return "an addition that does not follow a linear layer"
-        if isinstance(op, Scale) or (isinstance(op, Add | Embed) and op.scale != 1):
-            return "it scales activations"
-        if modules:
-            return f"it has a {type(modules[0]).__name__}"
-        previous = op
-    return None
+def span_of(of: int, slot: Slot) -> Span:
+    """Return the columns of a slot."""
+    return Span(of, slot.offset, slot.offset + (slot.heads - 1) * slot.stride + slot.width)
 
 
 class NativeProgram:
@@ -163,9 +134,8 @@ class NativeProgram:
         slot = self._resolved(slot)
         if slot.source not in self._buffers:
             self._buffers[slot.source] = torch.zeros(self._batch, slot.row_width, dtype=torch.float32)
-        end = slot.offset + (slot.heads - 1) * slot.stride + slot.width
         buffer = self._buffers[slot.source]
-        return buffer[:, slot.offset :], slot, Span(buffer.data_ptr(), slot.offset, end)
+        return buffer[:, slot.offset :], slot, span_of(buffer.data_ptr(), slot)
 
     def _emit(
         self,

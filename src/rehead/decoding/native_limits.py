@@ -1,0 +1,77 @@
+"""Which programs decode.cpp can run."""
+
+from torch import nn
+
+from rehead.attention.program import (
+    Add,
+    Attend,
+    AttendRebuilt,
+    Call,
+    Embed,
+    Gate,
+    Linear,
+    Norm,
+    Op,
+    Program,
+    Scale,
+    Slot,
+)
+from rehead.decoding.native_program import span_of
+from rehead.nn.few_rows import is_plain
+
+
+def refusal(program: Program) -> str | None:
+    """Return the reason why decode.cpp cannot run a program; None if it can."""
+    previous: Op | None = None
+    for op in program.ops:
+        modules: tuple[nn.Module, ...] = ()
+        match op:
+            case Linear(layers=layers):
+                modules = tuple(layer for layer in layers if not is_plain(layer))
+            case Norm(module=module):
+                modules = () if type(module) in (nn.LayerNorm, nn.RMSNorm) else (module,)
+            case Embed(tokens=tokens, positions=positions):
+                modules = tuple(
+                    table
+                    for table in (tokens, positions)
+                    if table is not None and type(table) is not nn.Embedding
+                )
+            case Call(module=module):
+                return f"it has a {type(module).__name__} that only its forward describes"
+            case AttendRebuilt():
+                return "keys to rebuild at every step"
+            case Add(x=x) if not (
+                isinstance(previous, Linear) and previous.parts == [x] and not previous.gelu
+            ):
+                return "an addition that does not follow a linear layer"
+        if isinstance(op, Linear) and any(is_plain(y) and y.in_features != op.x.width for y in op.layers):
+            return "a linear layer of another width than its input"
+        if isinstance(op, Scale) or (isinstance(op, Add | Embed) and op.scale != 1):
+            return "it scales activations"
+        if modules:
+            return f"it has a {type(modules[0]).__name__}"
+        if any(_is_read_elsewhere(program, op, slot) for slot in _moved(op)):
+            return f"a result that is read again after {type(op).__name__}"
+        previous = op
+    return None
+
+
+def _moved(op: Op) -> tuple[Slot, ...]:
+    """Return the slots that C++ computes in another place for the sake of `op`, or overwrites there."""
+    match op:
+        case Add(x=x):
+            return (x,)
+        case Gate(gate=gate):
+            return (gate,)
+        case Attend(query=query) if len(query) > 1:
+            return query
+    return ()
+
+
+def _is_read_elsewhere(program: Program, reader: Op, slot: Slot) -> bool:
+    return any(
+        span_of(slot.source, slot).overlaps(span_of(other.source, other))
+        for op in program.ops
+        if op is not reader
+        for other in op.reads
+    )
