@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from rehead.attention.rope import Rotary
+from rehead.nn.few_rows import is_plain
 
 
 @dataclass(frozen=True)
@@ -268,9 +269,7 @@ class Program:
 
     def linear(self, x: Slot, *layers: tuple[nn.Module, int], gelu: bool = False) -> list[Slot]:
         """Append a `Linear` of layers and their widths; return the output of each layer."""
-        widths = tuple(
-            layer.out_features if isinstance(layer, nn.Linear) else width for layer, width in layers
-        )
+        widths = tuple(layer.out_features if is_plain(layer) else width for layer, width in layers)
         op = Linear(x, tuple(layer for layer, _ in layers), widths, gelu)
         self.add(op)
         return op.parts
