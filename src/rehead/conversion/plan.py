@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -159,9 +159,9 @@ def _others(config: ModelConfig) -> Iterator[Variant]:
 def _candidates(config: GPTConfig) -> Iterator[Candidate]:
     """Yield the targets of `rehead convert`, and the export."""
 
-    def candidate(**fields: object) -> Candidate:
+    def candidate(**fields: Any) -> Candidate:
         command = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
-        return Candidate(command, lambda layer: Target(**fields).attention(layer, config.n_embd))  # type: ignore[arg-type]
+        return Candidate(command, lambda layer: Target(**fields).attention(layer, config.n_embd))
 
     heads = heads_of(config.attention[0])
     yield candidate(to="mha")
