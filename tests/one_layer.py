@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from rehead.attention.program import Op, Program
+from rehead.decoding.lowering import stored_layers
 from rehead.decoding.token import next_token
-from rehead.decoding.torch_engine import TorchProgram, bind, stored_layers
+from rehead.decoding.torch_engine import TorchProgram, bind
 
 
 @dataclass(eq=False)

@@ -1,5 +1,6 @@
 """A program is all that an engine needs of a variant, and it is not trusted where it may not be what `forward` does."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,10 +14,11 @@ from rehead.attention.program import Add, Attend, Gate, Rotate, Store
 from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig
 from rehead.decoding import native_limits, native_program
+from rehead.decoding.lowering import stored_layers
 from rehead.decoding.native_program import Kind, NativeProgram
-from rehead.decoding.torch_engine import registers, stored_layers
+from rehead.decoding.torch_engine import registers
 from rehead.errors import InvalidInput, UsageError
-from rehead.model import build
+from rehead.model import GPT, build
 
 B, V, D = 3, 23, 24
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7, rope=RopeConfig())
@@ -307,3 +309,88 @@ def test_wrong_ids_and_caches_are_refused():
                 pytest.skip("no compiler")
             with pytest.raises(UsageError):
                 decode(ids, caches)
+
+
+class Negated(GPT):
+    """Its `lower` is another's."""
+
+    def hidden(self, *given, **named):
+        return -super().hidden(*given, **named)
+
+
+def patched(part):
+    def change(model):
+        module = model.get_submodule(part)
+        was = module.forward
+        module.forward = lambda x: 1.5 * was(x) + 0.1
+
+    return change
+
+
+def other_projection(model):
+    layer = model.layers[0].self_attn
+    was = layer._project
+    layer._project = lambda x, *rest: was(2 * x, *rest)
+
+
+def other_dropout(model):
+    model.layers[1].resid_dropout = nn.Tanh()
+
+
+def no_norm_weight(model):
+    model.norm = nn.RMSNorm(D, elementwise_affine=False)
+
+
+CHANGES = {
+    "norm": patched("norm"), "layer norm": patched("layers.0.input_layernorm"), "table": patched("embed_tokens"),
+    "dropout": patched("embd_dropout"), "other dropout": other_dropout, "projection": other_projection,
+    "subclass": lambda model: setattr(model, "__class__", Negated), "no weight": no_norm_weight,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_no_change_of_a_part_goes_unnoticed(change):
+    model = gpt(GQA, GQA)
+    before = logits(model, forward(model))
+    change(model)
+    assert not torch.allclose(before, logits(model, forward(model)))
+    check(model, decoding.decoder(model))
+    check(model, decoding.torch_decoder(model))
+
+
+def test_a_hook_on_all_modules_is_run():
+    model, seen = gpt(GQA), []
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        decode = decoding.decoder(model)
+        with torch.no_grad():
+            decode(torch.tensor([1]), model.new_cache(1))
+    finally:
+        hook.remove()
+    assert len(seen) > 5
+
+
+def test_threads_may_share_a_decoder():
+    model = gpt(GQA, GQA)
+    decode, alone = decoding.decoder(model), decoding.torch_decoder(model)
+
+    @torch.no_grad()
+    def run(first, decode):
+        cache, ids = model.new_cache(1), torch.tensor([first])
+        return torch.stack([decode(ids, cache) for _ in range(60)])
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda first: run(first, decode), range(4)))
+    for first, got in enumerate(together):
+        torch.testing.assert_close(got, run(first, alone), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(5, 9)[None]], ids=["consecutive", "given"])
+def test_a_refused_call_leaves_a_cache_as_it_was(positions):
+    module, cache = GQA.build(D).float(), GQA.cache(1, 8)
+    with torch.no_grad():
+        module(torch.randn(1, 5, D).float(), cache=cache)
+        with pytest.raises(UsageError, match="capacity=8"):
+            module(torch.randn(1, 4, D).float(), positions=positions, cache=cache)
+        module(torch.randn(1, 3, D).float(), cache=cache)
+    assert cache.n_token == 8

@@ -10,7 +10,7 @@ import torch
 import rehead
 from rehead.cli import main
 from rehead.config import ModelOptions, RNNConfig
-from rehead.decoding.torch_engine import is_watched
+from rehead.decoding.lowering import is_watched
 from rehead.errors import ResourceError, UsageError
 from rehead.measure import bench as module
 from rehead.measure import cache_bytes, parameters, roofline

@@ -188,8 +188,9 @@ class LayerCache:
         return next(iter(self._store.values())).device
 
     def _append_consecutive(self, new: dict[str, Tensor], n_token: int) -> dict[str, Tensor]:
-        start, self.length = self.length, self.length + n_token
-        self._reserve(self.length)
+        start = self.length
+        self._reserve(start + n_token)  # first: a refusal changes nothing
+        self.length += n_token
         if self.length <= self._n_rows:  # nothing is overwritten
             for name, row in new.items():
                 self._write(name, slice(start, self.length), row)
@@ -213,8 +214,9 @@ class LayerCache:
     def _append_anywhere(
         self, new: dict[str, Tensor], positions: Int[Tensor, "B L"]
     ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"]]:
-        self._furthest = max(self.length, self._furthest, int(positions.max()) + 1)
-        self._reserve(max(self._furthest, 1))
+        furthest = max(self.length, self._furthest, int(positions.max()) + 1)
+        self._reserve(max(furthest, 1))  # first: a refusal changes nothing
+        self._furthest = furthest
         known = self._known_positions()
         past = None
         if positions.shape[1] > 1 and self._n_rows == self.window:  # read before overwriting

@@ -277,18 +277,15 @@ class Program:
     def call(self, module: nn.Module, x: Slot, width: int, *layer: int) -> Slot:
         """Append the operations of `module.lower`, or a `Call` without one; an attention also takes its `layer`."""
         if describes(module):
-            lower: Callable[..., Slot] = module.lower  # type: ignore[assignment]
+            lower: Callable[..., Slot] = module.lower  # type: ignore[assignment]  # torch types attributes as tensors or modules
             return lower(self, x, *layer)
         return self.add(Call(x, module, width, *layer))
 
 
 def describes(module: nn.Module) -> bool:
-    """Whether a module's `lower` matches its `forward`: no subclass or patch overrides `forward` alone."""
-    if "forward" in vars(module):
-        return False
-    for kind in type(module).__mro__:
-        if "lower" in vars(kind):
-            return True
-        if "forward" in vars(kind):
-            return False
-    return False
+    """Whether `lower` says all that a module computes: its own class defines it, and no method is patched.
+
+    A subclass that changes nothing of it repeats it, `lower = Parent.lower`.
+    """
+    kind = type(module)
+    return "lower" in vars(kind) and not any(callable(getattr(kind, name, None)) for name in vars(module))

@@ -124,3 +124,5 @@ class SummedAttention(GroupedAttention):
     def __init__(self, config: SummedConfig, d_model: int) -> None:
         sizes = d_model, config.n_query_head, config.n_kv_head, config.head_dim
         super().__init__(config.equivalent(), d_model, SummedLinear(*sizes, bias=config.qkv_bias))
+
+    lower = GroupedAttention.lower

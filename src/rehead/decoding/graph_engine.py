@@ -15,6 +15,7 @@ from torch import Tensor
 from rehead.attention import LayerCache
 from rehead.attention.kernels.selfcheck import passes, relative_error
 from rehead.attention.program import Call
+from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
 from rehead.decoding.token import (
     Tables,
     Token,
@@ -25,7 +26,7 @@ from rehead.decoding.token import (
     stores,
     widest,
 )
-from rehead.decoding.torch_engine import TorchProgram, lowered, stored_layers, why_not_lowered
+from rehead.decoding.torch_engine import TorchProgram
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
 from rehead.native import switch

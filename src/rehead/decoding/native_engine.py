@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache as once
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch import Tensor
 from rehead.attention import LayerCache
 from rehead.attention.program import Program
 from rehead.config import GPTConfig
+from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
 from rehead.decoding.native_limits import refusal
 from rehead.decoding.native_program import NativeProgram, kernel
 from rehead.decoding.token import is_gapless, is_same, next_token, stores, widest
-from rehead.decoding.torch_engine import lowered, stored_layers, torch_decoder, why_not_lowered
+from rehead.decoding.torch_engine import torch_decoder
 from rehead.errors import UsageError
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
@@ -63,7 +65,13 @@ def native_decoder(model: LanguageModel) -> Decode | None:
     by_torch = once(lambda: torch_decoder(model))  # only on demand, since it copies weights
     bound: list[BoundProgram] = []
 
+    lock = Lock()  # threads that share a decoder take turns with its buffers
+
     def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        with lock:
+            return decode_alone(ids, caches)
+
+    def decode_alone(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         if len(ids) > MOST_SEQUENCES or not is_gapless(widest(caches)):
             return by_torch()(ids, caches)
         n_position = caches[0].n_token + 1

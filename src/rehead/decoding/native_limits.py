@@ -29,12 +29,10 @@ def refusal(program: Program) -> str | None:
             case Linear(layers=layers):
                 modules = tuple(layer for layer in layers if not is_plain(layer))
             case Norm(module=module):
-                modules = () if type(module) in (nn.LayerNorm, nn.RMSNorm) else (module,)
+                modules = () if _is_plain_norm(module) else (module,)
             case Embed(tokens=tokens, positions=positions):
                 modules = tuple(
-                    table
-                    for table in (tokens, positions)
-                    if table is not None and type(table) is not nn.Embedding
+                    table for table in (tokens, positions) if table is not None and not _is_plain_table(table)
                 )
             case Call(module=module):
                 return f"it has a {type(module).__name__} that only its forward describes"
@@ -54,6 +52,19 @@ def refusal(program: Program) -> str | None:
             return f"a result that is read again after {type(op).__name__}"
         previous = op
     return None
+
+
+def _is_plain_norm(norm: nn.Module) -> bool:
+    return isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.weight is not None and _is_unchanged(norm)
+
+
+def _is_plain_table(table: nn.Embedding) -> bool:
+    return table.max_norm is None and _is_unchanged(table)
+
+
+def _is_unchanged(module: nn.Module) -> bool:
+    """Whether a module is one of PyTorch's own, and its forward not patched."""
+    return type(module) in (nn.LayerNorm, nn.RMSNorm, nn.Embedding) and "forward" not in vars(module)
 
 
 def _moved(op: Op) -> tuple[Slot, ...]:

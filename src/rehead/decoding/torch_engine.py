@@ -5,7 +5,7 @@ from functools import singledispatch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from rehead.attention import LayerCache
 from rehead.attention.kernels.latent_token import attend_latent_token
@@ -27,6 +27,7 @@ from rehead.attention.program import (
     Slot,
     Store,
 )
+from rehead.decoding.lowering import lowered, stored_layers
 from rehead.decoding.token import Token, next_token
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
@@ -50,30 +51,6 @@ def torch_decoder(model: LanguageModel) -> Decode:
         return run(next_token(ids, caches, layers))
 
     return decode
-
-
-def lowered(model: LanguageModel) -> Program | None:
-    """Return the program of a model; None if the model must be run with `forward`."""
-    if is_watched(model) or torch.is_autocast_enabled(model.device.type):
-        return None
-    return model.lower()
-
-
-def why_not_lowered(model: LanguageModel) -> str:
-    """Return the reason why `lowered` returned None."""
-    if torch.is_autocast_enabled(model.device.type):
-        return "autocast is enabled"
-    return "it has forward hooks" if is_watched(model) else f"a model of type {model.config.model_type}"
-
-
-def is_watched(model: nn.Module) -> bool:
-    """Whether a part of the model has forward hooks, which a program would not call."""
-    return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-
-
-def stored_layers(program: Program) -> list[int]:
-    """Return the layers whose cache rows the program writes."""
-    return list(dict.fromkeys(op.layer for op in program.ops if isinstance(op, Store)))
 
 
 class TorchProgram:

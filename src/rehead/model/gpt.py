@@ -53,7 +53,10 @@ class GPT(LanguageModel):
 
     def lower(self) -> Program | None:
         """Return the operations of one new token; None if a layer does not describe its `forward`."""
-        if not all(describes(layer) for layer in self.layers):
+        if "lower" not in vars(type(self)) or not all(describes(layer) for layer in self.layers):
+            return None
+        dropouts = [self.embd_dropout, *(layer.resid_dropout for layer in self.layers)]
+        if not all(type(dropout) is Dropout and "forward" not in vars(dropout) for dropout in dropouts):
             return None
         program, config = Program(), self.config
         x = program.add(Embed(self.embed_tokens, self.embed_positions, config.embed_scale))
