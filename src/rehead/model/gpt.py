@@ -46,10 +46,26 @@ class GPT(LanguageModel):
             positions = cache[0].next(ids.shape[1]) if positions is None else positions
         if self.embed_positions is not None:
             self.require_room(start + ids.shape[1] if positions is None else int(positions.max()) + 1)
-        x = self.embd_dropout(self._embed(ids, positions, start))
+        x = self.embed(ids, positions, start)
         for index, layer in enumerate(self.layers):
             x = layer(x, positions, None if cache is None else cache[index])
-        return self._normed(x)
+        return self.finish(x)
+
+    def embed(
+        self, ids: Int[Tensor, "B L"], positions: Int[Tensor, "#B L"] | None = None, start: int = 0
+    ) -> Float[Tensor, "B L D"]:
+        """Return the input of the first layer. Without positions, tokens follow `start` others."""
+        x = self.embed_tokens(ids)
+        if self.config.embed_scale != 1:
+            x = x * self.config.embed_scale
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(self._table_rows(ids, positions, start))
+        return self.embd_dropout(x)
+
+    def finish(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        """Return the input of the head from the output of the last layer."""
+        x = self.norm(x)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def lower(self) -> Program | None:
         """Return the operations of one new token; None if a layer does not describe its `forward`."""
@@ -82,18 +98,6 @@ class GPT(LanguageModel):
         """Share one tensor between the embedding and the head, if the config ties them."""
         if self.config.tie_embeddings:
             self.head.weight = self.embed_tokens.weight
-
-    def _embed(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
-        x = self.embed_tokens(ids)
-        if self.config.embed_scale != 1:
-            x = x * self.config.embed_scale
-        if self.embed_positions is None:
-            return x
-        return x + self.embed_positions(self._table_rows(ids, positions, start))
-
-    def _normed(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def _table_rows(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
         """Rows of the position table; padding uses row 0, since its output is never read."""
