@@ -147,6 +147,28 @@ def test_start_counts_positions(config):
         check(off=1)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_of_a_partial_head_the_first_numbers_turn(interleaved):
+    """With the angles of a head of that width; the others stay as they are (GPT-NeoX, Phi, GLM)."""
+    x, positions = torch.randn(B, L, H, E + 13), torch.randint(0, 4000, (B, L))
+    rope = RopeConfig(layout="interleaved" if interleaved else "half-split", partial_rotary_factor=0.72)
+    assert rope.rotated(E + 13) == E
+
+    def check(rope):
+        out = Rotary(rope, E + 13)(x, positions)
+        torch.testing.assert_close(out[..., :E], turned(x[..., :E], positions, PAPER, interleaved))
+        assert torch.equal(out[..., E:], x[..., E:])
+
+    check(rope)
+    for mutant in (
+        replace(rope, partial_rotary_factor=34 / 45),
+        replace(rope, theta=9_000.0),
+        replace(rope, layout="half-split" if interleaved else "interleaved"),
+    ):
+        with pytest.raises(AssertionError):
+            check(mutant)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_turns_exactly(dtype):
     """Angles are float64 whatever the model's type, so a million positions in, only the result is rounded."""
@@ -232,6 +254,7 @@ def test_every_field_turns_something(config):
         if getattr(config, field.name) is None and field.name != "scaling":
             continue
         value = others.get(field.name) or getattr(config, field.name) * 2
+        value = 0.5 if field.name == "partial_rotary_factor" else value
         other = replace(config, **{field.name: value})
         assert not torch.allclose(turns(other), turns(config)), f"{field.name}={value} changes nothing"
 

@@ -53,6 +53,24 @@ def test_rope_replaces_the_table_of_positions():
     assert {a.rope for a in config.attention} == {RopeConfig(theta=10_000, layout="half-split")}
 
 
+def test_rope_in_part_of_a_head_and_not_in_every_layer():
+    """Every fourth layer without rope (SmolLM3), a quarter of each head rotated (GPT-NeoX)."""
+    flags = [
+        "model.shape=llama",
+        "model.n_layer=4",
+        "model.partial_rotary_factor=0.25",
+        "model.rope_theta=500",
+    ]
+    config = resolve(*flags, "model.layers=[{}, {}, {}, {rope: false}]")
+    rope = RopeConfig(theta=500.0, partial_rotary_factor=0.25)
+    assert [layer.rope for layer in config.attention] == [rope, rope, rope, None]
+    assert not config.learned_positions
+    with pytest.raises(ConfigError, match=r"rope_theta=9.0 has no effect with model.rope=False"):
+        resolve(*flags, "model.layers=[{rope: false, rope_theta: 9.0}]")
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor=0.5 has no effect with model.rope=False"):
+        resolve("model.partial_rotary_factor=0.5")
+
+
 def test_llama_shape():
     config = resolve("model.shape=llama")
     assert (config.norm, config.mlp, config.n_hidden, config.mlp_bias) == ("rmsnorm", "swiglu", 512, False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rehead.attention import GroupedConfig, RopeConfig
 from rehead.attention.rope import Rotary
-from rehead.conversion.fit.align import energy, planar_half_split, planar_interleaved, procrustes
+from rehead.conversion.fit.align import energy, in_parts, planar_half_split, planar_interleaved, procrustes
 
 M, E, C = 3, 6, 11
 PLANAR = {"half-split": planar_half_split, "interleaved": planar_interleaved}
@@ -75,6 +75,30 @@ def test_planar_turns_commute_with_rotation(layout, seed, position):
     for mutant in (procrustes, PLANAR[other]):
         with pytest.raises(AssertionError):
             check(mutant(heads_of(seed), moment_of(seed))[1])
+
+
+@planar
+def test_only_what_rotates_is_turned_in_pairs(layout):
+    """Partial rope: the turns commute with it, and copies turned so are one head again."""
+    rotary = Rotary(RopeConfig(layout=layout, partial_rotary_factor=4 / (E + 3)), E + 3)
+    base, moment = torch.randn(1, E + 3, C), moment_of(0)
+    planted, x = [], torch.randn(1, 7, M, E + 3)
+    for _ in range(M):
+        angle, free = 6.28 * torch.rand(2), torch.linalg.qr(torch.randn(E - 1, E - 1))[0]
+        pairs = torch.block_diag(*(torch.tensor([[a.cos(), -a.sin()], [a.sin(), a.cos()]]) for a in angle))
+        order = [0, 2, 1, 3] if layout == "half-split" else [0, 1, 2, 3]
+        planted.append(torch.block_diag(pairs[order][:, order], free))
+    turned, turns, one = in_parts(PLANAR[layout], 4, torch.stack(planted) @ base, moment)
+    torch.testing.assert_close(turned, turns @ torch.stack(planted) @ base)
+    torch.testing.assert_close(turned, one.expand(M, E + 3, C))
+
+    def check(turns):
+        first, last = (torch.einsum("mef,blmf->blme", turns, one) for one in (x, rotary(x)))
+        torch.testing.assert_close(rotary(first), last)
+
+    check(turns)
+    with pytest.raises(AssertionError):
+        check(procrustes(torch.randn(M, E + 3, C), moment)[1])
 
 
 @pytest.mark.parametrize("layout", [None, *PLANAR])

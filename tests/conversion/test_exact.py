@@ -67,6 +67,10 @@ NO_ROTATION = {
 }  # fmt: skip
 ROTATED = {
     "gqa": (replace(GQA, rope=RopeConfig()), replace(GQA, rope=RopeConfig(layout="interleaved"))),
+    "partial gqa": (
+        replace(GQA, head_dim=9, rope=replace(SCALED, partial_rotary_factor=0.7)),
+        replace(GQA, head_dim=9, rope=replace(SCALED, partial_rotary_factor=0.7, layout="interleaved")),
+    ),
     "gqa back": (replace(GQA, rope=INTERLEAVED), replace(GQA, rope=RopeConfig(theta=100.0))),
     "rebuilt keys": (replace(MLA, rope=RopeConfig()), replace(MLA, rope=RopeConfig(layout="interleaved"))),
     "deepseek": (DEEPSEEK, replace(DEEPSEEK, rope=RopeConfig(layout="interleaved"))),
@@ -96,6 +100,11 @@ TO_STOCK = {
         STOCK,
         ["rope-layout", "decouple", "pad-to-stock", "identity-norm"],
     ),
+    "partial rope": (
+        replace(MQA, head_dim=7, rope=replace(INTERLEAVED, partial_rotary_factor=0.6)),
+        STOCK,
+        ["decouple", "pad-to-stock", "identity-norm"],
+    ),
     "no rope": (GQA, STOCK, ["factor", "repeat-heads", "pad-to-stock", "identity-norm"]),
     "no more heads": (MHA, replace(STOCK, kv_lora_rank=23), ["factor", "pad-to-stock", "identity-norm"]),
 }
@@ -109,6 +118,7 @@ ROPES = {
     "rope": {"rope": RopeConfig()},
     "interleaved, window": {"rope": INTERLEAVED, "window": 6},
     "scaled, biased": {"rope": SCALED, "qkv_bias": True, "o_bias": True},
+    "partial, biased": {"rope": replace(SCALED, partial_rotary_factor=0.5), "qkv_bias": True, "o_bias": True},
 }
 
 

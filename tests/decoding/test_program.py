@@ -204,7 +204,7 @@ def test_results_are_kept_until_their_last_reader():
 def reads_and_writes(op):
     """Bytes, for one sequence, from the fields alone."""
     span = {
-        Kind.NORM: (op.n, op.n), Kind.LINEAR: (op.k, op.n), Kind.EXPAND: (op.n, op.k), Kind.ROTATE: (op.n, op.n),
+        Kind.NORM: (op.n, op.n), Kind.LINEAR: (op.k, op.n), Kind.EXPAND: (op.n, op.k), Kind.ROTATE: (op.k, op.k),
         Kind.STORE: (op.n, 0), Kind.GATE: (op.n, op.n), Kind.EMBED: (0, op.n), Kind.ATTEND: (op.k, op.n),
     }[op.kind]  # fmt: skip
 
@@ -251,6 +251,7 @@ def races(model):
 MODELS = {
     "gqa": (GQA, GQA),
     "modular, normed": (replace(GQA, head_map="modular", qk_norm_eps=1e-6),) * 2,
+    "partial rope, none": (replace(GQA, rope=RopeConfig(partial_rotary_factor=0.4)), replace(GQA, rope=None)),
     "mla": (MLA, replace(MLA, q_lora_rank=5, latent_norm=False)),
     "tied": (GroupedConfig(n_query_head=4, n_kv_head=1, head_dim=6, tie_kv=True),) * 2,
 }

@@ -100,11 +100,11 @@ class AttentionConfig(ABC):
             )
 
     def require_turns(self, width: int, name: str) -> None:
-        """Refuse to rotate an odd width, or one that does not match the rope's scaling."""
-        if width % 2:
+        """Refuse to rotate an odd width, or one that does not match the rope."""
+        assert self.rope is not None
+        if width % 2 and self.rope.partial_rotary_factor == 1:
             even = f"{width - 1} or {width + 1}" if width > 1 else "2"
             raise ConfigError(f"{name}={width} is odd: rope rotates pairs. Use {even}, or rope=False.")
-        assert self.rope is not None
         self.rope.require_width(width)
 
     @classmethod
@@ -130,6 +130,8 @@ class AttentionConfig(ABC):
         """The part of `describe` about rope and window."""
         rope = self.rope
         rotated = "" if rope is None else ", rope" + ("" if rope.layout == "half-split" else " interleaved")
+        if rope is not None and rope.partial_rotary_factor < 1:
+            rotated += f" in {100 * rope.partial_rotary_factor:.3g} % of a head"
         return rotated + (f", window {self.window}" if self.window else "")
 
     def equivalent(self) -> "AttentionConfig":

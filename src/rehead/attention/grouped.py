@@ -77,6 +77,7 @@ class GroupedConfig(AttentionConfig):
             "gqa": gqa,
             "mqa": replace(gqa, n_kv_head=1),
             "gqa, rope": replace(gqa, rope=RopeConfig()),
+            "gqa, partial rope": replace(gqa, rope=RopeConfig(partial_rotary_factor=0.4)),
             "gqa, window": replace(gqa, window=5),
             "gqa, rope, window": replace(gqa, rope=RopeConfig(), window=5),
             "gqa, modular, bias": replace(gqa, head_map="modular", qkv_bias=True, o_bias=True),

@@ -55,6 +55,11 @@ class LatentConfig(AttentionConfig):
                     f"qk_rope_head_dim={self.qk_rope_head_dim} with rope=False: that part of the keys exists "
                     "to be rotated. Use rope=True, or qk_rope_head_dim=0."
                 )
+            if self.rope.partial_rotary_factor != 1:
+                raise ConfigError(
+                    f"partial_rotary_factor={self.rope.partial_rotary_factor} with qk_rope_head_dim="
+                    f"{self.qk_rope_head_dim}: all of that part rotates. Use 1, and a smaller qk_rope_head_dim."
+                )
             self.require_turns(self.qk_rope_head_dim, "qk_rope_head_dim")
         elif self.rope is not None:
             self.require_turns(self.qk_nope_head_dim, "qk_nope_head_dim")

@@ -176,12 +176,14 @@ class RopeConfig:
     """`theta` is the base of the angles; `layout` defines which elements of a head form a pair.
 
     half-split pairs (i, i + E/2) as in Hugging Face; interleaved pairs (2i, 2i + 1) as in the paper.
-    They differ by a permutation of each head's rows.
+    They differ by a permutation of each head's rows. Only the first `partial_rotary_factor` of the numbers of a head
+    rotate (GPT-NeoX's `rotary_pct`); the others have no position. E is then the width of that part.
     """
 
     theta: float = 10_000.0
     layout: Layout = "half-split"
     scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
 
     __no_type_check__ = True  # __post_init__ checks the arguments
 
@@ -191,6 +193,11 @@ class RopeConfig:
             raise ConfigError(
                 f"rope theta={self.theta}: the base of the angles must be at least 1. Use 10000."
             )
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ConfigError(
+                f"rope partial_rotary_factor={self.partial_rotary_factor}: a share of each head. Use a number above 0 "
+                "up to 1, or rope=False."
+            )
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
             if name == "factor" and not value >= 1:
                 raise ConfigError(f"rope scaling factor={value}: it extends the context. Use 1 or more.")
@@ -198,15 +205,27 @@ class RopeConfig:
                 if number is not None and not 0 < number < math.inf:
                     raise ConfigError(f"rope scaling {name}={number}. Use a positive number.")
 
+    def rotated(self, width: int) -> int:
+        """Return how many numbers of a head of `width` rotate: the first ones, rounded down as in Hugging Face."""
+        return int(width * self.partial_rotary_factor)
+
     def require_width(self, width: int) -> None:
-        """Refuse a width that the scaling does not fit."""
+        """Refuse a width of a head of which an odd number or none rotates, or that the scaling does not fit."""
+        rotated = self.rotated(width)
+        if rotated < 2 or rotated % 2:
+            even = max(2, rotated - rotated % 2)
+            raise ConfigError(
+                f"partial_rotary_factor={self.partial_rotary_factor} rotates {rotated} of a head's {width} numbers: "
+                f"rope rotates pairs. Use {even / width:.6g}, which rotates {even}."
+            )
         if self.scaling is not None:
-            self.scaling.require_pairs(width // 2)
+            self.scaling.require_pairs(rotated // 2)
 
     def frequencies(self, width: int) -> Float[Tensor, " F"]:
-        """Angle per position of each of the `width`/2 pairs: theta ** (-2i / width), float64."""
-        half = torch.arange(width // 2, dtype=torch.float64)
-        frequencies = self.theta ** (-2 * half / width)
+        """Angle per position of each pair of a head of `width`: theta ** (-2i / E), float64."""
+        rotated = self.rotated(width)
+        half = torch.arange(rotated // 2, dtype=torch.float64)
+        frequencies = self.theta ** (-2 * half / rotated)
         return frequencies if self.scaling is None else self.scaling.scale(frequencies, self.theta)
 
 
@@ -218,13 +237,13 @@ class Rotary:
     """
 
     def __init__(self, config: RopeConfig, width: int) -> None:
-        self.config, self.width = config, width
+        self.config, self.head_dim, self.width = config, width, config.rotated(width)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(
         self, x: Float[Tensor, "B L H E"], positions: Int[Tensor, "#B L"] | None = None, start: int = 0
     ) -> Float[Tensor, "B L H E"]:
-        """Rotate pair i of every head by position * frequency i.
+        """Rotate pair i of every head by position * frequency i; `width` of its numbers rotate, the first ones.
 
         The default `positions` are start, start + 1, ...
         """
@@ -238,7 +257,7 @@ class Rotary:
         positions: Int[Tensor, "#B L"] | None = None,
         start: int = 0,
     ) -> tuple[Float[Tensor, "*B L 1 E"], Float[Tensor, "*B L 1 E"]]:
-        """Return cosine and signed sine for every element of a head, as `apply` takes them."""
+        """Return cosine and signed sine for every rotated element of a head, as `apply` takes them."""
         exact = torch.promote_types(dtype, torch.float32)
         if positions is not None:
             return self._cos_sin(positions, exact)
@@ -247,6 +266,9 @@ class Rotary:
 
     def apply(self, x: Float[Tensor, "*B H E"], cos: Tensor, sin: Tensor) -> Float[Tensor, "*B H E"]:
         """Return `x` rotated."""
+        if self.width < self.head_dim:
+            first, others = x[..., : self.width], x[..., self.width :]
+            return torch.cat([(first * cos + self._partner(first) * sin).to(x.dtype), others], dim=-1)
         return (x * cos + self._partner(x) * sin).to(x.dtype)
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -258,7 +280,7 @@ class Rotary:
         return table
 
     def _cos_sin(self, positions: Int[Tensor, "*B L"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angle = positions[..., None, None] * self.config.frequencies(self.width).to(positions.device)
+        angle = positions[..., None, None] * self.config.frequencies(self.head_dim).to(positions.device)
         magnitude = self.config.scaling.magnitude if self.config.scaling else 1.0
         cos, sin = angle.cos() * magnitude, angle.sin() * magnitude
         if self.config.layout == "half-split":

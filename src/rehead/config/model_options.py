@@ -1,26 +1,26 @@
 """The flags of the `model` group, and the model config they resolve to."""
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig, scores, variants
-from rehead.attention.grouped import HeadMap, divisors
-from rehead.attention.rope import Layout, RopeScaling
-from rehead.config.codec import decode
+from rehead.attention.grouped import HeadMap
+from rehead.attention.rope import Layout
+from rehead.config.layer_options import (
+    GROUPED_ONLY,
+    HEADS,
+    LATENT_ONLY,
+    ROPE_ONLY,
+    chosen,
+    layer,
+    refuse,
+    variant,
+)
 from rehead.config.model import MAX_LAYERS, GPTConfig, ModelConfig, RNNConfig
-from rehead.errors import ConfigError, InvalidInput
+from rehead.errors import ConfigError
 from rehead.fields import require_types
-from rehead.registry import nearest
 
-Variant = type[AttentionConfig]
 Shape = Literal["gpt", "llama"]
-LATENT_ONLY = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "latent_norm")
-GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv", "qk_norm_eps")
 RNN_ONLY = ("activation",)
-ROPE_ONLY = ("rope_theta", "rope_layout", "rope_scaling")
-HEADS = ("attention", "n_kv_head", "head_dim", "v_head_dim", "window", "rope")
-PER_LAYER = HEADS + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY + ("n_query_head", "bias", "attn_pdrop")
-"""Flags of the attention, which an entry of `layers` may change."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +70,8 @@ class ModelOptions:
     """rotary positions in place of learned ones [default: False; llama: True]"""
     rope_theta: float | None = None
     """base of the rotary frequencies [default: 10000]"""
+    partial_rotary_factor: float | None = None
+    """share of the numbers of a head that rotate, the first ones [default: 1]"""
     rope_layout: Layout | None = None
     """which numbers form a rotated pair: halves or neighbours [default: half-split]"""
     rope_scaling: dict[str, Any] | None = None
@@ -114,7 +116,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         require_types(self, "model.")
-        self._variant()
+        variant(self)
 
     def resolve(self, vocab_size: int, block_size: int) -> ModelConfig:
         """Return the config these flags describe. Raises ConfigError if they contradict each other."""
@@ -124,7 +126,7 @@ class ModelOptions:
             )
         if self.type == "rnn":
             return self._rnn(vocab_size, block_size)
-        self._refuse(RNN_ONLY, "model.type=gpt")
+        refuse(self, RNN_ONLY, "model.type=gpt")
         llama = self.shape == "llama"
         n_layer = 6 if self.n_layer is None else self.n_layer
         if not 1 <= n_layer <= MAX_LAYERS:
@@ -138,156 +140,42 @@ class ModelOptions:
                 f"model.layers has {len(pattern)} entries for model.n_layer={n_layer}: give one per layer, or fewer, "
                 f"which repeat. Use 1 to {n_layer}."
             )
-        kinds = [self._layer(changes) for changes in pattern]
+        kinds = [layer(self, changes) for changes in pattern]
         return GPTConfig(
             vocab_size=vocab_size,
             block_size=block_size,
             n_embd=self.n_embd,
             attention=tuple(kinds[index % len(kinds)] for index in range(n_layer)),
-            learned_positions=not self._rotates,
+            learned_positions=not self.rotates,
             norm=self.norm or ("rmsnorm" if llama else "layernorm"),
             norm_eps=1e-5,
             mlp="swiglu" if swiglu else "gelu",
-            n_hidden=_or(self.n_hidden, 8 * self.n_embd // 3 if swiglu else 4 * self.n_embd),
-            mlp_bias=self._bias,
+            n_hidden=chosen(self.n_hidden, 8 * self.n_embd // 3 if swiglu else 4 * self.n_embd),
+            mlp_bias=self.has_biases,
             tie_embeddings=self.tie_embeddings,
             embd_pdrop=self.embd_pdrop,
             resid_pdrop=self.resid_pdrop,
         )
 
     @property
-    def _rotates(self) -> bool:
+    def rotates(self) -> bool:
+        """Whether layers have rope, unless `layers` says otherwise."""
         return self.shape == "llama" if self.rope is None else self.rope
 
     @property
-    def _bias(self) -> bool:
+    def has_biases(self) -> bool:
+        """Whether linear layers have biases."""
         return self.shape == "gpt" if self.bias is None else self.bias
-
-    def _layer(self, changes: dict[str, Any]) -> AttentionConfig:
-        """Return the attention of one layer: the common flags with this layer's changes."""
-        kinds = {field.name: field.type for field in fields(self) if field.name in PER_LAYER}
-        for name, value in changes.items():
-            if name not in kinds:
-                raise ConfigError(f"model.layers: unknown key {name!r}.{nearest(name, list(kinds))}")
-            if name != "rope_scaling":  # decoded by _rope
-                _decoded(kinds[name], value, f"model.layers: {name}")
-        changed = replace(self, **changes)
-        kind = changed._variant()
-        if kind is LatentConfig:
-            return changed._latent()
-        return changed._grouped() if kind is GroupedConfig else changed._other(kind)
-
-    def _variant(self) -> Variant:
-        """Return the requested kind of attention from the registry."""
-        if self.attention is None:
-            return GroupedConfig
-        if self.attention not in variants:
-            raise ConfigError(
-                f"model.attention={self.attention!r} is not a known attention.{nearest(self.attention, variants)}"
-            )
-        return variants[self.attention]
-
-    def _common(self) -> dict[str, Any]:
-        return {
-            "n_query_head": self.n_query_head,
-            "rope": self._rope(),
-            "window": self.window,
-            "attn_pdrop": self.attn_pdrop,
-            "qkv_bias": self._bias,
-            "o_bias": self._bias,
-        }
-
-    def _grouped(self) -> GroupedConfig:
-        self._refuse(LATENT_ONLY, f"model.attention={self.attention or 'mha, gqa or mqa'}")
-        n_kv_head = self.n_kv_head
-        if n_kv_head is None:
-            if self.attention == "gqa":
-                raise ConfigError("model.attention=gqa needs the number of KV heads. Set model.n_kv_head.")
-            n_kv_head = 1 if self.attention == "mqa" else self.n_query_head
-        if self.score_width is not None and self.score != "additive":
-            raise ConfigError(
-                f"model.score_width={self.score_width} with score={self.score or 'scaled_dot'}: only the additive "
-                "score has hidden units. Use model.score=additive, or leave score_width out."
-            )
-        sizes = {} if self.score_width is None else {"width": self.score_width}
-        config = GroupedConfig(
-            **self._common(),
-            n_kv_head=n_kv_head,
-            head_dim=self._head_dim(),
-            v_head_dim=_or(self.v_head_dim, self._head_dim()),
-            head_map=self.head_map or "contiguous",
-            score=scores[self.score or "scaled_dot"](**sizes),
-            tie_kv=bool(self.tie_kv),
-            qk_norm_eps=self.qk_norm_eps,
-        )
-        if self.attention not in (None, config.name):
-            raise ConfigError(
-                f"model.attention={self.attention} contradicts model.n_kv_head={n_kv_head} with "
-                f"n_query_head={self.n_query_head}, which is {config.name}. Leave one of them out."
-            )
-        return config
-
-    def _latent(self) -> LatentConfig:
-        self._refuse(GROUPED_ONLY, "model.attention=mla")
-        head_dim = self._head_dim()
-        rope_width = self.qk_rope_head_dim
-        if rope_width is None:
-            rope_width = head_dim // 4 * 2 if self._rotates else 0
-        return LatentConfig(
-            **self._common() | {"rope": self._rope() or False},
-            n_kv_head=_or(self.n_kv_head, self.n_query_head),
-            kv_lora_rank=_or(self.kv_lora_rank, 4 * head_dim),
-            q_lora_rank=self.q_lora_rank,
-            qk_nope_head_dim=_or(self.qk_nope_head_dim, head_dim),
-            qk_rope_head_dim=rope_width,
-            v_head_dim=_or(self.v_head_dim, head_dim),
-            latent_norm=True if self.latent_norm is None else self.latent_norm,
-        )
-
-    def _other(self, kind: Variant) -> AttentionConfig:
-        """Return the config of any other variant, whose fields are the flags of the same name; others are refused."""
-        known = {field.name: field for field in fields(kind)}
-        because = f"model.attention={self.attention}"
-        own = (*HEADS[1:-1], *LATENT_ONLY, *GROUPED_ONLY)
-        self._refuse(tuple(name for name in own if name not in known), because)
-        values = {name: value for name, value in self._common().items() if name in known}
-        values |= {
-            name: value for name in own if name in known and (value := getattr(self, name)) is not None
-        }
-        if "head_dim" in known:
-            values["head_dim"] = self._head_dim()
-        for name, field in known.items():
-            if name not in values and field.default is MISSING and field.default_factory is MISSING:
-                raise ConfigError(f"{because} has no default for {name}. Set model.{name}.")
-        return kind(**values)
-
-    def _head_dim(self) -> int:
-        if self.head_dim is not None:
-            return self.head_dim
-        if self.n_query_head < 1 or self.n_embd % self.n_query_head:
-            raise ConfigError(
-                f"model.n_query_head={self.n_query_head} does not divide model.n_embd={self.n_embd}: heads share "
-                f"the width equally. Use one of {divisors(self.n_embd)}, or set model.head_dim."
-            )
-        return self.n_embd // self.n_query_head
-
-    def _rope(self) -> RopeConfig | None:
-        if not self._rotates:
-            self._refuse(ROPE_ONLY, "model.rope=False")
-            return None
-        scaling = _decoded(RopeScaling | None, self.rope_scaling, "model.rope_scaling")
-        theta = 10_000.0 if self.rope_theta is None else self.rope_theta
-        return RopeConfig(theta=theta, layout=self.rope_layout or "half-split", scaling=scaling)
 
     def _rnn(self, vocab_size: int, block_size: int) -> RNNConfig:
         others = ("shape", "layers", "norm", "mlp", "bias", "tie_embeddings")
-        self._refuse(HEADS + others + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY, "model.type=rnn")
+        refuse(self, HEADS + others + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY, "model.type=rnn")
         return RNNConfig(
             vocab_size=vocab_size,
             block_size=block_size,
             n_embd=self.n_embd,
             n_layer=1 if self.n_layer is None else self.n_layer,
-            n_hidden=_or(self.n_hidden, self.n_embd),
+            n_hidden=chosen(self.n_hidden, self.n_embd),
             n_output=vocab_size,
             activation=self.activation or "tanh",
             embd_pdrop=self.embd_pdrop,
@@ -296,24 +184,4 @@ class ModelOptions:
     def require_folder_only(self) -> None:
         """Raise ConfigError for flags given beside `folder`."""
         names = tuple(field.name for field in fields(self) if field.name != "folder")
-        self._refuse(names, f"model.folder={self.folder}, which has the model's config")
-
-    def _refuse(self, names: tuple[str, ...], because: str) -> None:
-        """Raise ConfigError for flags that the model would not use."""
-        for name in names:
-            if getattr(self, name) != getattr(ModelOptions, name):
-                raise ConfigError(
-                    f"model.{name}={getattr(self, name)} has no effect with {because}. Leave it out."
-                )
-
-
-def _or(size: int | None, otherwise: int) -> int:
-    return otherwise if size is None else size
-
-
-def _decoded(kind: Any, value: Any, where: str) -> Any:
-    """Decode a table or value from inside a flag with the checks of a config file."""
-    try:
-        return decode(kind, value, where)
-    except InvalidInput as error:
-        raise ConfigError(str(error)) from error
+        refuse(self, names, f"model.folder={self.folder}, which has the model's config")

@@ -229,7 +229,7 @@ class NativeProgram:
         first = 0
         for x in op.xs:
             self._emit(
-                Kind.ROTATE, x, op.y.head(first, x.heads), w=cos, w2=sin, n=x.width, heads=x.heads,
+                Kind.ROTATE, x, op.y.head(first, x.heads), w=cos, w2=sin, n=op.rotary.width, k=x.width, heads=x.heads,
                 interleaved=op.rotary.config.layout == "interleaved",
             )  # fmt: skip
             first += x.heads

@@ -186,7 +186,7 @@ template <class T> void expand(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
-// Rotates heads of width n; w, w2: cosines and signed sines by position
+// Rotates the first n of k numbers of every head and copies the others; w, w2: cosines and signed sines by position
 void rotate(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
         int64_t b = at / op.heads, half = op.n / 2;
@@ -199,6 +199,7 @@ void rotate(const Op& op, const Call& call, int64_t id, int64_t n) {
             float first = x[p] * cos[p] + x[q] * sin[p], second = x[q] * cos[q] + x[p] * sin[q];
             y[p] = first, y[q] = second;
         }
+        std::copy(x + op.n, x + op.k, y + op.n);
     }
 }
 

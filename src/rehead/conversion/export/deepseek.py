@@ -22,7 +22,7 @@ from rehead.conversion.blocks import random_blocks
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.converter import convert, require_heads
 from rehead.conversion.search import path
-from rehead.conversion.steps.deepseek import side_by_side
+from rehead.conversion.steps.deepseek import side_by_side, unrotated
 from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.measure import parameters
@@ -92,11 +92,17 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     layer = heads_of(layer)
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
-        needed = layer.v_head_dim if layer.n_kv_head == 1 else RANK  # of more heads nothing is exact
-        if layer.n_kv_head == 1 and ROPE % layer.head_dim:
+        rotated, still = layer.rope.rotated(layer.head_dim), unrotated(layer)
+        needed = still + layer.v_head_dim if layer.n_kv_head == 1 else RANK  # of more heads nothing is exact
+        if layer.n_kv_head == 1 and ROPE % rotated:
             raise ConfigError(
                 f"head_dim={layer.head_dim} with rope: the rotary part that vLLM knows is {ROPE} wide. Use heads of "
                 "64, 32 or 16, --for transformers, or --format llama."
+            )
+        if still > HEAD:
+            raise ConfigError(
+                f"head_dim={layer.head_dim}, of which {still} do not rotate: vLLM's heads hold {HEAD} such numbers. "
+                "Use --for transformers."
             )
         if layer.rope.scaling is not None:
             raise ConfigError(
@@ -113,7 +119,7 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
         qk_nope_head_dim=HEAD,
         qk_rope_head_dim=ROPE,
         v_head_dim=HEAD,
-        rope=replace(layer.rope or RopeConfig(), layout="interleaved"),
+        rope=replace(layer.rope or RopeConfig(), layout="interleaved", partial_rotary_factor=1.0),
         qkv_bias=layer.qkv_bias,
         o_bias=layer.o_bias,
         attn_pdrop=layer.attn_pdrop,
@@ -132,7 +138,8 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     least, rope, rotated = width, RopeConfig(), 2  # that part is there, and zero
     rank = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
-        least, rank, rotated = 1, layer.n_kv_head * layer.v_head_dim, layer.n_kv_head * layer.head_dim
+        still, rotated = unrotated(layer), layer.n_kv_head * layer.rope.rotated(layer.head_dim)
+        least, rank = max(1, still), layer.n_kv_head * (still + layer.v_head_dim)
         rope = side_by_side(layer.rope, layer.n_kv_head, layer.head_dim)
     both = 4 * width
     while both < rotated + least:

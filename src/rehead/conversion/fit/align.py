@@ -9,12 +9,15 @@ moment of [x; 1], the identity where it is None. It returns the turned heads, th
 that replaces them.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 Covariance = Float64[Tensor, "C C"] | None
 Aligned = tuple[Float64[Tensor, "M E C"], Float64[Tensor, "M E E"], Float64[Tensor, "E C"]]
+Align = Callable[[Tensor, Covariance], Aligned]
 ROUNDS = 30
 """Times the heads are aligned to their mean and the mean is taken again; it converges long before."""
 
@@ -61,6 +64,16 @@ def planar_interleaved(heads: Float64[Tensor, "M E C"], moment: Covariance) -> A
     back = order.argsort()
     rows, turns, one = planar_half_split(heads[:, order], moment)
     return rows[:, back], turns[:, back][:, :, back], one[back]
+
+
+def in_parts(find: Align, width: int, heads: Float64[Tensor, "M E C"], moment: Covariance) -> Aligned:
+    """Turn the first `width` numbers of each head with `find`, and the others, which do not rotate, by `procrustes`."""
+    if width == heads.shape[1]:
+        return find(heads, moment)
+    parts = find(heads[:, :width], moment), procrustes(heads[:, width:], moment)
+    (first, turn, one), (others, their, another) = parts
+    turns = torch.stack([torch.block_diag(*each) for each in zip(turn, their, strict=True)])
+    return torch.cat([first, others], dim=1), turns, torch.cat([one, another])
 
 
 def _planar(pairs: Tensor, moment: Covariance) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.attention.rope import LongRopeScaling
+from rehead.attention.score import ScaledDot
 from rehead.conversion.base import (
     Conversion,
     Converted,
@@ -36,10 +37,10 @@ def as_deepseek(target: AttentionConfig) -> LatentConfig | None:
 
 @conversions.add("decouple")
 class Decouple(Conversion[GroupedConfig, LatentConfig]):
-    """Take the rotated keys as MLA's shared rotary part, and the values as the latent.
+    """Take the rotated keys as MLA's shared rotary part, and all else as the latent.
 
-    Nothing is factored: the latent is the value heads themselves, and the part of each key that would be
-    rebuilt from it is zero. Several KV heads are placed side by side in the rotary part, each rotated
+    Nothing is factored: the latent is the value heads themselves, with the numbers of the keys that do not rotate,
+    if rope is partial. Several KV heads are placed side by side in the rotary part, each rotated
     by its own frequencies, which therefore repeat (as longrope factors). A query is zero outside its own head.
     """
 
@@ -52,7 +53,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """Yield a latent as wide as the heads; several heads only if the target's rotary part holds several."""
         wanted = as_deepseek(target)
-        if wanted is None or source.rope is None:
+        if wanted is None or source.rope is None or wanted.qk_nope_head_dim < unrotated(source):
             return
         rope = side_by_side(source.rope, source.n_kv_head, source.head_dim)
         together = source.head_map == "contiguous" and wanted.rope == rope
@@ -60,9 +61,9 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
             yield LatentConfig(
                 **common(source) | {"rope": rope},
                 n_kv_head=source.n_query_head,
-                kv_lora_rank=source.n_kv_head * source.v_head_dim,
+                kv_lora_rank=source.n_kv_head * (unrotated(source) + source.v_head_dim),
                 qk_nope_head_dim=wanted.qk_nope_head_dim,
-                qk_rope_head_dim=source.n_kv_head * source.head_dim,
+                qk_rope_head_dim=source.n_kv_head * source.rope.rotated(source.head_dim),
                 latent_norm=False,
             )
 
@@ -75,7 +76,9 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         return Promise(exact=True, why="the rotated keys are MLA's rotary part, the values are the latent")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse biases, norms in the heads and tied heads, for which MLA's layout has no place."""
+        """Refuse biases, norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
+        if not isinstance(source.score, ScaledDot):
+            return f"mla has the scaled dot product only, not {type(source.score).__name__}"
         if source.qkv_bias:
             return "qkv_bias=True: MLA's latent and rotary part have no bias"
         if source.qk_norm_eps is not None:
@@ -91,22 +94,37 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         method: str,
     ) -> Converted:
         """Pad the queries with zeros, rescale them, and let the expansion copy the latent."""
-        nope, width, n_head = result.qk_nope_head_dim, source.head_dim, source.n_query_head
+        nope, n_head, n_kv_head, v = (
+            result.qk_nope_head_dim, source.n_query_head, source.n_kv_head, source.v_head_dim,
+        )  # fmt: skip
         assert source.rope is not None
-        own = torch.arange(n_head) // (n_head // source.n_kv_head)  # each query head's KV head
+        rotated, still = source.rope.rotated(source.head_dim), unrotated(source)
+        heads, own = (
+            torch.arange(n_head),
+            torch.arange(n_head) // (n_head // n_kv_head),
+        )  # of queries, and their KV heads
         halves = (2, -1) if source.rope.layout == "half-split" else (1, -1)
-        query = weights["q_proj.weight"].unflatten(0, (n_head, -1)) * _rescale(result, width)
-        key = weights["k_proj.weight"].unflatten(0, (source.n_kv_head, *halves)).transpose(0, 1)
-        wide = query.new_zeros(n_head, *key.shape)  # H 2 K E/2 D, or H 1 K E D
-        wide[torch.arange(n_head), :, own] = query.unflatten(1, halves)
-        up = query.new_zeros(n_head, nope + source.v_head_dim, source.n_kv_head, source.v_head_dim)
-        up[torch.arange(n_head), nope:, own] = torch.eye(source.v_head_dim, dtype=query.dtype)
+        query = weights["q_proj.weight"].unflatten(0, (n_head, -1)) * _rescale(result, source.head_dim)
+        key = weights["k_proj.weight"].unflatten(0, (n_kv_head, -1))
+        turned = key[:, :rotated].unflatten(1, halves).transpose(0, 1)
+        wide = query.new_zeros(n_head, *turned.shape)  # H 2 K E/2 D, or H 1 K E D
+        wide[heads, :, own] = query[:, :rotated].unflatten(1, halves)
+        plain = F.pad(query[:, rotated:], (0, 0, 0, nope - still))
+        up = query.new_zeros(n_head, nope + v, n_kv_head, still + v)  # of the latent: K (E - E_r + V)
+        up[heads, :still, own, :still] = torch.eye(still, dtype=query.dtype)
+        up[heads, nope:, own, still:] = torch.eye(v, dtype=query.dtype)
+        latent = torch.cat([key[:, rotated:], weights["v_proj.weight"].unflatten(0, (n_kv_head, -1))], dim=1)
         made = {
-            "q_proj.weight": F.pad(wide.flatten(1, 3), (0, 0, nope, 0)).flatten(0, 1),
-            "kv_a_proj_with_mqa.weight": torch.cat([weights["v_proj.weight"], key.flatten(0, 2)]),
+            "q_proj.weight": torch.cat([plain, wide.flatten(1, 3)], dim=1).flatten(0, 1),
+            "kv_a_proj_with_mqa.weight": torch.cat([latent.flatten(0, 1), turned.flatten(0, 2)]),
             "kv_b_proj.weight": up.flatten(2).flatten(0, 1),
         }
         return Converted(weights=made | projections(weights, "o_proj"))
+
+
+def unrotated(source: GroupedConfig) -> int:
+    """Return how many numbers of a head do not rotate."""
+    return source.head_dim - (source.rope.rotated(source.head_dim) if source.rope else 0)
 
 
 def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
@@ -115,7 +133,7 @@ def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
     With base 1 the factors alone determine every angle, with one rounding less.
     """
     if n_head == 1:
-        return rope
+        return replace(rope, partial_rotary_factor=1.0)
     factors = (1 / rope.frequencies(width)).repeat(n_head)
     magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
     scaling = LongRopeScaling(factors=tuple(factors.tolist()), attention_factor=magnitude)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -145,9 +146,10 @@ def _aligned(
     if keys and not isinstance(source.score, ScaledDot):  # a learned score would have to turn too
         eye = torch.eye(heads.shape[2], dtype=torch.float64)
         return heads, eye.expand(*heads.shape[:2], -1, -1), heads.mean(dim=1)
-    find = align.procrustes
+    find: align.Align = align.procrustes
     if keys and source.rope is not None:
-        find = align.planar_half_split if source.rope.layout == "half-split" else align.planar_interleaved
+        planar = align.planar_half_split if source.rope.layout == "half-split" else align.planar_interleaved
+        find = partial(align.in_parts, planar, source.rope.rotated(source.head_dim))
     groups = [find(group, moment) for group in heads]
     turned, turns, one = (torch.stack(part) for part in zip(*groups, strict=True))
     return turned, turns, one

@@ -115,15 +115,17 @@ def paired(rows: Float[Tensor, "H E *C"], layout: Layout) -> Float[Tensor, "H E 
 
 def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
     """Return which projections hold rotated rows: the number of heads, and the first and last row in a head."""
+    assert config.rope is not None
     if isinstance(config, GroupedConfig):
-        width = config.head_dim
+        width = config.rope.rotated(config.head_dim)
         heads = {"q_proj": config.n_query_head, "k_proj": config.n_kv_head, "q_norm": 1, "k_norm": 1}
         return {name: (n_head, 0, width) for name, n_head in heads.items()}
     assert isinstance(config, LatentConfig)
     query = "q_proj" if config.q_lora_rank is None else "q_b_proj"
     nope = config.qk_nope_head_dim
     if config.rebuilds_keys:
-        return {query: (config.n_query_head, 0, nope), "kv_b_proj": (config.n_kv_head, 0, nope)}
+        rotated = config.rope.rotated(nope)
+        return {query: (config.n_query_head, 0, rotated), "kv_b_proj": (config.n_kv_head, 0, rotated)}
     rank, both = config.kv_lora_rank, nope + config.qk_rope_head_dim
     return {
         query: (config.n_query_head, nope, both),
