@@ -188,7 +188,7 @@ class Contexts:
             positions = torch.where(place < sizes[:, None], place, EMPTY)
         cache = self.model.new_cache(len(rows), self.capacity) if use_cache else None
         hidden = self.model.hidden(ids, positions, cache)
-        logits = self.model.head(hidden[torch.arange(len(rows), device=ids.device), sizes - 1])
+        logits = self.model.logits(hidden[torch.arange(len(rows), device=ids.device), sizes - 1])
         if len(rows) < len(texts):
             sources = torch.tensor(which, device=ids.device)
             logits = logits[sources]

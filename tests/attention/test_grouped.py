@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from rehead.attention import kernels
-from rehead.attention.grouped import GroupedAttention, GroupedConfig
+from rehead.attention.grouped import GroupedAttention
+from rehead.attention.grouped_config import GroupedConfig
 from rehead.errors import ConfigError
 
 B, L, S, D, C, H, K, E, V = 4, 5, 7, 13, 11, 6, 2, 10, 9  # G = H/K = 3

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rehead.attention import LatentAttention, LatentConfig, kernels
-from rehead.attention.grouped import GroupedConfig
+from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.kernels import folded
 from rehead.attention.mask import Mask
 from rehead.attention.rope import RopeConfig

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rehead.attention.grouped import GroupedConfig
+from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.latent import LatentConfig
 from rehead.attention.rope import (
     LinearScaling,

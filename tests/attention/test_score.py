@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from rehead.attention import kernels
-from rehead.attention.grouped import GroupedConfig
+from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.score import Additive, Concatenated, Multiplicative, ScaledDot, scores
 from rehead.errors import ConfigError
 
@@ -37,7 +37,7 @@ def pairwise(formula, query, key):
 
 
 def test_roster():
-    assert list(scores) == ["scaled_dot", "multiplicative", "concatenated", "additive"]
+    assert list(scores) == ["scaled_dot", "soft_capped", "multiplicative", "concatenated", "additive"]
     with pytest.raises(ConfigError, match=r"unknown score 'aditive'\. Did you mean 'additive'\?"):
         scores["aditive"]
 

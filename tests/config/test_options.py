@@ -294,6 +294,7 @@ MOVED = {  # every flag of the model group off its default, with what it needs b
     "head_dim": {"head_dim": 10},
     "v_head_dim": {"v_head_dim": 10},
     "head_map": {"head_map": "modular"},
+    "partial_rotary_factor": {"rope": True, "partial_rotary_factor": 0.5},
     "window": {"window": 5},
     "score": {"score": "multiplicative"},
     "score_width": {"score": "additive", "score_width": 5},

@@ -29,7 +29,7 @@ from rehead.attention import (
     variants,
 )
 from rehead.attention import cache as cache_module
-from rehead.attention.score import Additive
+from rehead.attention.score import Additive, ScaledDot
 from rehead.attention.summed import SummedConfig
 from rehead.errors import ConfigError, ReheadError, UsageError
 
@@ -478,11 +478,13 @@ ALTERNATIVES = {
     "head_dim": [12],
     "v_head_dim": [8],
     "head_map": ["contiguous", "modular"],
-    "score": [*scores, Additive(width=3), Additive(width=3, bias=False)],
+    "score": [*scores, Additive(width=3), Additive(width=3, bias=False), ScaledDot(scale=0.7)],
     "qkv_bias": [True, False],
     "o_bias": [True, False],
     "tie_kv": [True, False],
     "qk_norm_eps": [1e-6, 0.5, None],
+    "qk_norm": ["rmsnorm", "layernorm", "zero_centered_rmsnorm"],
+    "qk_norm_over": ["head", "projection"],
     "kv_lora_rank": [8],
     "q_lora_rank": [5],
     "qk_nope_head_dim": [12],
@@ -634,6 +636,12 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: grouped(head_dim=1, rope=True), "head_dim=1", "Use 2, or rope=False"),
     (lambda: grouped(score="aditive"), "'aditive'", "Did you mean 'additive'? Known: scaled_dot"),
     (lambda: grouped(qk_norm_eps=0.0), "qk_norm_eps=0.0", "Use 1e-6, or None"),
+    (
+        lambda: grouped(qk_norm_over="projection"),
+        "over a projection without qk_norm_eps",
+        "Use qk_norm_eps=1e-6",
+    ),
+    (lambda: ScaledDot(scale=-1.0), "scale=-1.0", "Leave it out"),
     (
         lambda: grouped(tie_kv=True, v_head_dim=7),
         "v_head_dim=7",

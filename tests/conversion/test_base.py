@@ -9,7 +9,7 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, variants
-from rehead.attention.grouped import HeadMap
+from rehead.attention.grouped_config import HeadMap
 from rehead.attention.rope import Layout
 from rehead.checkpoint import families
 from rehead.cli import conversion as commands

@@ -10,6 +10,7 @@ import torch
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, scores
 from rehead.attention.rope import LinearScaling
+from rehead.attention.score import ScaledDot
 from rehead.conversion import conversions
 from rehead.generation import generate
 
@@ -44,6 +45,17 @@ CASES = {  # source, target, the steps between
     "modular gqa to mha": (replace(GQA, head_map="modular"), MHA, ["head-map", "repeat-heads"]),
     "heads of a latent": (MLA, replace(MLA, n_kv_head=6), ["repeat-heads"]),
     "gqa to mla": (GQA, latent(GQA, FULL), ["factor"]),
+    "scores of another scale": (replace(GQA, score=ScaledDot(scale=0.3)), latent(GQA, FULL), ["factor"]),
+    "heads normed as a whole": (
+        replace(MQA, qk_norm_eps=1e-5, qk_norm_over="projection"),
+        replace(GQA, qk_norm_eps=1e-5, qk_norm_over="projection"),
+        ["repeat-heads"],
+    ),
+    "modular, normed as a whole": (
+        replace(GQA, head_map="modular", qk_norm_eps=1e-5, qk_norm_over="projection"),
+        replace(GQA, qk_norm_eps=1e-5, qk_norm_over="projection"),
+        ["head-map"],
+    ),
     "mha to mla": (MHA, latent(MHA, 23), ["factor"]),
     "modular gqa to mla": (replace(GQA, head_map="modular"), latent(GQA, FULL), ["head-map", "factor"]),
     "wider latent": (MLA, replace(MLA, kv_lora_rank=14), ["pad-rank"]),
@@ -67,6 +79,10 @@ NO_ROTATION = {
 }  # fmt: skip
 ROTATED = {
     "gqa": (replace(GQA, rope=RopeConfig()), replace(GQA, rope=RopeConfig(layout="interleaved"))),
+    "gqa, normed as a whole": (
+        replace(GQA, rope=RopeConfig(), qk_norm_eps=1e-5, qk_norm_over="projection"),
+        replace(GQA, rope=RopeConfig(layout="interleaved"), qk_norm_eps=1e-5, qk_norm_over="projection"),
+    ),
     "partial gqa": (
         replace(GQA, head_dim=9, rope=replace(SCALED, partial_rotary_factor=0.7)),
         replace(GQA, head_dim=9, rope=replace(SCALED, partial_rotary_factor=0.7, layout="interleaved")),
@@ -101,7 +117,12 @@ TO_STOCK = {
         ["rope-layout", "decouple", "pad-to-stock", "identity-norm"],
     ),
     "partial rope": (
-        replace(MQA, head_dim=7, rope=replace(INTERLEAVED, partial_rotary_factor=0.6)),
+        replace(
+            MQA,
+            head_dim=7,
+            rope=replace(INTERLEAVED, partial_rotary_factor=0.6),
+            score=ScaledDot(scale=0.3),
+        ),
         STOCK,
         ["decouple", "pad-to-stock", "identity-norm"],
     ),

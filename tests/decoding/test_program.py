@@ -1,7 +1,7 @@
 """A program is all that an engine needs of a variant, and it is not trusted where it may not be what `forward` does."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from rehead.attention import Attention, AttentionConfig, GroupedAttention, Group
 from rehead.attention import variants as known
 from rehead.attention.program import Add, Attend, Gate, Rotate, Store
 from rehead.attention.rope import Rotary
+from rehead.attention.score import ScaledDot, SoftCapped
 from rehead.config import GPTConfig
 from rehead.decoding import native_limits, native_program
 from rehead.decoding.lowering import stored_layers
@@ -149,7 +150,7 @@ class Echo(nn.Module):
 
     def lower(self, program, x):
         if self.kind == "gelu":
-            return program.linear(x, (self.up, D), gelu=True)[0]
+            return program.linear(x, (self.up, D), gelu="tanh")[0]
         gate, up = program.linear(x, (self.up, D), (self.down, D))
         gated = program.add(Gate(gate, up))
         return program.add(Add(gate, gated, 1.0))
@@ -206,6 +207,7 @@ def reads_and_writes(op):
     span = {
         Kind.NORM: (op.n, op.n), Kind.LINEAR: (op.k, op.n), Kind.EXPAND: (op.n, op.k), Kind.ROTATE: (op.k, op.k),
         Kind.STORE: (op.n, 0), Kind.GATE: (op.n, op.n), Kind.EMBED: (0, op.n), Kind.ATTEND: (op.k, op.n),
+        Kind.SCALE: (op.n, op.n),
     }[op.kind]  # fmt: skip
 
     def covered(start, width, head, far):
@@ -257,14 +259,56 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+BLOCKS = {  # parts of a layer and of a model beside the attention, as families have them
+    "olmo2": ({"qk_norm_eps": 1e-6, "qk_norm_over": "projection"}, {"norm_position": "post"}),
+    "gemma2": (
+        {"score": SoftCapped(cap=2.0, scale=0.5), "window": 5},
+        {"norm_position": "both", "norm": "zero_centered_rmsnorm", "mlp": "geglu", "logit_softcap": 3.0}
+        | {"embed_scale": 4.9},
+    ),
+    "gemma3": ({"qk_norm_eps": 1e-6, "qk_norm": "zero_centered_rmsnorm"}, {}),
+    "neox": (
+        {"qkv_bias": True, "o_bias": True, "rope": RopeConfig(partial_rotary_factor=0.4)},
+        {"norm": "layernorm", "mlp": "gelu_erf", "mlp_bias": True, "parallel_residual": True},
+    ),
+    "granite": (
+        {"score": ScaledDot(scale=0.1)},
+        {"embed_scale": 12.0, "residual_scale": 0.3, "logit_scale": 0.2},
+    ),
+    "parallel, four norms": ({}, {"parallel_residual": True, "norm_position": "both"}),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_engine_computes_the_parts_of_a_layer(name):
+    """As `forward` does; each with the field left at its default, something else."""
+    layer, other = BLOCKS[name]
+    model = gpt(replace(GQA, **layer), replace(GQA, **layer), **other)
+    check(model, decoding.torch_decoder(model))
+    if not isinstance(native_program.kernel(), Exception):
+        assert decoding.native_refusal(model) is None
+        check(model, decoding.native_decoder(model))
+    wanted = logits(model, forward(model))
+    for field in other:
+        if field in ("norm", "mlp", "mlp_bias", "norm_position"):  # other weights
+            continue
+        default = next(one.default for one in fields(GPTConfig) if one.name == field)
+        plain = build(replace(model.config, **{field: default})).eval().float()
+        plain.load_state_dict(model.state_dict())
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(logits(plain, forward(plain)), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *BLOCKS])
 def test_threads_wait_for_each_other(name, monkeypatch):
     if isinstance(native_program.kernel(), Exception):
         pytest.skip("no compiler")
-    model = gpt(*MODELS[name])
+    layer, other = BLOCKS.get(name, ({}, {}))
+    layers = MODELS.get(name, (replace(GQA, **layer),) * 2)
+    model = gpt(*layers, **other)
     found, n_barrier = races(model)
     assert not found
-    assert n_barrier <= 15 * len(MODELS[name])
+    assert n_barrier <= 17 * len(layers)
     monkeypatch.setattr(native_program.Span, "overlaps", lambda *_: False)
     assert races(model)[0]
 

@@ -2,7 +2,8 @@
 
 from rehead.attention.base import Attention, AttentionConfig, variants
 from rehead.attention.cache import LayerCache
-from rehead.attention.grouped import GroupedAttention, GroupedConfig
+from rehead.attention.grouped import GroupedAttention
+from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.latent import LatentAttention
 from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import EMPTY, Mask, visible

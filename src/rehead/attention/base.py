@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from rehead.attention.cache import LayerCache
 from rehead.attention.call import require_call
 from rehead.attention.mask import Mask
-from rehead.attention.program import Call, Program, Slot
+from rehead.attention.program import Call, Program
 from rehead.attention.rope import RopeConfig
+from rehead.attention.slot import Slot
 from rehead.errors import ConfigError
 from rehead.fields import require_types
 from rehead.registry import Registry

@@ -4,158 +4,20 @@ MHA (Vaswani et al., 2017) has a key and value head for every query head, MQA (S
 all, GQA (Ainslie et al., arXiv 2305.13245) anything between.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
-
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import kernels
-from rehead.attention.base import FILLED, Attention, AttentionConfig, variants
+from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
+from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.mask import Mask
-from rehead.attention.program import Attend, Norm, Program, Rotate, Slot, Store
-from rehead.attention.rope import RopeConfig, Rotary
-from rehead.attention.score import ScoreConfig, scores
-from rehead.errors import ConfigError
+from rehead.attention.program import Attend, Norm, Program, Rotate, Store
+from rehead.attention.rope import Rotary
+from rehead.attention.score import SoftCapped
+from rehead.attention.slot import Slot
 from rehead.nn.linear import Linear
-
-HeadMap = Literal["contiguous", "modular"]
-
-
-@variants.add("mha", "gqa", "mqa")
-@dataclass(frozen=True, kw_only=True)
-class GroupedConfig(AttentionConfig):
-    """`n_kv_head` equal to `n_query_head` is MHA (the default), 1 is MQA, anything between is GQA.
-
-    `head_map` is the KV head that query head h reads: h // (H/K) (contiguous, as in Hugging Face) or
-    h % K (modular). `v_head_dim` defaults to `head_dim`. `score` is a name or a `ScoreConfig`.
-    `qkv_bias` and `o_bias` add biases to the projections. With `tie_kv` the keys are also the
-    values: there is no `v_proj`, and the cache stores them once (the reduced form of MLA).
-    `qk_norm_eps` applies an RMSNorm of that eps to each query and key head before the rotation
-    (Qwen3's).
-    """
-
-    n_query_head: int
-    head_dim: int
-    n_kv_head: int = FILLED
-    v_head_dim: int = FILLED
-    head_map: HeadMap = "contiguous"
-    score: ScoreConfig = FILLED
-    qkv_bias: bool = False
-    o_bias: bool = False
-    tie_kv: bool = False
-    qk_norm_eps: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.n_kv_head is None:
-            self.fill(n_kv_head=self.n_query_head)
-        if self.v_head_dim is None:
-            self.fill(v_head_dim=self.head_dim)
-        if self.score is None or isinstance(self.score, str):
-            self.fill(score=scores[self.score or "scaled_dot"]())
-        super().__post_init__()
-        self.require_positive("n_query_head", "n_kv_head", "head_dim", "v_head_dim")
-        require_divides(self.n_kv_head, self.n_query_head)
-        if self.rope is not None:
-            self.require_turns(self.head_dim, "head_dim")
-        if self.qk_norm_eps is not None and not 0 < self.qk_norm_eps < 1:
-            raise ConfigError(f"qk_norm_eps={self.qk_norm_eps}: a small positive number. Use 1e-6, or None.")
-        if self.tie_kv and (self.rope is not None or self.v_head_dim != self.head_dim):
-            raise ConfigError(
-                f"tie_kv=True with head_dim={self.head_dim}, v_head_dim={self.v_head_dim} and "
-                f"rope={self.rope is not None}: keys that are values too are as wide and are not rotated. Use "
-                f"v_head_dim={self.head_dim} and rope=False, or tie_kv=False."
-            )
-
-    @classmethod
-    def examples(cls) -> dict[str, AttentionConfig]:
-        """Return MHA, GQA and MQA with and without rope, window, modular heads, biases, tied values, each score."""
-        gqa = cls(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7)
-        return {
-            "mha": replace(gqa, n_kv_head=6),
-            "gqa": gqa,
-            "mqa": replace(gqa, n_kv_head=1),
-            "gqa, rope": replace(gqa, rope=RopeConfig()),
-            "gqa, partial rope": replace(gqa, rope=RopeConfig(partial_rotary_factor=0.4)),
-            "gqa, window": replace(gqa, window=5),
-            "gqa, rope, window": replace(gqa, rope=RopeConfig(), window=5),
-            "gqa, modular, bias": replace(gqa, head_map="modular", qkv_bias=True, o_bias=True),
-            "gqa, rope, normed": replace(gqa, rope=RopeConfig(), qk_norm_eps=1e-6),
-            "mqa, tied, window": replace(gqa, n_kv_head=1, v_head_dim=10, tie_kv=True, window=5),
-            **{f"gqa, {score}": replace(gqa, score=scores[score]()) for score in scores},
-        }
-
-    @property
-    def name(self) -> str:
-        """Return mha, gqa or mqa."""
-        if self.n_kv_head == self.n_query_head:
-            return "mha"
-        return "mqa" if self.n_kv_head == 1 else "gqa"
-
-    def describe(self) -> str:
-        """Describe the variant with its KV heads, such as `gqa, 2 KV heads of 64, rope`."""
-        heads = "head" if self.n_kv_head == 1 else "heads"
-        text = f"{self.name}, {self.n_kv_head} KV {heads} of {self.head_dim}"
-        text += ", tied" if self.tie_kv else ""
-        text += ", modular" if self.head_map == "modular" else ""
-        return text + self._position()
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.n_query_head // self.n_kv_head
-
-    def build(self, d_model: int) -> "GroupedAttention":
-        """Build the module for activations of width `d_model`."""
-        self.require_width(d_model)
-        return GroupedAttention(self, d_model)
-
-    def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """Rows of rotated keys and of values; only keys with `tie_kv`."""
-        key, value = (self.n_kv_head, self.head_dim), (self.n_kv_head, self.v_head_dim)
-        return {"key": key} if self.tie_kv else {"key": key, "value": value}
-
-    def n_parameters(self, d_model: int) -> int:
-        """Number of parameters: projections, biases, norms, and those of a learned score."""
-        q, k, v, o = self._widths()
-        bias = (q + k + v) * self.qkv_bias + d_model * self.o_bias
-        weight = d_model * (q + o) + (self.d_context or d_model) * (k + v)
-        norms = 0 if self.qk_norm_eps is None else 2 * self.head_dim
-        return weight + bias + norms + self.score.n_parameters(self.n_query_head, self.head_dim)
-
-    def projection_flops(self, d_model: int) -> int:
-        """FLOPs of the four products, and of a learned score's part that is computed once per token."""
-        q, k, v, o = self._widths()
-        products = 2 * (d_model * (q + o) + (self.d_context or d_model) * (k + v))
-        return products + self.score.token_flops(self.n_query_head, self.head_dim)
-
-    def attention_flops(self, n_key: int) -> int:
-        """2 H (E + V) FLOPs per visible key for any number of KV heads; a learned score replaces 2 E."""
-        return self.n_query_head * (self.score.pair_flops(self.head_dim) + 2 * self.v_head_dim) * n_key
-
-    def _widths(self) -> tuple[int, int, int, int]:
-        """Widths of queries, keys, values and the input of the output projection."""
-        return (
-            self.n_query_head * self.head_dim,
-            self.n_kv_head * self.head_dim,
-            self.n_kv_head * self.v_head_dim * (not self.tie_kv),
-            self.n_query_head * self.v_head_dim,
-        )
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of `number` to list in a message: the first 20, none above 4096."""
-    return [n for n in range(1, min(number, 4096) + 1) if number % n == 0][:20]
-
-
-def require_divides(n_kv_head: int, n_query_head: int) -> None:
-    """Refuse a number of KV heads that does not divide the number of query heads."""
-    if n_query_head % n_kv_head:
-        raise ConfigError(
-            f"n_kv_head={n_kv_head} does not divide n_query_head={n_query_head}: "
-            f"every KV head serves equally many query heads. Use one of {divisors(n_query_head)}."
-        )
+from rehead.nn.norm import NORMS
 
 
 class GroupedAttention(Attention):
@@ -174,9 +36,10 @@ class GroupedAttention(Attention):
         self.k_proj = Linear(d_context, k, bias=config.qkv_bias)
         self.v_proj = None if config.tie_kv else Linear(d_context, v, bias=config.qkv_bias)
         self.o_proj = Linear(o, d_model, bias=config.o_bias)
-        norm, eps = config.qk_norm_eps is not None, config.qk_norm_eps
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=eps) if norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=eps) if norm else None
+        self.norms_heads = config.qk_norm_over == "head"
+        norm, eps = NORMS[config.qk_norm], config.qk_norm_eps
+        self.q_norm = None if eps is None else norm(config.head_dim if self.norms_heads else q, eps)
+        self.k_norm = None if eps is None else norm(config.head_dim if self.norms_heads else k, eps)
         self.score = config.score.build(config.n_kv_head, config.group, config.head_dim)
         self.rotary = Rotary(config.rope, config.head_dim) if config.rope else None
 
@@ -196,7 +59,7 @@ class GroupedAttention(Attention):
         invalid arguments.
         """
         query, key, value, mask = self._project(x, context, positions, cache, context_positions)
-        scale = self.config.head_dim**-0.5
+        scale = self.config.scale
         gathered = kernels.attend(query, key, value, mask, scale=scale, score=self.score, pdrop=self._pdrop)
         return self.o_proj(self._from_slots(gathered).flatten(2))
 
@@ -208,7 +71,7 @@ class GroupedAttention(Attention):
             self._stub(batch_size, n_key, config.n_kv_head, config.head_dim),
             self._stub(batch_size, n_key, config.n_kv_head, config.v_head_dim),
             self._mask(n_query, n_key, None, None),
-            config.head_dim**-0.5,
+            config.scale,
             self.score,
             self._pdrop,
         )
@@ -216,21 +79,26 @@ class GroupedAttention(Attention):
 
     def one_token(self) -> str:
         """Describe how one token is decoded."""
-        if self.score is not None:
+        if self.score is not None and not isinstance(self.config.score, SoftCapped):
             return "slow, a learned score has only the reference kernel"
         return "two products per KV head, its group of query heads folded into the rows; keys are read once"
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
         """Append the operations of one token; with a learned score, a call of `forward`."""
-        if self.score is not None:
+        config, cap = self.config, None
+        if isinstance(config.score, SoftCapped):
+            cap = config.score.cap
+        elif self.score is not None:
             return super().lower(program, x, layer)
-        config = self.config
         H, K, E, V = config.n_query_head, config.n_kv_head, config.head_dim, config.v_head_dim
         to_value = [] if self.v_proj is None else [(self.v_proj, K * V)]
         query, key, *values = program.linear(x, (self.q_proj, H * E), (self.k_proj, K * E), *to_value)
-        query, key = query.split(H), key.split(K)
+        if self.norms_heads:
+            query, key = query.split(H), key.split(K)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = program.add(Norm(query, self.q_norm)), program.add(Norm(key, self.k_norm))
+        if not self.norms_heads:
+            query, key = query.split(H), key.split(K)
         if self.rotary is not None:
             heads = program.add(Rotate((query, key), self.rotary))
             query, key = heads.head(0, H), heads.head(H, K)
@@ -239,7 +107,9 @@ class GroupedAttention(Attention):
             rows["value"] = (value.split(K),)
         program.add(Store(layer, rows))
         is_modular = config.head_map == "modular"
-        gathered = program.add(Attend(layer, (query,), "key", list(rows)[-1], K, V, E**-0.5, is_modular))
+        gathered = program.add(
+            Attend(layer, (query,), "key", list(rows)[-1], K, V, config.scale, is_modular, cap)
+        )
         (output,) = program.linear(gathered.flat(), (self.o_proj, self.d_model))
         return output
 
@@ -252,7 +122,10 @@ class GroupedAttention(Attention):
     ) -> Float[Tensor, "B H L S"]:
         """Return the attention weights of one pass, with the query heads in the order of `q_proj`."""
         query, key, _, mask = self._project(x, context, positions, None, context_positions)
-        weights = kernels.weights(query, key, mask.dense(x.device), score=self.score)  # B K G L S
+        scale = self.config.scale
+        weights = kernels.weights(
+            query, key, mask.dense(x.device), scale=scale, score=self.score
+        )  # B K G L S
         if self.config.head_map == "modular":
             weights = weights.transpose(1, 2)
         return weights.flatten(1, 2)
@@ -271,12 +144,11 @@ class GroupedAttention(Attention):
         start = 0
         if cache is not None:
             positions, start = cache.next(x.shape[1]) if positions is None else positions, cache.length
-        query = self._to_slots(self.q_proj(x).unflatten(2, (config.n_query_head, config.head_dim)))
-        rows = {"key": self.k_proj(source).unflatten(2, (config.n_kv_head, config.head_dim))}
+        query = self._heads(self.q_proj(x), self.q_norm)
+        rows = {"key": self._heads(self.k_proj(source), self.k_norm)}
         if self.v_proj is not None:
             rows["value"] = self.v_proj(source).unflatten(2, (config.n_kv_head, config.v_head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, rows["key"] = self.q_norm(query), self.k_norm(rows["key"])
+        query = self._to_slots(query)
         key_positions = positions if context is None else context_positions
         if self.rotary is not None:
             query = self.rotary(query, positions, start)
@@ -285,6 +157,13 @@ class GroupedAttention(Attention):
             rows, key_positions = cache.append(positions, **rows)
         key, value = rows["key"], rows["key" if config.tie_kv else "value"]
         return query, key, value, self._mask(x.shape[1], key.shape[1], positions, key_positions)
+
+    def _heads(self, rows: Float[Tensor, "B L HE"], norm: nn.Module | None) -> Float[Tensor, "B L H E"]:
+        """Split queries or keys into heads, normed as a whole or each by itself."""
+        if norm is not None and not self.norms_heads:
+            rows = norm(rows)
+        heads = rows.unflatten(2, (-1, self.config.head_dim))
+        return norm(heads) if norm is not None and self.norms_heads else heads
 
     def _to_slots(self, query: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:
         """Reorder query heads by the KV head they read: 0, 3, 6, 9, 1, 4, ... for modular, K = 3."""

@@ -15,8 +15,9 @@ from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
 from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import Mask
-from rehead.attention.program import Attend, AttendRebuilt, Norm, PerHead, Program, Rotate, Slot, Store
+from rehead.attention.program import Attend, AttendRebuilt, Norm, PerHead, Program, Rotate, Store
 from rehead.attention.rope import Rotary
+from rehead.attention.slot import Slot
 from rehead.nn.linear import Linear
 
 NORM_EPS = 1e-6

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rehead.attention.base import FILLED, AttentionConfig, variants
-from rehead.attention.grouped import require_divides
+from rehead.attention.grouped_config import require_divides
 from rehead.attention.rope import RopeConfig
 from rehead.errors import ConfigError
 

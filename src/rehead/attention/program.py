@@ -7,46 +7,17 @@ variant. Every value is a row per sequence, (B, n).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor, nn
 
 from rehead.attention.rope import Rotary
+from rehead.attention.slot import Slot
 from rehead.nn.few_rows import is_plain
 
-
-@dataclass(frozen=True)
-class Slot:
-    """A view of a row: `heads` heads of `width` columns; head h begins at column `offset` + h * `stride`.
-
-    `source` is the index of the operation that computes the row, which has `row_width` columns. A single head has its
-    width as stride.
-    """
-
-    source: int
-    row_width: int
-    offset: int
-    heads: int
-    stride: int
-    width: int
-
-    def split(self, heads: int) -> "Slot":
-        """Split one head into `heads` equal ones."""
-        return replace(self, heads=heads, stride=self.width // heads, width=self.width // heads)
-
-    def head(self, first: int, n: int) -> "Slot":
-        """Select `n` heads from `first` on."""
-        stride = self.stride if n > 1 else self.width
-        return replace(self, offset=self.offset + first * self.stride, heads=n, stride=stride)
-
-    def columns(self, start: int, n: int) -> "Slot":
-        """Select `n` columns of every head from `start` on."""
-        return replace(self, offset=self.offset + start, width=n, stride=self.stride if self.heads > 1 else n)
-
-    def flat(self) -> "Slot":
-        """Merge contiguous heads into one."""
-        assert self.stride == self.width
-        return replace(self, heads=1, stride=self.heads * self.width, width=self.heads * self.width)
+Gelu = Literal["", "tanh", "erf"]
+"""A form of GELU, or none."""
 
 
 @dataclass(eq=False)
@@ -110,11 +81,11 @@ class Norm(Unary):
 
 @dataclass(eq=False)
 class Linear(Unary):
-    """Linear `layers` of the same x, their outputs of `widths` concatenated; with `gelu`, GELU's tanh form of them."""
+    """Linear `layers` of the same x, their outputs of `widths` concatenated; with `gelu`, that form of GELU of them."""
 
     layers: tuple[nn.Module, ...]
     widths: tuple[int, ...]
-    gelu: bool = False
+    gelu: Gelu = ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,10 +118,11 @@ class PerHead(Unary):
 
 @dataclass(eq=False)
 class Gate(Op):
-    """silu(gate) * up."""
+    """silu(gate) * up, or with GELU's tanh form."""
 
     gate: Slot
     up: Slot
+    has_gelu: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -189,7 +161,8 @@ class Attend(Op):
     """Attention over the rows `key` and `value` in the cache of `layer`, the new ones included.
 
     The parts `query` of a query head are concatenated. There are `n_kv_head` heads of keys; of a value the first
-    `width` columns are used. Query head h reads KV head h // (H / K), or h % K if `modular`.
+    `width` columns are used. Query head h reads KV head h // (H / K), or h % K if `modular`. A score s becomes
+    `softcap` tanh(s / `softcap`), if there is one.
     """
 
     layer: int
@@ -200,6 +173,7 @@ class Attend(Op):
     width: int
     scale: float
     modular: bool = False
+    softcap: float | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -241,6 +215,13 @@ class Scale(Unary):
 
 
 @dataclass(eq=False)
+class SoftCap(Unary):
+    """`cap` tanh(x / `cap`)."""
+
+    cap: float
+
+
+@dataclass(eq=False)
 class Call(Unary):
     """A call of `module` with one token; an attention is passed the cache of `layer`."""
 
@@ -267,7 +248,7 @@ class Program:
         self.ops.append(op)
         return op.y
 
-    def linear(self, x: Slot, *layers: tuple[nn.Module, int], gelu: bool = False) -> list[Slot]:
+    def linear(self, x: Slot, *layers: tuple[nn.Module, int], gelu: Gelu = "") -> list[Slot]:
         """Append a `Linear` of layers and their widths; return the output of each layer."""
         widths = tuple(layer.out_features if is_plain(layer) else width for layer, width in layers)
         op = Linear(x, tuple(layer for layer, _ in layers), widths, gelu)

@@ -28,10 +28,16 @@ class Score(nn.Module, ABC):
 class ScoreConfig(ABC):
     """Config of a score."""
 
+    scale: float | None = None
+    """Factor of the dot products; None is 1 / sqrt(E)."""
+
     __no_type_check__ = True  # __post_init__ checks the arguments
 
     def __post_init__(self) -> None:
         require_types(self, "score ")
+        for name, number in vars(self).items():
+            if isinstance(number, float) and not 0 < number < math.inf:
+                raise ConfigError(f"score {name}={number}: a positive number. Leave it out for the default.")
 
     @abstractmethod
     def build(self, n_kv_head: int, group: int, head_dim: int) -> Score | None:
@@ -53,11 +59,47 @@ class ScoreConfig(ABC):
 @scores.add("scaled_dot")
 @dataclass(frozen=True, kw_only=True)
 class ScaledDot(ScoreConfig):
-    """k.q / sqrt(E): keeps the variance of a score near 1; every fast kernel computes it."""
+    """k.q / sqrt(E): keeps the variance of a score near 1; every fast kernel computes it.
+
+    `scale` is the factor instead of 1 / sqrt(E), as in Granite and Gemma.
+    """
+
+    scale: float | None = None
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> None:
         """Return None: there are no parameters."""
         return
+
+
+@scores.add("soft_capped")
+@dataclass(frozen=True, kw_only=True)
+class SoftCapped(ScoreConfig):
+    """cap tanh(k.q / (sqrt(E) cap)): no score is beyond `cap` (Gemma 2, arXiv 2408.00118).
+
+    `scale` is the factor of the dot products instead of 1 / sqrt(E).
+    """
+
+    cap: float = 50.0
+    scale: float | None = None
+
+    def build(self, n_kv_head: int, group: int, head_dim: int) -> "SoftCappedScore":
+        """Build the module, which has no parameters."""
+        return SoftCappedScore(self.cap, head_dim**-0.5 if self.scale is None else self.scale)
+
+
+class SoftCappedScore(Score):
+    """cap tanh(scale k.q / cap)."""
+
+    def __init__(self, cap: float, scale: float) -> None:
+        super().__init__()
+        self.cap, self.scale = cap, scale
+
+    def forward(
+        self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
+    ) -> Float[Tensor, "B K G L S"]:
+        """Scores before the mask and the softmax."""
+        products = torch.einsum("blkge,bske->bkgls", query, key)
+        return self.cap * torch.tanh(products * (self.scale / self.cap))
 
 
 @scores.add("multiplicative")

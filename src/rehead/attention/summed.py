@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention.base import AttentionConfig, variants
-from rehead.attention.grouped import GroupedAttention, GroupedConfig, require_divides
+from rehead.attention.grouped import GroupedAttention
+from rehead.attention.grouped_config import GroupedConfig, require_divides
 from rehead.attention.rope import RopeConfig
 from rehead.nn.linear import Linear
 

@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig, scores, variants
-from rehead.attention.grouped import divisors
+from rehead.attention.grouped_config import divisors
 from rehead.attention.rope import RopeScaling
 from rehead.config.codec import decode
 from rehead.errors import ConfigError, InvalidInput

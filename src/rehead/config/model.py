@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from rehead.attention import AttentionConfig
 from rehead.errors import ConfigError
 from rehead.fields import require_types
+from rehead.nn.norm import NormKind
 from rehead.registry import Registry
 
 model_types: Registry[type["ModelConfig"]] = Registry("model type")
@@ -70,17 +71,22 @@ class GPTConfig(ModelConfig):
     """A decoder: minGPT's shape, Llama's, or anything between.
 
     `attention` has one entry per layer. `learned_positions` adds a table of `block_size` embeddings;
-    without it positions come from the rope of the attention layers. `mlp` is gelu (GPT-2's tanh form) or
-    swiglu, `n_hidden` wide; `norm` is layernorm or rmsnorm. As in MiniCPM, `embed_scale` multiplies the
-    embeddings, `residual_scale` what every layer adds, and `logit_scale` the output of the last norm.
+    without it positions come from the rope of the attention layers. `mlp` is gelu (GPT-2's tanh form), gelu_erf
+    (the exact one), swiglu or geglu (tanh form), `n_hidden` wide; `norm` is layernorm, rmsnorm, or
+    zero_centered_rmsnorm, whose weights are those of Gemma: 1 + w multiplies.
+
+    Norms are before attention and MLP (`norm_position` pre), on what they add (post, as in OLMo2), or both (Gemma 2,
+    GLM-4). With `parallel_residual` both read the same input (GPT-NeoX). As in MiniCPM, `embed_scale` multiplies the
+    embeddings, `residual_scale` what every layer adds, and `logit_scale` the output of the last norm;
+    `logit_softcap` c makes a logit z to c tanh(z / c) (Gemma 2).
     """
 
     model_type: ClassVar[str] = "gpt"
     attention: tuple[AttentionConfig, ...]
     learned_positions: bool
-    norm: Literal["layernorm", "rmsnorm"]
+    norm: NormKind
     norm_eps: float
-    mlp: Literal["gelu", "swiglu"]
+    mlp: Literal["gelu", "gelu_erf", "swiglu", "geglu"]
     n_hidden: int
     mlp_bias: bool
     tie_embeddings: bool = False
@@ -88,6 +94,9 @@ class GPTConfig(ModelConfig):
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    norm_position: Literal["pre", "post", "both"] = "pre"
+    parallel_residual: bool = False
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +112,15 @@ class GPTConfig(ModelConfig):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is not a positive number. Use 1 for no scaling."
                 )
+        if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
+            raise ConfigError(
+                f"logit_softcap={self.logit_softcap} is not a positive number. Use 30, or None."
+            )
+        if self.parallel_residual and self.norm_position == "post":
+            raise ConfigError(
+                "parallel_residual=True with norm_position=post: nothing norms what attention and MLP both read. Use "
+                "norm_position=pre or both."
+            )
         for index, attention in enumerate(self.attention):
             heads = getattr(attention, "n_query_head", 1)
             if heads > MOST_HEADS:
@@ -117,6 +135,11 @@ class GPTConfig(ModelConfig):
     def scaled(self) -> bool:
         """Return True if one of the three scales is not 1."""
         return any(getattr(self, name) != 1 for name in SCALES)
+
+    @property
+    def gated(self) -> bool:
+        """Return True if the MLP multiplies two products of its input: it has three matrices."""
+        return self.mlp in ("swiglu", "geglu")
 
     @property
     def n_layer(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rehead.attention.grouped import HeadMap
+from rehead.attention.grouped_config import HeadMap
 from rehead.attention.rope import Layout
 from rehead.config.layer_options import (
     GROUPED_ONLY,
@@ -59,7 +59,7 @@ class ModelOptions:
     window: int | None = None
     """keys a token sees, its own included [default: all before it]"""
     score: str | None = None
-    """scaled_dot, multiplicative, concatenated or additive [default: scaled_dot]"""
+    """scaled_dot, soft_capped, multiplicative, concatenated or additive [default: scaled_dot]"""
     score_width: int | None = None
     """hidden units of the additive score [default: 64]"""
     tie_kv: bool | None = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
-from rehead.attention.grouped import divisors
+from rehead.attention.grouped_config import divisors
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
 from rehead.conversion.base import CannotConvert, Step, heads_of, summary
 from rehead.conversion.export.deepseek import require_sayable, stock_target

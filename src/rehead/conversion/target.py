@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
-from rehead.attention.grouped import HeadMap, divisors
+from rehead.attention.grouped_config import HeadMap, divisors
 from rehead.attention.rope import Layout
 from rehead.config import GPTConfig
 from rehead.conversion.base import common, heads_of

@@ -2,22 +2,11 @@
 
 from torch import nn
 
-from rehead.attention.program import (
-    Add,
-    Attend,
-    AttendRebuilt,
-    Call,
-    Embed,
-    Gate,
-    Linear,
-    Norm,
-    Op,
-    Program,
-    Scale,
-    Slot,
-)
+from rehead.attention.program import Add, Attend, AttendRebuilt, Call, Embed, Gate, Linear, Norm, Op, Program
+from rehead.attention.slot import Slot
 from rehead.decoding.native_program import span_of
 from rehead.nn.few_rows import is_plain
+from rehead.nn.norm import ZeroCenteredRMSNorm
 
 
 def refusal(program: Program) -> str | None:
@@ -38,20 +27,23 @@ def refusal(program: Program) -> str | None:
                 return f"it has a {type(module).__name__} that only its forward describes"
             case AttendRebuilt():
                 return "keys to rebuild at every step"
-            case Add(x=x) if not (
-                isinstance(previous, Linear) and previous.parts == [x] and not previous.gelu
-            ):
-                return "an addition that does not follow a linear layer"
+            case Add(x=x) if not _can_add(previous, x):
+                return "an addition that does not follow a linear layer or a norm"
         if isinstance(op, Linear) and any(is_plain(y) and y.in_features != op.x.width for y in op.layers):
             return "a linear layer of another width than its input"
-        if isinstance(op, Scale) or (isinstance(op, Add | Embed) and op.scale != 1):
-            return "it scales activations"
         if modules:
             return f"it has a {type(modules[0]).__name__}"
         if any(_is_read_elsewhere(program, op, slot) for slot in _moved(op)):
             return f"a result that is read again after {type(op).__name__}"
         previous = op
     return None
+
+
+def _can_add(op: Op | None, x: Slot) -> bool:
+    """Whether an operation can add its result x instead of storing it."""
+    if isinstance(op, Norm):
+        return op.y == x and x.heads == 1
+    return isinstance(op, Linear) and op.parts == [x] and not op.gelu
 
 
 def _is_plain_norm(norm: nn.Module) -> bool:
@@ -64,7 +56,8 @@ def _is_plain_table(table: nn.Embedding) -> bool:
 
 def _is_unchanged(module: nn.Module) -> bool:
     """Whether a module is one of PyTorch's own, and its forward not patched."""
-    return type(module) in (nn.LayerNorm, nn.RMSNorm, nn.Embedding) and "forward" not in vars(module)
+    known = nn.LayerNorm, nn.RMSNorm, ZeroCenteredRMSNorm, nn.Embedding
+    return type(module) in known and "forward" not in vars(module)
 
 
 def _moved(op: Op) -> tuple[Slot, ...]:

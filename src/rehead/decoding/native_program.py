@@ -19,17 +19,20 @@ from rehead.attention.program import (
     PerHead,
     Program,
     Rotate,
-    Slot,
+    Scale,
+    SoftCap,
     Store,
 )
 from rehead.attention.rope import Rotary
+from rehead.attention.slot import Slot
 from rehead.native import KernelUnavailable, library
+from rehead.nn.norm import ZeroCenteredRMSNorm
 
 
 class Kind(IntEnum):
     """The operations of decode.cpp, which documents their computation and fields."""
 
-    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE = range(8)
+    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE = range(9)
 
 
 FLAGS = ("kind", "bfloat16", "sync", "add", "gelu", "centred", "interleaved")
@@ -45,7 +48,7 @@ class NativeOp(ctypes.Structure):
         [(name, ctypes.c_int64) for name in FLAGS]
         + [(name, ctypes.c_void_p) for name in POINTERS]
         + [(name, ctypes.c_int64) for name in INTEGERS + STRIDES]
-        + [(name, ctypes.c_double) for name in ("eps", "scale")]
+        + [(name, ctypes.c_double) for name in ("eps", "scale", "cap", "offset")]
     )
 
 
@@ -95,9 +98,9 @@ class NativeProgram:
         self._placed = self._join_queries(program)
         for index, op in enumerate(program.ops):
             following = program.ops[index + 1 : index + 2]
-            if isinstance(op, Linear) and following and isinstance(following[0], Add):
-                self._placed[op.y] = following[0].onto  # the linear layer adds its result there
-                self._pack(op, add=True)
+            if isinstance(op, Linear | Norm) and following and isinstance(following[0], Add):
+                self._placed[op.y] = following[0].onto  # the linear layer or norm adds its result there
+                self._pack(op, add=following[0].scale)
             elif isinstance(op, Add):
                 self._placed[op.y] = self._resolved(op.onto)
             else:
@@ -146,7 +149,7 @@ class NativeProgram:
         **fields: Tensor | float | int | None,
     ) -> None:
         """Append an operation, with tensors as pointers. Add a barrier before it if it overlaps a pending one."""
-        op = NativeOp(kind=kind, heads=1, group=1)
+        op = NativeOp(kind=kind, heads=1, group=1, scale=1.0)
         reads, writes, operands = [], [], dict[str, Tensor | float | int | None]()
         if x is not None:
             tensor, x, span = self._address(x)
@@ -180,16 +183,16 @@ class NativeProgram:
         self._ops.append(op)
 
     @singledispatchmethod
-    def _pack(self, op: Op, *, add: bool = False) -> None:
+    def _pack(self, op: Op, *, add: float | None = None) -> None:
         raise NotImplementedError(type(op).__name__)
 
     @_pack.register
     def _(self, op: Embed) -> None:
         positions = None if op.positions is None else op.positions.weight
-        self._emit(Kind.EMBED, None, op.y, w=op.tokens.weight, w2=positions, n=op.y.width)
+        self._emit(Kind.EMBED, None, op.y, w=op.tokens.weight, w2=positions, n=op.y.width, scale=op.scale)
 
     @_pack.register
-    def _(self, op: Norm) -> None:
+    def _(self, op: Norm, *, add: float | None = None) -> None:
         norm, bias = op.module, None
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
         eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
@@ -197,16 +200,17 @@ class NativeProgram:
             bias = norm.bias
         self._emit(
             Kind.NORM, op.x, op.y, w=norm.weight, b=bias, eps=eps, centred=isinstance(norm, nn.LayerNorm),
-            n=op.x.width, heads=op.x.heads,
+            n=op.x.width, heads=op.x.heads, offset=float(isinstance(norm, ZeroCenteredRMSNorm)),
+            add=add is not None, scale=1.0 if add is None else add,
         )  # fmt: skip
 
     @_pack.register
-    def _(self, op: Linear, *, add: bool = False) -> None:
+    def _(self, op: Linear, *, add: float | None = None) -> None:
         for layer, y in zip(op.layers, op.parts, strict=True):
             assert isinstance(layer, nn.Linear)
             self._emit(
                 Kind.LINEAR, op.x, y, w=layer.weight, b=layer.bias, n=layer.out_features, k=layer.in_features,
-                add=add, gelu=op.gelu,
+                add=add is not None, scale=1.0 if add is None else add, gelu=("", "tanh", "erf").index(op.gelu),
             )  # fmt: skip
 
     @_pack.register
@@ -221,7 +225,15 @@ class NativeProgram:
     @_pack.register
     def _(self, op: Gate) -> None:
         self._placed[op.y] = self._resolved(op.gate)
-        self._emit(Kind.GATE, op.up, op.y, n=op.up.width)
+        self._emit(Kind.GATE, op.up, op.y, n=op.up.width, gelu=op.has_gelu)
+
+    @_pack.register
+    def _(self, op: Scale) -> None:
+        self._emit(Kind.SCALE, op.x, op.y, n=op.x.width, scale=op.factor)
+
+    @_pack.register
+    def _(self, op: SoftCap) -> None:
+        self._emit(Kind.SCALE, op.x, op.y, n=op.x.width, cap=op.cap)
 
     @_pack.register
     def _(self, op: Rotate) -> None:
@@ -263,6 +275,6 @@ class NativeProgram:
         )  # steps between heads of a group, and between groups
         self._emit(
             Kind.ATTEND, query, op.y, (key, value), w=key, w2=value, heads=K, group=H // K, rows=key.shape[-2],
-            k=query.width, n=op.width, w2_row=value.shape[-1], scale=op.scale,
+            k=query.width, n=op.width, w2_row=value.shape[-1], scale=op.scale, cap=op.softcap or 0.0,
             x_head=near * query.stride, x_kv=far * query.stride, y_head=near * op.width, y_kv=far * op.width,
         )  # fmt: skip

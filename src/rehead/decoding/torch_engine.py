@@ -24,9 +24,10 @@ from rehead.attention.program import (
     Program,
     Rotate,
     Scale,
-    Slot,
+    SoftCap,
     Store,
 )
+from rehead.attention.slot import Slot
 from rehead.decoding.lowering import lowered, stored_layers
 from rehead.decoding.token import Token, next_token
 from rehead.model import LanguageModel
@@ -43,7 +44,7 @@ def torch_decoder(model: LanguageModel) -> Decode:
     """Return a decoder that runs the model's program in PyTorch, or `forward` if it has no program."""
     program = lowered(model)
     if program is None:
-        return lambda ids, caches: model.head(model.hidden(ids[:, None], cache=caches)[:, -1])
+        return lambda ids, caches: model.logits(model.hidden(ids[:, None], cache=caches)[:, -1])
     run, layers = TorchProgram(program), stored_layers(program)
 
     def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
@@ -147,7 +148,8 @@ def _(op: Norm, read: Reader) -> Run:
 def _(op: Linear, read: Reader) -> Run:
     x, product = read.one_head(op.x), JoinedLinear(*op.layers)
     if op.gelu:
-        return lambda values, _: F.gelu(product(x(values)), approximate="tanh")
+        form = "none" if op.gelu == "erf" else "tanh"
+        return lambda values, _: F.gelu(product(x(values)), approximate=form)
     return lambda values, _: product(x(values))
 
 
@@ -168,6 +170,8 @@ def _(op: PerHead, read: Reader) -> Run:
 @bind.register
 def _(op: Gate, read: Reader) -> Run:
     gate, up = read.one_head(op.gate), read.one_head(op.up)
+    if op.has_gelu:
+        return lambda values, _: F.gelu(gate(values), approximate="tanh") * up(values)
     return lambda values, _: F.silu(gate(values)) * up(values)
 
 
@@ -212,12 +216,13 @@ def _(op: Attend, read: Reader) -> Run:
             q = q.unflatten(1, (-1, K)).transpose(1, 2).flatten(1, 2)
         q = q.reshape(-1, H // K, E)
         bias = token.bias(layer, K, q.dtype)
-        y = attend_token(q, cache.rows_until(op.key, n_row), cache.rows_until(op.value, n_row), scale, bias)
+        keys, rows = cache.rows_until(op.key, n_row), cache.rows_until(op.value, n_row)
+        y = attend_token(q, keys, rows, scale, bias, op.softcap)
         if op.modular:
             y = y.view(-1, K, H // K, V).transpose(1, 2)
         return y.reshape(-1, H * V)
 
-    return one_shared_row if op.key == op.value and K == 1 else grouped
+    return one_shared_row if op.key == op.value and K == 1 and op.softcap is None else grouped
 
 
 @bind.register
@@ -247,6 +252,12 @@ def _(op: Add, read: Reader) -> Run:
 def _(op: Scale, read: Reader) -> Run:
     x, factor = read.one_head(op.x), op.factor
     return lambda values, _: x(values) * factor
+
+
+@bind.register
+def _(op: SoftCap, read: Reader) -> Run:
+    x, cap = read.one_head(op.x), op.cap
+    return lambda values, _: cap * torch.tanh(x(values) / cap)
 
 
 @bind.register

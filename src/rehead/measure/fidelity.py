@@ -81,7 +81,7 @@ def _logits(
         counts = (targets != IGNORE).flatten()
         hidden = [model.hidden(ids.to(model.device)).flatten(0, 1)[counts] for model in models]
         for first, second, wanted in _split(LOGITS // width, *hidden, targets.flatten()[counts]):
-            logits = (models[0].head(first).cpu(), models[1].head(second).cpu())
+            logits = (models[0].logits(first).cpu(), models[1].logits(second).cpu())
             yield from _split(EXACT // width, *logits, wanted)
 
 

@@ -15,11 +15,12 @@ def parameters(config: ModelConfig) -> int:
         embeddings = width * config.vocab_size * (1 if config.tie_embeddings else 2)
         positions = width * config.block_size * config.learned_positions
         norm = width * (2 if config.norm == "layernorm" else 1)
+        norms = norm * (4 if config.norm_position == "both" else 2)
         mlp = _mlp_products(config) // 2
         if config.mlp_bias:
-            mlp += width + config.n_hidden * (2 if config.mlp == "swiglu" else 1)
+            mlp += width + config.n_hidden * (2 if config.gated else 1)
         attention = sum(layer.n_parameters(width) for layer in config.attention)
-        return embeddings + positions + attention + config.n_layer * (mlp + 2 * norm) + norm
+        return embeddings + positions + attention + config.n_layer * (mlp + norms) + norm
     assert isinstance(config, RNNConfig)
     hidden = config.n_hidden
     inputs = config.n_embd + hidden * (config.n_layer - 1)
@@ -103,4 +104,4 @@ def cache_bytes(
 
 def _mlp_products(config: GPTConfig) -> int:
     """Return FLOPs per token of one layer's MLP."""
-    return 2 * config.n_embd * config.n_hidden * (3 if config.mlp == "swiglu" else 2)
+    return 2 * config.n_embd * config.n_hidden * (3 if config.gated else 2)

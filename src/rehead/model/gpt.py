@@ -7,12 +7,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import LayerCache
-from rehead.attention.program import Embed, Norm, Program, Scale, describes
+from rehead.attention.program import Embed, Norm, Program, Scale, SoftCap, describes
 from rehead.config import GPTConfig
 from rehead.model.base import LanguageModel, models, require_length
 from rehead.model.init import initialise
-from rehead.model.layers import NORMS, Block
+from rehead.model.layers import Block
 from rehead.nn.dropout import Dropout
+from rehead.nn.norm import NORMS
 
 
 @models.add("gpt")
@@ -57,7 +58,7 @@ class GPT(LanguageModel):
         """Return the input of the first layer. Without positions, tokens follow `start` others."""
         x = self.embed_tokens(ids)
         if self.config.embed_scale != 1:
-            x = x * self.config.embed_scale
+            x = x * self._embed_scale
         if self.embed_positions is not None:
             x = x + self.embed_positions(self._table_rows(ids, positions, start))
         return self.embd_dropout(x)
@@ -75,14 +76,21 @@ class GPT(LanguageModel):
         if not all(type(dropout) is Dropout and "forward" not in vars(dropout) for dropout in dropouts):
             return None
         program, config = Program(), self.config
-        x = program.add(Embed(self.embed_tokens, self.embed_positions, config.embed_scale))
+        x = program.add(Embed(self.embed_tokens, self.embed_positions, self._embed_scale))
         for index, layer in enumerate(self.layers):
             x = program.call(layer, x, config.n_embd, index)
         x = program.add(Norm(x, self.norm))
         if config.logit_scale != 1:
             x = program.add(Scale(x, config.logit_scale))
-        program.linear(x, (self.head, config.vocab_size))
+        (logits,) = program.linear(x, (self.head, config.vocab_size))
+        if config.logit_softcap is not None:
+            program.add(SoftCap(logits, config.logit_softcap))
         return program
+
+    def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
+        """Return the logits for the result of `hidden`, capped if the config says so."""
+        logits, cap = self.head(hidden), self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def require_room(self, n_token: int) -> None:
         """Refuse more tokens than the position table has rows, if there is one."""
@@ -98,6 +106,13 @@ class GPT(LanguageModel):
         """Share one tensor between the embedding and the head, if the config ties them."""
         if self.config.tie_embeddings:
             self.head.weight = self.embed_tokens.weight
+
+    @property
+    def _embed_scale(self) -> float:
+        """The scale of the embeddings, rounded to their dtype as in Hugging Face's Gemma."""
+        return float(
+            torch.tensor(self.config.embed_scale, dtype=self.embed_tokens.weight.dtype, device="cpu")
+        )
 
     def _table_rows(self, ids: Tensor, positions: Tensor | None, start: int) -> Tensor:
         """Rows of the position table; padding uses row 0, since its output is never read."""

@@ -1,47 +1,51 @@
 """The parts of a decoder layer that are not attention."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
-from rehead.attention.program import Add, Gate, Norm, Program, Slot
+from rehead.attention.program import Add, Gate, Norm, Program
+from rehead.attention.slot import Slot
 from rehead.config import GPTConfig
 from rehead.nn.dropout import Dropout
 from rehead.nn.gelu import gelu
 from rehead.nn.linear import Linear
-
-NORMS: dict[str, Callable[[int, float], nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+from rehead.nn.norm import NORMS
 
 
 class GELU(nn.Module):
-    """GPT-2's MLP: down(gelu(up x))."""
+    """GPT-2's MLP: down(gelu(up x)); GELU's tanh form, or the exact one of `mlp=gelu_erf` (GPT-NeoX)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.form: Literal["tanh", "erf"] = "erf" if config.mlp == "gelu_erf" else "tanh"
         self.widths = config.n_hidden, config.n_embd
         self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
         self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         """Apply the MLP to each position."""
-        return self.down_proj(gelu(self.up_proj(x)))
+        up = self.up_proj(x)
+        return self.down_proj(gelu(up) if self.form == "tanh" else F.gelu(up))
 
     def lower(self, program: Program, x: Slot) -> Slot:
         """Append the operations of one token."""
         n_hidden, width = self.widths
-        (up,) = program.linear(x, (self.up_proj, n_hidden), gelu=True)
+        (up,) = program.linear(x, (self.up_proj, n_hidden), gelu=self.form)
         (down,) = program.linear(up, (self.down_proj, width))
         return down
 
 
-class SwiGLU(nn.Module):
-    """Llama's MLP: down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202)."""
+class GatedMLP(nn.Module):
+    """Llama's MLP: down(silu(gate x) * up x), or Gemma's with GELU's tanh form (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.has_gelu = config.mlp == "geglu"
         self.widths = config.n_hidden, config.n_embd
         self.gate_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
         self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
@@ -49,31 +53,46 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         """Apply the MLP to each position."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        return self.down_proj((gelu(gate) if self.has_gelu else F.silu(gate)) * self.up_proj(x))
 
     def lower(self, program: Program, x: Slot) -> Slot:
         """Append the operations of one token."""
         n_hidden, width = self.widths
         gate, up = program.linear(x, (self.gate_proj, n_hidden), (self.up_proj, n_hidden))
-        (down,) = program.linear(program.add(Gate(gate, up)), (self.down_proj, width))
+        (down,) = program.linear(program.add(Gate(gate, up, self.has_gelu)), (self.down_proj, width))
         return down
 
 
-MLPS: dict[str, Callable[[GPTConfig], nn.Module]] = {"gelu": GELU, "swiglu": SwiGLU}
+MLPS: dict[str, Callable[[GPTConfig], nn.Module]] = {
+    "gelu": GELU,
+    "gelu_erf": GELU,
+    "swiglu": GatedMLP,
+    "geglu": GatedMLP,
+}
 
 
 class Block(nn.Module):
-    """x + scale * attention(norm x), then x + scale * mlp(norm x); names are Llama's in Hugging Face."""
+    """x + scale * attention(norm x), then x + scale * mlp(norm x).
+
+    The names are Llama's in Hugging Face, and GLM-4's for norms of what is added, if there are any.
+    """
 
     def __init__(self, config: GPTConfig, attention: AttentionConfig) -> None:
         super().__init__()
-        norm = NORMS[config.norm]
-        self.input_layernorm = norm(config.n_embd, config.norm_eps)
+        before, after = config.norm_position != "post", config.norm_position != "pre"
+
+        def norm(*, exists: bool) -> nn.Module:
+            return NORMS[config.norm](config.n_embd, config.norm_eps) if exists else nn.Identity()
+
+        self.input_layernorm = norm(exists=before)
         self.self_attn = attention.build(config.n_embd)
-        self.post_attention_layernorm = norm(config.n_embd, config.norm_eps)
+        self.post_self_attn_layernorm = norm(exists=after)
+        self.post_attention_layernorm = norm(exists=before)
         self.mlp = MLPS[config.mlp](config)
+        self.post_mlp_layernorm = norm(exists=after)
         self.resid_dropout = Dropout(config.resid_pdrop)
-        self.scale = config.residual_scale
+        self.scale, self.is_parallel = config.residual_scale, config.parallel_residual
 
     def forward(
         self,
@@ -83,15 +102,22 @@ class Block(nn.Module):
     ) -> Float[Tensor, "B L D"]:
         """Apply attention and MLP, each with its residual connection."""
         attended = self.self_attn(self.input_layernorm(x), positions=positions, cache=cache)
-        x = self._add(x, attended)
-        return self._add(x, self.mlp(self.post_attention_layernorm(x)))
+        after = self._add(x, self.post_self_attn_layernorm(attended))
+        hidden = self.mlp(self.post_attention_layernorm(x if self.is_parallel else after))
+        return self._add(after, self.post_mlp_layernorm(hidden))
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
         """Append the operations of one token."""
-        normed = program.add(Norm(x, self.input_layernorm))
-        x = program.add(Add(program.call(self.self_attn, normed, x.width, layer), x, self.scale))
-        normed = program.add(Norm(x, self.post_attention_layernorm))
-        return program.add(Add(program.call(self.mlp, normed, x.width), x, self.scale))
+
+        def normed(x: Slot, norm: nn.Module) -> Slot:
+            return x if isinstance(norm, nn.Identity) else program.add(Norm(x, norm))
+
+        attention_reads = normed(x, self.input_layernorm)
+        mlp_reads = normed(x, self.post_attention_layernorm) if self.is_parallel else None
+        attended = program.call(self.self_attn, attention_reads, x.width, layer)
+        x = program.add(Add(normed(attended, self.post_self_attn_layernorm), x, self.scale))
+        hidden = program.call(self.mlp, mlp_reads or normed(x, self.post_attention_layernorm), x.width)
+        return program.add(Add(normed(hidden, self.post_mlp_layernorm), x, self.scale))
 
     def _add(self, x: Tensor, update: Tensor) -> Tensor:
         """Add a scaled update to the residual stream, with dropout."""

@@ -53,17 +53,18 @@ inline Floats sums(Floats v[W]) {
 
 inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
-enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE };
+enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE };
 
 struct Op {  // set by native_program.py; what is not said here is said where it is read
     int64_t kind, bfloat16, sync;            // weights and cache are bfloat16; all threads wait after it
-    int64_t add, gelu, centred, interleaved; // y += instead of y =; GELU of y; LayerNorm; pairs (2i, 2i + 1)
+    int64_t add, gelu, centred, interleaved; // y += scale * instead of y =; GELU, 1 tanh, 2 erf; LayerNorm; pairs (2i, 2i + 1)
     const void *w, *w2, *b;                  // weights or cache rows, a second of them, biases
     const float* x;
     float* y;
     int64_t n, k, heads, group, rows, column;  // sizes; query heads per KV head; rows of the cache, a column there
     int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w2_row, b_head;  // from one to the next, in numbers
-    double eps, scale;                       // of a norm; of scores
+    double eps, scale, cap;                  // of a norm; of scores, what is added, embeddings; soft cap or 0
+    double offset;                           // added to a norm's weights
 };
 
 struct Call { const int64_t* ids; const int64_t* positions; int64_t batch; };
@@ -79,7 +80,9 @@ template <class T> void embed(const Op& op, const Call& call, int64_t id, int64_
     for (int64_t b = id; b < call.batch; b += n) {
         const T* token = (const T*)op.w + call.ids[b] * op.n;
         const T* place = op.w2 ? (const T*)op.w2 + call.positions[b] * op.n : nullptr;
-        for (int64_t i = 0; i < op.n; i++) op.y[b * op.y_row + i] = number(token[i]) + (place ? number(place[i]) : 0);
+        float scale = float(op.scale);
+        for (int64_t i = 0; i < op.n; i++)
+            op.y[b * op.y_row + i] = number(token[i]) * scale + (place ? number(place[i]) : 0);
     }
 }
 
@@ -94,8 +97,11 @@ template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t
         square = part / op.n;
         float scale = float(1 / std::sqrt(square + op.eps));
         const T *w = (const T*)op.w, *b = (const T*)op.b;
-        for (int64_t i = 0; i < op.n; i++)
-            y[i] = (x[i] - shift) * scale * (w ? number(w[i]) : 1) + (b ? number(b[i]) : 0);
+        float offset = float(op.offset), times = float(op.scale);
+        for (int64_t i = 0; i < op.n; i++) {
+            float v = (x[i] - shift) * scale * (w ? number(w[i]) + offset : 1) + (b ? number(b[i]) : 0);
+            y[i] = op.add ? y[i] + v * times : v;
+        }
     }
 }
 
@@ -144,7 +150,7 @@ inline void tile(const Op& op, const float* x, const T* w, const T* bias, float*
         for (int j = 0; j < J; j++) {
             float v = out[i][j] + (bias ? number(bias[j]) : 0);
             float* to = y + i * op.y_row + j;
-            *to = op.add ? *to + v : v;
+            *to = op.add ? *to + v * float(op.scale) : v;
         }
 }
 
@@ -167,9 +173,11 @@ template <class T> void linear(const Op& op, const Call& call, int64_t id, int64
             }
             j += four ? 4 : 1;
         }
-        if (op.gelu)
-            for (int64_t b = 0; b < call.batch; b++)
-                gelu(op.y + b * op.y_row + h * op.y_head + mine.from, mine.to - mine.from);
+        for (int64_t b = 0; op.gelu && b < call.batch; b++) {
+            float* y = op.y + b * op.y_row + h * op.y_head + mine.from;
+            if (op.gelu == 1) gelu(y, mine.to - mine.from);
+            else for (int64_t i = 0; i < mine.to - mine.from; i++) y[i] *= (1 + std::erf(y[i] * 0.70710678f)) / 2;
+        }
     }
 }
 
@@ -212,10 +220,12 @@ template <class T> void store_rows(const Op& op, const Call& call, int64_t id, i
     }
 }
 
+inline Floats soft_capped(Floats x, float cap) { return cap - 2 * cap / (1 + exponential(x * (2 / cap))); }  // cap tanh(x / cap)
+
 // Attention of up to I query heads over some keys: scores, an online softmax and the sum of values, in O(TILE) memory.
 template <int I, class T>
 inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, const T* value, int64_t ldv, int64_t count,
-                 int64_t width, int64_t n_value, float scale, float* top, float* total, float* y, int64_t y_head) {
+                 int64_t width, int64_t n_value, float scale, float cap, float* top, float* total, float* y, int64_t y_head) {
     float p[I][TILE];
     for (int i = 0; i < I; i++) std::fill(p[i], p[i] + TILE, -INFINITY);
     for (int64_t s = 0; s < count;) {
@@ -230,6 +240,10 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
             for (int i = 0; i < I; i++) p[i][s] = out[i][0] * scale;
             s += 1;
         }
+    }
+    for (int i = 0; cap && i < I; i++) {
+        for (int64_t s = 0; s < count; s += W) *(Floats*)(p[i] + s) = soft_capped(load(p[i] + s), cap);
+        std::fill(p[i] + count, p[i] + TILE, -INFINITY);
     }
     for (int i = 0; i < I; i++) {
         float high = top[i];
@@ -283,7 +297,7 @@ template <class T> void attend(const Op& op, const Call& call, int64_t id, int64
             for (int64_t g = mine.from; g < mine.to;) {
                 auto with = [&]<int I>() {
                     meet<I>(q + g * op.x_head, op.x_head, keys + s * op.k, op.k, values + s * op.w2_row, op.w2_row, count,
-                            op.k, op.n, float(op.scale), &top[g], &total[g], y + g * op.y_head, op.y_head);
+                            op.k, op.n, float(op.scale), float(op.cap), &top[g], &total[g], y + g * op.y_head, op.y_head);
                     g += I;
                 };
                 int64_t left = mine.to - g;
@@ -297,15 +311,25 @@ template <class T> void attend(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
-void gate(const Op& op, const Call& call, int64_t id, int64_t n) {  // y = silu(y) x
+void gate(const Op& op, const Call& call, int64_t id, int64_t n) {  // y = silu(y) x, or gelu(y) x
     for (int64_t b = 0; b < call.batch; b++) {
         Share mine = share(op.n, W, id, n);
         const float* up = op.x + b * op.x_row;
         float* y = op.y + b * op.y_row;
         int64_t i = mine.from;
-        for (; i + W <= mine.to; i += W) *(Floats*)(y + i) = silu(load(y + i)) * load(up + i);
-        for (; i < mine.to; i++) y[i] = silu(Floats{} + y[i])[0] * up[i];
+        auto act = [&](Floats v) { return op.gelu ? gelu(v) : silu(v); };
+        for (; i + W <= mine.to; i += W) *(Floats*)(y + i) = act(load(y + i)) * load(up + i);
+        for (; i < mine.to; i++) y[i] = act(Floats{} + y[i])[0] * up[i];
     }
+}
+
+void scale(const Op& op, const Call& call, int64_t id, int64_t n) {  // y = scale x, or cap tanh(x / cap)
+    Share mine = share(op.n, W, id, n);
+    for (int64_t b = 0; b < call.batch; b++)
+        for (int64_t i = mine.from; i < mine.to; i++) {
+            float x = op.x[b * op.x_row + i];
+            op.y[b * op.y_row + i] = op.cap ? op.cap * std::tanh(x / op.cap) : x * float(op.scale);
+        }
 }
 
 template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t n) {
@@ -318,6 +342,7 @@ template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t 
         case STORE: return store_rows<T>(op, call, id, n);
         case ATTEND: return attend<T>(op, call, id, n);
         case GATE: return gate(op, call, id, n);
+        case SCALE: return scale(op, call, id, n);
     }
 }
 

@@ -81,7 +81,7 @@ class Trainer:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
             if self._in_parts(inputs):
                 hidden, n_token = self.model.hidden(inputs.to(device)), self.model.config.vocab_size
-                return cross_entropy(self.model.head, hidden, targets.to(device), n_token)
+                return cross_entropy(self.model.logits, hidden, targets.to(device), n_token)
             logits = self._forward(inputs.to(device))
             wanted = None if self.teacher is None else self._teach(inputs.to(device))
         rows = logits.flatten(0, 1).float()

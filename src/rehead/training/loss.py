@@ -1,9 +1,11 @@
 """Cross entropy over a large vocabulary without holding all logits at once."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGITS = 2**24
@@ -11,7 +13,10 @@ LOGITS = 2**24
 
 
 def cross_entropy(
-    head: nn.Module, hidden: Float[Tensor, "B L D"], targets: Int[Tensor, "B L"], n_token: int
+    head: Callable[[Tensor], Tensor],
+    hidden: Float[Tensor, "B L D"],
+    targets: Int[Tensor, "B L"],
+    n_token: int,
 ) -> Float[Tensor, ""]:
     """Return the mean loss in nats per token; `head` gives logits of `n_token` tokens.
 
@@ -29,7 +34,7 @@ def cross_entropy(
     return torch.stack(parts).sum() / len(rows)
 
 
-def _loss(head: nn.Module, rows: Tensor, targets: Tensor, reduction: str) -> Tensor:
+def _loss(head: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor, reduction: str) -> Tensor:
     logits = head(rows)
     exact = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(exact), targets, reduction=reduction)

@@ -11,9 +11,10 @@ def attend_token(
     value: Float[Tensor, "N S V"],
     scale: float,
     bias: Float[Tensor, "N 1 S"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, "N G V"]:
     """Attention of one token, N = B K. `bias` is 0, or minus infinity for hidden rows."""
-    return torch.bmm(token_weights(query, key, scale, bias), value)
+    return torch.bmm(token_weights(query, key, scale, bias, softcap), value)
 
 
 def token_weights(
@@ -21,9 +22,14 @@ def token_weights(
     key: Float[Tensor, "N S E"],
     scale: float,
     bias: Float[Tensor, "N 1 S"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, "N G S"]:
     """Attention weights of one token."""
-    added = query.new_empty(()) if bias is None else bias
-    scores = torch.baddbmm(added, query, key.transpose(1, 2), beta=0 if bias is None else 1, alpha=scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(torch.bmm(query, key.transpose(1, 2)) * (scale / softcap))
+        scores = scores if bias is None else scores + bias
+    else:
+        added = query.new_empty(()) if bias is None else bias
+        scores = torch.baddbmm(added, query, key.transpose(1, 2), beta=0 if bias is None else 1, alpha=scale)
     exact = torch.promote_types(scores.dtype, torch.float32)
     return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)

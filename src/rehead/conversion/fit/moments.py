@@ -98,10 +98,15 @@ def _pull(model: LanguageModel, hidden: Tensor, counts: Tensor, noise: Tensor) -
     """Return the gradient of the loss with respect to `hidden` (B, L, D), for labels drawn by `noise` (B L,)."""
     pull = torch.zeros_like(hidden).flatten(0, 1)
     flat, weight = hidden.flatten(0, 1), materialise(model.head.weight)
+    cap = getattr(model.config, "logit_softcap", None)
     for at in counts.nonzero()[:, 0].split(max(1, LOGITS // len(weight))):
-        likely = probabilities(model.head(flat[at]))
+        logits = model.logits(flat[at])
+        likely = probabilities(logits)
         label = draw(likely, noise[at].to(likely.device))
-        pull[at] = (likely - F.one_hot(label, len(weight))).to(weight.dtype) @ weight
+        error = likely - F.one_hot(label, len(weight))
+        if cap is not None:
+            error = error * (1 - (logits / cap) ** 2)  # the derivative of the soft cap
+        pull[at] = error.to(weight.dtype) @ weight
     return pull.view_as(hidden)
 
 

@@ -105,6 +105,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         )  # of queries, and their KV heads
         halves = (2, -1) if source.rope.layout == "half-split" else (1, -1)
         query = weights["q_proj.weight"].unflatten(0, (n_head, -1)) * _rescale(result, source.head_dim)
+        query = query * source.relative_scale
         key = weights["k_proj.weight"].unflatten(0, (n_kv_head, -1))
         turned = key[:, :rotated].unflatten(1, halves).transpose(0, 1)
         wide = query.new_zeros(n_head, *turned.shape)  # H 2 K E/2 D, or H 1 K E D

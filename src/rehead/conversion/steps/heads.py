@@ -10,8 +10,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
-from rehead.attention.grouped import divisors
-from rehead.attention.score import ScaledDot
+from rehead.attention.grouped_config import divisors
 from rehead.conversion.base import (
     Conversion,
     Converted,
@@ -64,7 +63,9 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
         """Copy the rows that make keys and values."""
         copies = result.n_kv_head // source.n_kv_head
         more = dict(weights)
-        for name, weight in projections(weights, "k_proj", "v_proj", "kv_b_proj").items():
+        whole = isinstance(source, GroupedConfig) and source.qk_norm_over == "projection"
+        copied = ("k_proj", "v_proj", "kv_b_proj", "k_norm") if whole else ("k_proj", "v_proj", "kv_b_proj")
+        for name, weight in projections(weights, *copied).items():
             heads = weight.unflatten(0, (source.n_kv_head, -1))
             more[name] = heads.repeat_interleave(copies, dim=0).flatten(0, 1)
         return Converted(weights=_with_scores(more, result))
@@ -143,7 +144,7 @@ def _aligned(
     heads: Float64[Tensor, "K M E C"], moment: align.Covariance, source: GroupedConfig, *, keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return turned heads, the turn of each as an E x E matrix, and the head that replaces each group."""
-    if keys and not isinstance(source.score, ScaledDot):  # a learned score would have to turn too
+    if keys and source.score.n_parameters(1, 1):  # a learned score would have to turn too
         eye = torch.eye(heads.shape[2], dtype=torch.float64)
         return heads, eye.expand(*heads.shape[:2], -1, -1), heads.mean(dim=1)
     find: align.Align = align.procrustes

@@ -107,7 +107,9 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
             result.kv_lora_rank,
             *statistics.weighing(self.methods.get(method, ())),
         )
-        made = projections(weights, "q_proj", "o_proj")
+        own_scale = source.relative_scale  # a latent has no such field
+        made = {name: weight * own_scale for name, weight in projections(weights, "q_proj").items()}
+        made |= projections(weights, "o_proj")
         made["kv_a_proj_with_mqa.weight"] = factors.down
         made["kv_b_proj.weight"] = _by_head(factors.up, source)
         if source.qkv_bias:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, grouped
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, grouped_config
 from rehead.attention.rope import Layout
 from rehead.conversion.base import Conversion, Converted, Promise, Statistics, Weights, conversions
 
@@ -26,7 +26,7 @@ class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
         """Yield the other order."""
-        other: grouped.HeadMap = "modular" if source.head_map == "contiguous" else "contiguous"
+        other: grouped_config.HeadMap = "modular" if source.head_map == "contiguous" else "contiguous"
         yield replace(source, head_map=other)
 
     def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
@@ -48,7 +48,8 @@ class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
         else:
             order = order.unflatten(0, (source.n_kv_head, source.group)).T.flatten()
         moved = dict(weights)
-        for name in ("q_proj.weight", "q_proj.bias"):
+        whole = ("q_norm.weight", "q_norm.bias") if source.qk_norm_over == "projection" else ()
+        for name in ("q_proj.weight", "q_proj.bias", *whole):
             if name in weights:
                 moved[name] = weights[name].unflatten(0, (source.n_query_head, -1))[order].flatten(0, 1)
         columns = weights["o_proj.weight"].unflatten(1, (source.n_query_head, -1))
@@ -118,7 +119,9 @@ def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
     assert config.rope is not None
     if isinstance(config, GroupedConfig):
         width = config.rope.rotated(config.head_dim)
-        heads = {"q_proj": config.n_query_head, "k_proj": config.n_kv_head, "q_norm": 1, "k_norm": 1}
+        heads = {"q_proj": config.n_query_head, "k_proj": config.n_kv_head}
+        whole = config.qk_norm_over == "projection"
+        heads |= {"q_norm": config.n_query_head if whole else 1, "k_norm": config.n_kv_head if whole else 1}
         return {name: (n_head, 0, width) for name, n_head in heads.items()}
     assert isinstance(config, LatentConfig)
     query = "q_proj" if config.q_lora_rank is None else "q_b_proj"
