@@ -133,15 +133,94 @@ CASES = {
         },
     ),
 }
+PHI3 = BASE | {"num_key_value_heads": 2, "hidden_size": 48, "original_max_position_embeddings": 64}
+NEOX = {name: value for name, value in BASE.items() if name != "num_key_value_heads"} | {"hidden_size": 48}
+GLM = BASE | {"num_key_value_heads": 2, "head_dim": 12}
+GEMMA = BASE | {"num_key_value_heads": 2, "head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 14}
+LOCAL = {"rope_type": "default", "rope_theta": 20.0}
+CASES |= {
+    "smollm3": ("SmolLM3", BASE | {"num_hidden_layers": 5, "num_key_value_heads": 2}),
+    "smollm3, windows, biases, untied": (
+        "SmolLM3",
+        BASE
+        | {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "attention_bias": True,
+        }
+        | {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
+    ),
+    "phi3": ("Phi3", PHI3),
+    "phi3, part of a head, window": (
+        "Phi3",
+        PHI3
+        | {"sliding_window": 5, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.8}},
+    ),
+    "phi3, longrope": (
+        "Phi3",
+        PHI3 | {"max_position_embeddings": 256, "rope_parameters": LONGROPE | {"factor": None}},
+    ),
+    "neox": ("GPTNeoX", NEOX | {"rotary_pct": 0.25}),
+    "neox, in turn, tied, no biases": (
+        "GPTNeoX",
+        NEOX
+        | {"use_parallel_residual": False, "tie_word_embeddings": True, "attention_bias": False}
+        | {"hidden_act": "gelu_pytorch_tanh", "rotary_pct": 1.0, "rotary_emb_base": 50},
+    ),
+    "olmo2": ("Olmo2", BASE | {"num_key_value_heads": 2}),
+    "olmo2, biases, tied": ("Olmo2", BASE | {"attention_bias": True, "tie_word_embeddings": True}),
+    "granite": (
+        "Granite",
+        BASE
+        | {"num_key_value_heads": 2, "attention_multiplier": 0.3, "embedding_multiplier": 7.0}
+        | {"residual_multiplier": 0.22, "logits_scaling": 3.0},
+    ),
+    "granite, no factors": ("Granite", BASE | {"attention_bias": True, "tie_word_embeddings": True}),
+    "glm": ("Glm", GLM),
+    "glm4": ("Glm4", GLM | {"attention_bias": True}),
+    "glm4, all of a head": (
+        "Glm4",
+        GLM
+        | {"attention_bias": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 1.0}},
+    ),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
+    "gemma2, no caps, biases, untied": (
+        "Gemma2",
+        GEMMA
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "Gemma3",
+        GEMMA
+        | {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": LOCAL}, "num_hidden_layers": 7},
+    ),
+    "gemma3, capped logits, usual scale": (
+        "Gemma3",
+        GEMMA
+        | {"final_logit_softcapping": 4.0, "query_pre_attn_scalar": 10}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+}
 
 
-KINDS = {"DeepseekV3": "deepseek_v3", "DeepseekV2": "deepseek_v2"}
+KINDS = {
+    "DeepseekV3": "deepseek_v3",
+    "DeepseekV2": "deepseek_v2",
+    "GPTNeoX": "gpt_neox",
+    "Gemma3": "gemma3_text",
+}
 """model_type, where it is not the class's name in small letters."""
 
 
 def classes(name):
     head = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    return getattr(transformers, head), getattr(transformers, f"{name}Config")
+    config = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    return getattr(transformers, head), getattr(transformers, config)
 
 
 @torch.no_grad()

@@ -1,14 +1,12 @@
 """The contract of a family of stock models: configs in both directions, and the names of weights."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import Any, ClassVar
 
-from rehead.attention import RopeConfig, scalings
-from rehead.attention.rope import LongRopeScaling, RopeScaling
-from rehead.config import GPTConfig, decode
+from rehead.config import GPTConfig
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import Registry
 
@@ -23,7 +21,7 @@ UNREAD_KEYS = """
     _attn_implementation_autoset qk_head_dim num_nextn_predict_layers moe_intermediate_size
     n_shared_experts n_routed_experts routed_scaling_factor n_group topk_group num_experts_per_tok
     norm_topk_prob output_router_logits scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha
-    seq_aux num_mtp_layers embedding_initializer_range
+    seq_aux num_mtp_layers embedding_initializer_range cache_implementation classifier_dropout is_decoder
 """
 UNREAD = frozenset(UNREAD_KEYS.split())
 """Keys of config.json that do not change what a dense model computes."""
@@ -31,11 +29,17 @@ UNREAD = frozenset(UNREAD_KEYS.split())
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of theirs, which holds `ours` stacked along the first axis, possibly transposed."""
+    """One tensor of theirs, which holds `ours` stacked along the first axis, possibly transposed.
+
+    `rows` are the numbers of rows of each, if they are not equal. With `groups` the tensor is stacked from that many,
+    each of which holds a share of all of ours (GPT-NeoX: query, key and value of one head after another).
+    """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    rows: tuple[int, ...] = ()
+    groups: int = 1
 
 
 class Family(ABC):
@@ -85,7 +89,13 @@ class Fields:
 
     def take(self, name: str, kind: type, default: Any = ...) -> Any:
         """Return a value of exactly this kind; the default where it is missing or null."""
-        value = self._left.pop(name, None)
+        value = self.look(name, kind, default)
+        self._left.pop(name, None)
+        return value
+
+    def look(self, name: str, kind: type, default: Any = ...) -> Any:
+        """Return what `take` does, which is to be read once more."""
+        value = self._left.get(name)
         if value is None:
             if default is ...:
                 raise InvalidInput(f"{self.where}: {name} is missing.")
@@ -100,49 +110,14 @@ class Fields:
         """Whether the key is present, null or not. For a missing one transformers takes its own default."""
         return name in self._left
 
-    def expect(self, name: str, *allowed: Any) -> None:
-        """Refuse any value but these; a missing key counts as the first."""
+    def expect(self, name: str, *allowed: Any) -> Any:
+        """Return the value, and refuse any but these; a missing key counts as the first."""
         value = self._left.pop(name, None)
         if value is not None and value not in allowed:
             raise InvalidInput(
                 f"{self.where}: {name}={value!r:.80}: rehead knows {', '.join(map(repr, allowed))} here."
             )
-
-    def rope(self, length: int) -> RopeConfig:
-        """Read the rotary embedding of a model of `length` positions, from the keys of transformers 5 or earlier.
-
-        These are `rope_parameters`, and `rope_theta` with `rope_scaling`. If both are given, they must agree.
-        """
-        table = _renamed(self.take("rope_parameters", dict, {}))
-        old = _renamed(self.take("rope_scaling", dict, {}))
-        theta = self.take("rope_theta", float, None)
-        for name, value in (old if theta is None else {"rope_theta": theta, **old}).items():
-            if table.setdefault(name, value) != value:
-                raise InvalidInput(
-                    f"{self.where}: {name} is {table[name]!r:.40} in rope_parameters and {value!r:.40} outside it: "
-                    "remove one."
-                )
-        theta = table.pop("rope_theta", 10_000.0)
-        kind = table.pop("rope_type", "default")
-        if kind == "default":
-            scaling = None
-            if table:
-                raise InvalidInput(
-                    f"{self.where}: rope_type default with {', '.join(table)}: the default takes no other keys."
-                )
-        elif not isinstance(kind, str) or kind not in scalings:
-            raise InvalidInput(
-                f"{self.where}: rope_type={kind!r:.40}: rehead knows default, {', '.join(scalings)}."
-            )
-        else:
-            if kind != "linear":
-                table.setdefault("original_max_position_embeddings", length)
-            if kind == "longrope":
-                table = _one_list(table, length, self.where)
-            scaling = decode(RopeScaling, {"rope_type": kind, **table}, f"{self.where}: rope")
-        if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
-            raise InvalidInput(f"{self.where}: rope_theta={theta!r:.40}: expected a positive number.")
-        return RopeConfig(theta=float(theta), scaling=scaling)
+        return allowed[0] if value is None else value
 
     def finish(self) -> None:
         """Refuse keys that were not read and may change what the model computes."""
@@ -153,66 +128,21 @@ class Fields:
                 )
 
 
-def _renamed(table: Table) -> Table:
-    """Return the table with `rope_type` for its former name, `type`."""
-    table = dict(table)
-    if "type" in table:
-        table.setdefault("rope_type", table.pop("type"))
-        table.pop("type", None)
-    return table
+BLOCK = ("norm_position", "parallel_residual", "logit_softcap")
+"""Fields of GPTConfig that only some families can represent, beside the scales."""
 
 
-def _one_list(table: Table, length: int, where: str) -> Table:
-    """Merge longrope's lists for short and long texts, and compute its magnitude as transformers does."""
-    short, long = table.get("short_factor"), table.get("long_factor")
-    reach, stretch = table["original_max_position_embeddings"], table.get("factor")
-    known = {"short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"}
-    if not isinstance(short, list) or type(reach) is not int or reach < 2 or table.keys() - known:
-        raise InvalidInput(
-            f"{where}: longrope with {', '.join(map(str, table)):.200}: expected {', '.join(known)}."
-        )
-    if short != long and length > reach:
-        raise InvalidInput(
-            f"{where}: longrope with other factors beyond {reach} of {length} positions: the angles would change "
-            f"within a text. Set max_position_embeddings={reach} to use the model up to there."
-        )
-    factor = length / reach if stretch is None else stretch
-    if not isinstance(factor, int | float):
-        raise InvalidInput(f"{where}: longrope factor={factor!r:.40}: expected a number.")
-    default = math.sqrt(1 + math.log(factor) / math.log(reach)) if factor > 1 else 1.0
-    given = table.get("attention_factor")
-    return {"factors": short, "attention_factor": default if given is None else given}
-
-
-def write_rope(rope: RopeConfig | None, length: int) -> Table:
-    """Return the keys of a rotary embedding over `length` positions, for transformers 5 and for earlier releases.
-
-    Earlier releases and other engines read `rope_theta` and `rope_scaling`, and take 10000 for a missing theta.
-    """
-    assert rope is not None
-    table: Table = {"rope_type": "default"}
-    if isinstance(rope.scaling, LongRopeScaling):
-        factors = list(rope.scaling.factors)
-        table = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
-        table |= {
-            "original_max_position_embeddings": length,
-            "attention_factor": rope.scaling.attention_factor,
-        }
-    elif rope.scaling is not None:
-        table = {"rope_type": scalings.name_of(type(rope.scaling))}
-        table |= {name: value for name, value in vars(rope.scaling).items() if value is not None}
-    return {
-        "rope_parameters": {"rope_theta": rope.theta, **table},
-        "rope_theta": rope.theta,
-        "rope_scaling": None if rope.scaling is None else table,
-    }
+def unusual(config: GPTConfig, *sayable: str) -> dict[str, bool]:
+    """Return, for `refuse`, the fields of `BLOCK` except `sayable` ones; True if they are not at their default."""
+    defaults = {field.name: field.default for field in fields_of(GPTConfig)}
+    return {name: getattr(config, name) != defaults[name] for name in BLOCK if name not in sayable}
 
 
 def refuse(fields: dict[str, bool], architecture: str) -> None:
     """Raise ConfigError naming the fields whose value is True: those that the class cannot represent."""
     refused = [name for name, bad in fields.items() if bad]
     remedy = "Choose another --format, or change the attention with `rehead convert`."
-    if any(name.startswith(("norm", "mlp", "learned_positions", "scales")) for name in refused):
+    if any(name.startswith(("norm", "mlp", "learned_positions", "scales", *BLOCK)) for name in refused):
         remedy = "Conversions change the attention only: choose another --format, or train it with model.shape=llama."
     if refused:
         raise ConfigError(f"{architecture} cannot represent this model's {', '.join(refused)}. {remedy}")

@@ -1,15 +1,22 @@
-"""The part that Llama-like families share: RMSNorm, SwiGLU, rope, and the names of sizes and weights."""
+"""The part that Llama-like families share: norms, a gated MLP, rope, and the names of sizes and weights."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
-from rehead.attention import GroupedConfig, LatentConfig
-from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, write_rope
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, unusual
+from rehead.checkpoint.huggingface.rope import RopeKeys, read_rope, write_rope
 from rehead.config import GPTConfig
 
-PARTS = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-"""Names of a layer's weights outside the attention."""
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("post_self_attn_layernorm", "post_mlp_layernorm"),
+}
+"""Our names of a layer's norms, before attention and MLP, and of what they add."""
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+LLAMA: Table = {"norm": "rmsnorm", "mlp": "swiglu", "learned_positions": False}
 A = TypeVar("A", bound=GroupedConfig | LatentConfig)
 
 
@@ -30,8 +37,8 @@ class Sizes(NamedTuple):
 class Decoder(Family, Generic[A]):
     """A family whose layers have attentions of one class, `attention`.
 
-    `tied` and `norm_eps` are the defaults of missing keys in config.json. These classes have no field for
-    dropout outside the attention, so it is lost.
+    `tied`, `norm_eps` and those of `rope` are the defaults of missing keys in config.json. These classes have no field
+    for dropout outside the attention, so it is lost.
     """
 
     attention: type[A]
@@ -39,10 +46,19 @@ class Decoder(Family, Generic[A]):
     """The name of the attention in an error message."""
     tied: ClassVar[bool] = False
     norm_eps: ClassVar[float] = 1e-6
+    rope: ClassVar[RopeKeys] = RopeKeys()
+    activation: ClassVar[str] = "hidden_act"
+    block: ClassVar[Table] = {}
+    """Fields of GPTConfig that all models of this family have, other than Llama's."""
+    says: ClassVar[tuple[str, ...]] = ()
+    """Fields of `base.BLOCK` for which config.json has a key."""
+    names: ClassVar[dict[str, str]] = {}
+    """Their names of a layer's modules, by ours; ours of the same name are stacked in one tensor."""
 
     def read(self, fields: Fields) -> GPTConfig:
         """Return the config that a config.json describes."""
-        fields.expect("hidden_act", "silu")
+        block = LLAMA | self.block
+        fields.expect(self.activation, ACTIVATIONS[block["mlp"]])
         sizes = Sizes(
             width=fields.take("hidden_size", int),
             n_query_head=fields.take("num_attention_heads", int),
@@ -53,23 +69,25 @@ class Decoder(Family, Generic[A]):
         shared = {
             "n_query_head": sizes.n_query_head,
             "attn_pdrop": fields.take("attention_dropout", float, 0.0),
-            "rope": fields.rope(length),
+            "rope": self.read_rope(fields, length),
         }
         model = {
             "vocab_size": fields.take("vocab_size", int),
             "block_size": length,
             "n_embd": sizes.width,
             "attention": tuple(self.layers(fields, sizes, shared)),
-            "learned_positions": False,
-            "norm": "rmsnorm",
+            **block,
             "norm_eps": sizes.norm_eps,
-            "mlp": "swiglu",
             "n_hidden": fields.take("intermediate_size", int),
             "tie_embeddings": fields.take("tie_word_embeddings", bool, self.tied),
         }
         config = GPTConfig(**model, **self.extra_config(fields, sizes))
         fields.finish()
         return config
+
+    def read_rope(self, fields: Fields, length: int) -> RopeConfig:
+        """Return the rotary embedding of a model of `length` positions."""
+        return read_rope(fields, length, self.rope)
 
     @abstractmethod
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[A]:
@@ -84,9 +102,8 @@ class Decoder(Family, Generic[A]):
         first = config.attention[0]
         refused = {
             self.attention_words: not all(isinstance(layer, self.attention) for layer in config.attention),
-            "norm": config.norm != "rmsnorm",
-            "mlp": config.mlp != "swiglu",
-            "learned_positions": config.learned_positions,
+            **unusual(config, *self.says, *self.block),
+            **{name: getattr(config, name) != value for name, value in (LLAMA | self.block).items()},
         }
         if isinstance(first, self.attention):
             refused |= self.unsupported(config, first)
@@ -101,14 +118,19 @@ class Decoder(Family, Generic[A]):
             "num_hidden_layers": config.n_layer,
             "num_attention_heads": first.n_query_head,
             **self.attention_json(first),
-            "hidden_act": "silu",
+            self.activation: ACTIVATIONS[config.mlp],
             "max_position_embeddings": config.block_size,
             "rms_norm_eps": config.norm_eps,
             "attention_dropout": first.attn_pdrop,
             "tie_word_embeddings": config.tie_embeddings,
-            **write_rope(first.rope, config.block_size),
+            **self.write_rope(config),
             **self.extra_json(config, first),
         }
+
+    def write_rope(self, config: GPTConfig) -> Table:
+        """Return the keys of the rotary embedding: that of the first layer that has one."""
+        ropes = [layer.rope for layer in config.attention if layer.rope is not None]
+        return write_rope(ropes[0] if ropes else RopeConfig(), config.block_size, self.rope)
 
     @abstractmethod
     def unsupported(self, config: GPTConfig, first: A) -> dict[str, bool]:
@@ -130,11 +152,25 @@ class Decoder(Family, Generic[A]):
             yield Weight(theirs="lm_head.weight", ours=("head.weight",))
         for index, layer in enumerate(config.attention):
             assert isinstance(layer, self.attention)
-            names = [f"{part}.weight" for part in PARTS]
+            position = config.norm_position
+            norms = [norm for at, names in NORMS.items() if position in (at, "both") for norm in names]
+            names = [f"{part}.weight" for part in (*norms, *MLP)]
             names += [f"self_attn.{name}" for name in self.attention_weights(layer)]
-            names += [f"{part}.bias" for part in PARTS[2:]] if config.mlp_bias else []
+            names += [f"{part}.bias" for part in MLP] if config.mlp_bias else []
+            stacked: dict[str, list[str]] = {}
             for name in names:
-                yield Weight(theirs=f"model.layers.{index}.{name}", ours=(f"layers.{index}.{name}",))
+                module, _, end = name.rpartition(".")
+                stacked.setdefault(f"{self.names.get(module, module)}.{end}", []).append(name)
+            for theirs, ours in stacked.items():
+                yield Weight(
+                    theirs=f"model.layers.{index}.{theirs}",
+                    ours=tuple(f"layers.{index}.{name}" for name in ours),
+                    rows=self.rows(layer, theirs),
+                )
+
+    def rows(self, layer: A, theirs: str) -> tuple[int, ...]:
+        """Return the numbers of rows of ours in a tensor of theirs that are not equal."""
+        return ()
 
     @abstractmethod
     def attention_weights(self, layer: A) -> list[str]:

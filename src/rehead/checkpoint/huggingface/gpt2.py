@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rehead.attention import GroupedConfig
-from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse
+from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, unusual
 from rehead.config import GPTConfig
 
 NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
@@ -69,6 +69,7 @@ class GPT2(Family):
                 "learned_positions=False": not config.learned_positions,
                 "norm": config.norm != "layernorm",
                 "scales": config.scaled,
+                **unusual(config),
                 "mlp": config.mlp != "gelu" or not config.mlp_bias,
             },
             self.architecture,

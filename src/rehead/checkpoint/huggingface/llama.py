@@ -2,29 +2,40 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from rehead.attention import GroupedConfig
+from rehead.attention.score import ScaledDot
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Decoder, Sizes
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 4096
 """Window of Mistral and Qwen if config.json does not name it."""
 
 
 class LlamaLike(Decoder[GroupedConfig]):
-    """Half-split rope in all heads; the four families differ in biases, norms and windows."""
+    """MHA, GQA or MQA with rope; the families differ in biases, norms, windows and what else their files say."""
 
     attention = GroupedConfig
     attention_words = "attention"
+    differ: ClassVar[tuple[str, ...]] = ("window",)
+    """Fields of the attention in which layers may differ."""
+    heads: ClassVar[dict[str, int]] = {}
+    """Defaults of missing keys, where they do not follow from other sizes."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Fields of the attention, of those that `unsupported` names, that this family can represent."""
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
         """Return the attention of every layer, all alike."""
         kind = GroupedConfig(
             **shared,
-            n_kv_head=fields.take("num_key_value_heads", int, sizes.n_query_head),
-            head_dim=fields.take("head_dim", int, sizes.head_dim),
+            n_kv_head=fields.take(
+                "num_key_value_heads", int, self.heads.get("num_key_value_heads", sizes.n_query_head)
+            ),
+            head_dim=fields.take("head_dim", int, self.heads.get("head_dim", sizes.head_dim)),
             **self.attention_fields(fields, sizes),
         )
         return [kind] * sizes.n_layer
@@ -38,16 +49,24 @@ class LlamaLike(Decoder[GroupedConfig]):
         return {"mlp_bias": fields.take("mlp_bias", bool, False)}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name what no class of this kind can represent."""
-        return {
+        """Name what no class of this kind can represent, unless it is among `reads`."""
+        ropes = [layer.rope for layer in config.attention]
+        whole = [rope.partial_rotary_factor == 1 for rope in ropes if rope is not None]
+        alike: dict[str, Any] = dict.fromkeys(self.differ)
+        plain = [replace(layer, **alike) for layer in config.attention]
+        refused = {
             "scales": config.scaled,
-            "rope": first.rope is None or first.rope.layout != "half-split",
+            "rope": any(rope is None for rope in ropes),
+            "rope_layout": any(rope is not None and rope.layout != self.rope.layout for rope in ropes),
+            "partial_rotary_factor": self.rope.partial is None and not all(whole),
             "head_map": first.head_map != "contiguous" and 1 < first.n_kv_head < first.n_query_head,
-            "score": first.score.n_parameters(1, 1) > 0,
+            "score": first.score != ScaledDot(),
             "tie_kv": first.tie_kv,
             "v_head_dim": first.v_head_dim != first.head_dim,
-            "layers, which differ,": len({replace(layer, window=None) for layer in config.attention}) > 1,
+            "qk_norm": (first.qk_norm, first.qk_norm_over) != ("rmsnorm", "head"),
+            "layers, which differ,": len(set(plain)) > 1,
         }
+        return {name: bad for name, bad in refused.items() if name not in self.reads}
 
     def attention_json(self, first: GroupedConfig) -> Table:
         """Return the number of KV heads, and the width of all heads."""
@@ -118,6 +137,33 @@ def window_of(fields: Fields) -> int | None:
     return window
 
 
+def which_slide(fields: Fields, default: list[bool]) -> list[bool]:
+    """Return which layers have the window, by `layer_types`, or the default where the key is missing."""
+    types = fields.take("layer_types", list, None)
+    if types is None:
+        return default
+    if len(types) != len(default) or not all(name in (FULL, SLIDING) for name in types):
+        raise InvalidInput(
+            f"{fields.where}: layer_types={types!r:.80}: expected {len(default)} full or sliding ones."
+        )
+    return [name == SLIDING for name in types]
+
+
+def windowed(layers: Sequence[GroupedConfig], slides: list[bool], window: int | None) -> list[GroupedConfig]:
+    """Return the layers, those that slide with a window."""
+    return [
+        replace(layer, window=window if slide else None) for layer, slide in zip(layers, slides, strict=True)
+    ]
+
+
+def window_words(config: GPTConfig) -> Table:
+    """Return the window, and which layers have it."""
+    return {
+        "sliding_window": next((layer.window for layer in config.attention if layer.window), None),
+        "layer_types": [SLIDING if layer.window else FULL for layer in config.attention],
+    }
+
+
 class Qwen2(LlamaLike):
     """Biases on queries, keys and values; windows in the later layers, if any."""
 
@@ -128,20 +174,9 @@ class Qwen2(LlamaLike):
         layers, window = super().layers(fields, sizes, shared), window_of(fields)
         if not fields.take("use_sliding_window", bool, False):
             window = None
-        types = fields.take("layer_types", list, None)
-        if types is None:
-            full = fields.take("max_window_layers", int, 28)
-            types = [
-                "full_attention" if index < full else "sliding_attention" for index in range(len(layers))
-            ]
-        if len(types) != len(layers) or not set(types) <= {"full_attention", "sliding_attention"}:
-            raise InvalidInput(
-                f"{fields.where}: layer_types={types!r:.80}: expected {len(layers)} full or sliding ones."
-            )
-        return [
-            replace(layer, window=window if name == "sliding_attention" else None)
-            for layer, name in zip(layers, types, strict=True)
-        ]
+        full = fields.take("max_window_layers", int, 28)
+        slides = which_slide(fields, [index >= full for index in range(len(layers))])
+        return windowed(layers, slides, window)
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
         """Return biases on three of the four projections."""
@@ -165,13 +200,12 @@ class Qwen2(LlamaLike):
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return which layers have the window."""
-        windows = {layer.window for layer in config.attention} - {None}
-        types = ["sliding_attention" if layer.window else "full_attention" for layer in config.attention]
+        words = window_words(config)
+        slides = words["sliding_window"] is not None
         return {
-            "use_sliding_window": bool(windows),
-            "sliding_window": next(iter(windows), None),
-            "max_window_layers": 0 if windows else config.n_layer,
-            "layer_types": types,
+            "use_sliding_window": slides,
+            "max_window_layers": 0 if slides else config.n_layer,
+            **words,
         }
 
 

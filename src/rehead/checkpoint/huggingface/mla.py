@@ -55,7 +55,7 @@ class LatentLike(Decoder[LatentConfig]):
         """Name what no class of this kind can represent."""
         return {
             "layers, which differ,": len(set(config.attention)) > 1,
-            "mlp": config.mlp != "swiglu" or config.mlp_bias,
+            "mlp_bias": config.mlp_bias,
             "latent_norm=False": not first.latent_norm,
             "rebuilt keys or missing rotary part": not first.qk_rope_head_dim,
             "window": first.window is not None,

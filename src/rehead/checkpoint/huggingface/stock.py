@@ -61,8 +61,12 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
         ("lacks", wanted.keys() - stored.keys()),
         ("holds, beyond what its config describes,", stored.keys() - wanted.keys()),
     ):
-        if names == {"lm_head.weight"} and problem != "lacks" and config.tie_embeddings:
-            _require_tied(shards, stored, wanted)
+        if (
+            names in ({"lm_head.weight"}, {"embed_out.weight"})
+            and problem != "lacks"
+            and config.tie_embeddings
+        ):
+            _require_tied(shards, stored, wanted, *names)
         elif names:
             raise InvalidInput(
                 f"{folder} {problem} {len(names)} weights: {', '.join(sorted(names)[:10]):.300}."
@@ -71,10 +75,10 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     for theirs, weight in wanted.items():
         tensor = shards.deferred(stored[theirs])
         side = -1 if weight.transposed else 0
-        if not tensor.shape or tensor.shape[side] % len(weight.ours):
-            raise InvalidInput(
-                f"{folder}: {theirs} has shape {list(tensor.shape)}, expected {len(weight.ours)} equal parts."
-            )
+        parts = sum(weight.rows) or len(weight.ours) * weight.groups
+        if not tensor.shape or (tensor.shape[side] != parts if weight.rows else tensor.shape[side] % parts):
+            rule = f"{parts} rows" if weight.rows else f"{parts} equal parts"
+            raise InvalidInput(f"{folder}: {theirs} has shape {list(tensor.shape)}, expected {rule}.")
         for index, name in enumerate(weight.ours):
             weights[name] = map_deferred(partial(_part, weight=weight, index=index), tensor)
     return weights
@@ -83,13 +87,18 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
 def _part(theirs: Tensor, weight: Weight, index: int) -> Tensor:
     """Return one of our weights from a tensor of theirs that holds several."""
     upright = theirs.mT if weight.transposed and theirs.dim() == 2 else theirs
-    return upright.chunk(len(weight.ours))[index].contiguous()
+    if weight.rows:
+        return upright.split(weight.rows)[index].contiguous()
+    grouped = upright.unflatten(0, (weight.groups, len(weight.ours), -1))
+    return grouped[:, index].flatten(0, 1).contiguous()
 
 
-def _whole(*ours: Tensor, transposed: bool) -> Tensor:
+def _whole(*ours: Tensor, weight: Weight) -> Tensor:
     """Return a tensor of theirs from all of our weights that it holds."""
     upright = torch.cat(ours) if len(ours) > 1 else ours[0]
-    return (upright.mT if transposed and upright.dim() == 2 else upright).contiguous()
+    if weight.groups > 1:
+        upright = torch.cat([part.unflatten(0, (weight.groups, -1)) for part in ours], dim=1).flatten(0, 1)
+    return (upright.mT if weight.transposed and upright.dim() == 2 else upright).contiguous()
 
 
 def export(
@@ -114,9 +123,7 @@ def write(
     table = family.write(model.config) | {"dtype": dtype} | ids
     state = model.state_dict()
     weights = {
-        weight.theirs: map_deferred(
-            partial(_whole, transposed=weight.transposed), *(state[name] for name in weight.ours)
-        )
+        weight.theirs: map_deferred(partial(_whole, weight=weight), *(state[name] for name in weight.ours))
         for weight in family.weights(model.config)
     }
     write_weights(folder, weights)
@@ -163,11 +170,11 @@ def _json(table: Table) -> str:
     return json.dumps(table, indent=2) + "\n"
 
 
-def _require_tied(shards: Shards, stored: dict[str, str], wanted: Iterable[str]) -> None:
+def _require_tied(shards: Shards, stored: dict[str, str], wanted: Iterable[str], head: str) -> None:
     """Refuse a stored head that differs from the embedding it is tied to."""
-    embedding = next(name for name in wanted if "embed_tokens" in name or ".wte." in name)
-    if not torch.equal(shards.read(stored["lm_head.weight"]), shards.read(stored[embedding])):
+    embedding = next(name for name in wanted if "embed_" in name or ".wte." in name)
+    if not torch.equal(shards.read(stored[head]), shards.read(stored[embedding])):
         raise InvalidInput(
-            f"{shards.folder}: lm_head.weight differs from the embedding it is tied to: set "
+            f"{shards.folder}: {head} differs from the embedding it is tied to: set "
             "tie_word_embeddings=false in config.json to use it."
         )

@@ -15,6 +15,7 @@ from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeC
 from rehead.attention.latent import NORM_EPS
 from rehead.checkpoint import Family
 from rehead.checkpoint.files.deferred import map_deferred
+from rehead.checkpoint.huggingface.base import unusual
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
 from rehead.conversion.base import CannotConvert, heads_of
@@ -73,11 +74,14 @@ def to_deepseek(
 
 def require_sayable(config: GPTConfig) -> None:
     """Refuse what DeepSeek's class cannot represent, apart from the attention."""
-    if config.norm != "rmsnorm" or config.mlp != "swiglu" or config.mlp_bias or config.learned_positions:
+    plain = config.norm == "rmsnorm" and config.mlp == "swiglu" and not config.mlp_bias
+    odd = [name for name, is_odd in unusual(config).items() if is_odd]
+    if not plain or config.learned_positions or odd:
         gpt2 = config.norm == "layernorm" and config.mlp == "gelu" and config.learned_positions
         way = "convert it with --to mha for --format gpt2" if gpt2 else "train it with model.shape=llama"
         has = ", ".join(
-            f"{name}={getattr(config, name)}" for name in ("norm", "mlp", "mlp_bias", "learned_positions")
+            f"{name}={getattr(config, name)}"
+            for name in ("norm", "mlp", "mlp_bias", "learned_positions", *odd)
         )
         raise CannotConvert(
             "DeepseekV3ForCausalLM has RMSNorm, SwiGLU without biases and no learned positions; this model has "

@@ -1,0 +1,70 @@
+"""Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in another; rope in a part of each head."""
+
+from typing import ClassVar
+
+from rehead.attention import GroupedConfig, RopeConfig
+from rehead.attention.rope import LongRopeScaling
+from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.decoder import Sizes
+from rehead.checkpoint.huggingface.llama import LlamaLike
+from rehead.checkpoint.huggingface.rope import RopeKeys, read_rope
+from rehead.config import GPTConfig
+
+REACH = 4096
+"""`original_max_position_embeddings` if config.json does not name it."""
+QKV = "self_attn.qkv_proj"
+
+
+class Phi3(LlamaLike):
+    """A window in every layer, or none; no biases."""
+
+    architecture = "Phi3ForCausalLM"
+    norm_eps = 1e-5
+    rope = RopeKeys(partial=1.0)
+    names: ClassVar[dict[str, str]] = {
+        **{f"self_attn.{part}_proj": QKV for part in "qkv"},
+        "mlp.gate_proj": "mlp.gate_up_proj",
+        "mlp.up_proj": "mlp.gate_up_proj",
+    }
+
+    def rows(self, layer: GroupedConfig, theirs: str) -> tuple[int, ...]:
+        """Return the rows of queries, keys and values."""
+        heads = (layer.n_query_head, layer.n_kv_head, layer.n_kv_head)
+        return tuple(n * layer.head_dim for n in heads) if theirs.startswith(QKV) else ()
+
+    def read_rope(self, fields: Fields, length: int) -> RopeConfig:
+        """Return the rotary embedding; longrope's first length is a key of its own."""
+        return read_rope(
+            fields, length, self.rope, fields.take("original_max_position_embeddings", int, REACH)
+        )
+
+    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
+        """Return the window."""
+        fields.expect("attention_bias", False)
+        return {"window": fields.take("sliding_window", int, None)}
+
+    def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
+        """Return dropout; `embd_pdrop` is a key that the class does not use."""
+        fields.take("embd_pdrop", float, 0.0)
+        return {"mlp_bias": False, "resid_pdrop": fields.take("resid_pdrop", float, 0.0)}
+
+    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """Name also windows that differ, norms in the heads, biases, scalings other than longrope."""
+        scaling = first.rope.scaling if first.rope is not None else None
+        return super().unsupported(config, first) | {
+            "windows, which differ,": len({layer.window for layer in config.attention}) > 1,
+            "qk_norm_eps": first.qk_norm_eps is not None,
+            "bias": first.qkv_bias or first.o_bias or config.mlp_bias,
+            "rope scaling": scaling is not None and not isinstance(scaling, LongRopeScaling),
+        }
+
+    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
+        """Return the window, the first length of longrope, and dropout."""
+        return {
+            "sliding_window": first.window,
+            "original_max_position_embeddings": config.block_size,
+            "resid_pdrop": config.resid_pdrop,
+        }
+
+
+families.add("phi3")(Phi3())

@@ -1,0 +1,147 @@
+"""Rotary embeddings in config.json, in the words of transformers 5 and of earlier releases."""
+
+import math
+from typing import NamedTuple
+
+from rehead.attention import RopeConfig, scalings
+from rehead.attention.rope import Layout, LongRopeScaling, RopeScaling
+from rehead.checkpoint.huggingface.base import Fields, Table
+from rehead.config import decode
+from rehead.errors import InvalidInput
+
+
+class RopeKeys(NamedTuple):
+    """How a class names and defaults what it reads: `partial` is None where all of a head always rotates."""
+
+    theta: float = 10_000.0
+    partial: float | None = None
+    layout: Layout = "half-split"
+    theta_key: str = "rope_theta"
+    partial_key: str = "partial_rotary_factor"
+
+
+def read_rope(fields: Fields, length: int, keys: RopeKeys, reach: int | None = None) -> RopeConfig:
+    """Read the rotary embedding of a model of `length` positions; longrope's first list is for `reach` of them.
+
+    The keys are `rope_parameters`, and `rope_theta` (and a partial factor) with `rope_scaling`. If both are given, they
+    must agree.
+    """
+    table = merged(
+        fields, fields.take("rope_parameters", dict, {}), keys, fields.take("rope_scaling", dict, {})
+    )
+    if reach is not None and table.get("rope_type") == "longrope":
+        table["original_max_position_embeddings"] = reach
+    return rope_of(table, length, keys, fields.where)
+
+
+def merged(fields: Fields, table: Table, keys: RopeKeys, old: Table) -> Table:
+    """Return `rope_parameters` with the keys of earlier releases, which must agree."""
+    table, outside = _renamed(table), _renamed(old)
+    flat = {"rope_theta": keys.theta_key}
+    if keys.partial is not None:
+        flat["partial_rotary_factor"] = keys.partial_key
+    for name, key in flat.items():
+        if (value := fields.take(key, float, None)) is not None:
+            outside[name] = value
+    for name, value in outside.items():
+        if table.setdefault(name, value) != value:
+            raise InvalidInput(
+                f"{fields.where}: {name} is {table[name]!r:.40} in rope_parameters and {value!r:.40} outside it: "
+                "remove one."
+            )
+    return table
+
+
+def rope_of(table: Table, length: int, keys: RopeKeys, where: str) -> RopeConfig:
+    """Return the rotary embedding that the keys of `rope_parameters` describe."""
+    table = dict(table)
+    theta = table.pop("rope_theta", keys.theta)
+    partial = 1.0 if keys.partial is None else table.pop("partial_rotary_factor", keys.partial)
+    kind = table.pop("rope_type", "default")
+    if kind == "default":
+        scaling = None
+        if table:
+            raise InvalidInput(
+                f"{where}: rope_type default with {', '.join(table)}: the default takes no other keys."
+            )
+    elif not isinstance(kind, str) or kind not in scalings:
+        raise InvalidInput(f"{where}: rope_type={kind!r:.40}: rehead knows default, {', '.join(scalings)}.")
+    else:
+        if kind != "linear":
+            table.setdefault("original_max_position_embeddings", length)
+        if kind == "longrope":
+            table = _one_list(table, length, where)
+        scaling = decode(RopeScaling, {"rope_type": kind, **table}, f"{where}: rope")
+    for name, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise InvalidInput(f"{where}: {name}={value!r:.40}: expected a positive number.")
+    return RopeConfig(
+        theta=float(theta), scaling=scaling, layout=keys.layout, partial_rotary_factor=float(partial)
+    )
+
+
+def _renamed(table: Table) -> Table:
+    """Return the table with `rope_type` for its former name, `type`."""
+    table = dict(table)
+    if "type" in table:
+        table.setdefault("rope_type", table.pop("type"))
+        table.pop("type", None)
+    return table
+
+
+def _one_list(table: Table, length: int, where: str) -> Table:
+    """Merge longrope's lists for short and long texts, and compute its magnitude as transformers does."""
+    short, long = table.get("short_factor"), table.get("long_factor")
+    reach, stretch = table["original_max_position_embeddings"], table.get("factor")
+    known = {"short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"}
+    if not isinstance(short, list) or type(reach) is not int or reach < 2 or table.keys() - known:
+        raise InvalidInput(
+            f"{where}: longrope with {', '.join(map(str, table)):.200}: expected {', '.join(known)}."
+        )
+    factor = length / reach if stretch is None else stretch
+    if not isinstance(factor, int | float):
+        raise InvalidInput(f"{where}: longrope factor={factor!r:.40}: expected a number.")
+    magnitude = table.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(reach)) if factor > 1 else 1.0
+    if short != long and length > reach:
+        raise InvalidInput(
+            f"{where}: longrope with other factors beyond {reach} of {length} positions: the angles would change "
+            f"within a text. Set max_position_embeddings={reach} to use the model up to there, and "
+            f"attention_factor={magnitude} in the rope's table."
+        )
+    return {"factors": short, "attention_factor": magnitude}
+
+
+def write_rope(rope: RopeConfig | None, length: int, keys: RopeKeys) -> Table:
+    """Return the keys of a rotary embedding over `length` positions, for transformers 5 and for earlier releases.
+
+    Earlier releases and other engines read `rope_theta` and `rope_scaling`, and take 10000 for a missing theta.
+    """
+    assert rope is not None
+    scaling = scaling_table(rope, length)
+    partial = {} if keys.partial is None else {"partial_rotary_factor": rope.partial_rotary_factor}
+    flat = {keys.theta_key: rope.theta}
+    if partial:
+        flat[keys.partial_key] = rope.partial_rotary_factor
+    return {
+        "rope_parameters": {"rope_theta": rope.theta, **partial, **scaling},
+        **flat,
+        "rope_scaling": None if rope.scaling is None else scaling,
+    }
+
+
+def scaling_table(rope: RopeConfig, length: int) -> Table:
+    """Return `rope_type` and the fields of the scaling."""
+    table: Table = {"rope_type": "default"}
+    if isinstance(rope.scaling, LongRopeScaling):
+        factors = list(rope.scaling.factors)
+        table = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
+        table |= {
+            "original_max_position_embeddings": length,
+            "attention_factor": rope.scaling.attention_factor,
+        }
+    elif rope.scaling is not None:
+        table = {"rope_type": scalings.name_of(type(rope.scaling))}
+        table |= {name: value for name, value in vars(rope.scaling).items() if value is not None}
+    return table

@@ -1,0 +1,73 @@
+"""SmolLM3: some layers without rope; windows, if any, in those."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rehead.attention import GroupedConfig
+from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.decoder import Sizes
+from rehead.checkpoint.huggingface.llama import LlamaLike, which_slide, window_words, windowed
+from rehead.checkpoint.huggingface.rope import RopeKeys
+from rehead.config import GPTConfig
+from rehead.errors import InvalidInput
+
+
+class SmolLM3(LlamaLike):
+    """Llama's layers, every fourth without rope by default."""
+
+    architecture = "SmolLM3ForCausalLM"
+    tied = True
+    rope = RopeKeys(theta=2_000_000.0)
+    differ = ("window", "rope")
+    reads = ("rope",)
+
+    def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
+        """Return the attention of every layer, rotated or not."""
+        layers = super().layers(fields, sizes, shared)
+        every = fields.take("no_rope_layer_interval", int, 4)
+        if every < 1:
+            raise InvalidInput(f"{fields.where}: no_rope_layer_interval={every}. Use 1 or more.")
+        rotates = fields.take("no_rope_layers", list, None)
+        rotates = [int((i + 1) % every != 0) for i in range(len(layers))] if rotates is None else rotates
+        if len(rotates) < len(layers) or not all(one in (0, 1) for one in rotates):
+            raise InvalidInput(
+                f"{fields.where}: no_rope_layers={rotates!r:.80}: expected {len(layers)} of 1 (with rope) and 0 "
+                "(without)."
+            )
+        window = fields.take("sliding_window", int, None)
+        if not fields.take("use_sliding_window", bool, False):
+            window = None
+        default = [window is not None and not rotated for rotated in rotates[: len(layers)]]
+        layers = windowed(layers, which_slide(fields, default), window)
+        return [
+            layer if rotated else replace(layer, rope=None)
+            for layer, rotated in zip(layers, rotates, strict=False)
+        ]
+
+    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
+        """Return biases on all four projections, or on none."""
+        bias = fields.take("attention_bias", bool, False)
+        return {"qkv_bias": bias, "o_bias": bias}
+
+    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
+        """Name also several windows or ropes, norms in the heads, some biases without others."""
+        return super().unsupported(config, first) | {
+            "windows, which differ,": len({layer.window for layer in config.attention} - {None}) > 1,
+            "ropes, which differ,": len({layer.rope for layer in config.attention} - {None}) > 1,
+            "qk_norm_eps": first.qk_norm_eps is not None,
+            "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
+        }
+
+    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
+        """Return which layers rotate and which have the window, and biases."""
+        words = window_words(config)
+        return {
+            "use_sliding_window": words["sliding_window"] is not None,
+            **words,
+            "no_rope_layers": [int(layer.rope is not None) for layer in config.attention],
+            "attention_bias": first.qkv_bias,
+            "mlp_bias": config.mlp_bias,
+        }
+
+
+families.add("smollm3")(SmolLM3())
