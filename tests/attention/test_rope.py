@@ -169,6 +169,15 @@ def test_of_a_partial_head_the_first_numbers_turn(interleaved):
             check(mutant)
 
 
+def test_the_share_that_a_refusal_names_is_right():
+    for width in range(2, 300):
+        rope = RopeConfig(partial_rotary_factor=1.01 * (3 if width > 3 else 1) / width)
+        with pytest.raises(ConfigError) as caught:
+            rope.require_width(width)
+        share = float(str(caught.value).partition("Use ")[2].partition(",")[0])
+        assert RopeConfig(partial_rotary_factor=min(share, 1.0)).rotated(width) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_turns_exactly(dtype):
     """Angles are float64 whatever the model's type, so a million positions in, only the result is rounded."""

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import families_corpus as kinds
 import torch
 from safetensors.torch import load_file, save_file
 
 import rehead
+from rehead.checkpoint import families
 from rehead.checkpoint.files.shards import LARGEST_HEADER
+from rehead.checkpoint.huggingface import stock
 from rehead.config import ModelOptions
 from rehead.model import build
 from rehead.tokenizer import train
@@ -74,6 +77,18 @@ def native_folder(folder):
     folder.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train("char", TEXT).to_json()
     rehead.save(build(LLAMA.resolve(11, 16)).float(), folder, files={"tokenizer.json": tokenizer})
+
+
+def folder_of(kind):
+    """Makes a good folder of a family, with a tokenizer."""
+
+    def make(folder):
+        torch.manual_seed(0)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = build(stock.read_config(kinds.config(kind), kind)).float()
+        stock.write(model, folder, families[kind], {"tokenizer.json": train("char", TEXT).to_json()})
+
+    return make
 
 
 def sharded_folder(folder):
@@ -208,6 +223,7 @@ CONFIGS = {
         }.items()
     },
     "C31 another architecture": json.dumps(CONFIG | {"model_type": "mamba"}),
+    **{name: json.dumps(table).replace("Infinity", "1e400") for name, table in kinds.bad_configs()},
 }
 """Refused by every command, before any weight is looked at."""
 LIES = {
@@ -384,6 +400,15 @@ CORPUS: dict[str, Case] = {
     "C10 float64 among float32": weights(lambda whole: whole | {K: whole[K].double()}, codes=(0,)),
     "C10 float16 among float32": weights(lambda whole: whole | {K: whole[K].half()}, codes=(0,)),
     **{f"C13 without {name}": weights(without(name)) for name in NAMES},
+    **{
+        f"C13 {kind} without {name}": weights(without(name), base=folder_of(kind))
+        for kind, name in kinds.SPECIAL.items()
+    },
+    **{
+        f"C15 {kind} {name} grown": weights(grown(name), base=folder_of(kind))
+        for kind, name in kinds.SPECIAL.items()
+    },
+    **{f"C31 a good {kind}": weights(dict, base=folder_of(kind), codes=(0,)) for kind in kinds.SPECIAL},
     "C14 a bias more": weights(lambda whole: whole | {f"{Q}.bias": torch.zeros(24)}),
     **{f"C15 {name} grown": weights(grown(name)) for name in NAMES},
     "C16 three KV heads": weights(lambda whole: whole | {K: torch.zeros(18, 24)}),

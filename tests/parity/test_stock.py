@@ -12,6 +12,7 @@ from rehead.checkpoint.huggingface import stock
 from rehead.conversion.export.deepseek import to_deepseek, with_eps
 from rehead.conversion.export.folder import export_folder
 from rehead.errors import ConfigError
+from rehead.measure import evaluate
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -250,6 +251,8 @@ def test_logits_and_greedy_tokens_are_theirs(case):
     _, theirs, ours, _ = case
     ids = torch.randint(1, 53, (2, 30))
     assert relative(ours(ids), theirs(ids).logits) <= 2e-5
+    loss = torch.nn.functional.cross_entropy(theirs(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(evaluate(ours, [(ids[:, :-1], ids[:, 1:])])[0] - float(loss)) <= 1e-5
     options = {"max_new_tokens": 32, "do_sample": False, "use_cache": True}
     expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
     assert rehead.generate(ours, ids, max_new_tokens=32, temperature=0).tolist() == expected.tolist()

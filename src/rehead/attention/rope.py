@@ -216,7 +216,7 @@ class RopeConfig:
             even = max(2, rotated - rotated % 2)
             raise ConfigError(
                 f"partial_rotary_factor={self.partial_rotary_factor} rotates {rotated} of a head's {width} numbers: "
-                f"rope rotates pairs. Use {even / width:.6g}, which rotates {even}."
+                f"rope rotates pairs. Use {math.ceil(1e6 * even / width) / 1e6:.6g}, which rotates {even}."
             )
         if self.scaling is not None:
             self.scaling.require_pairs(rotated // 2)

@@ -98,10 +98,14 @@ template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t
         float scale = float(1 / std::sqrt(square + op.eps));
         const T *w = (const T*)op.w, *b = (const T*)op.b;
         float offset = float(op.offset), times = float(op.scale);
-        for (int64_t i = 0; i < op.n; i++) {
-            float v = (x[i] - shift) * scale * (w ? number(w[i]) + offset : 1) + (b ? number(b[i]) : 0);
-            y[i] = op.add ? y[i] + v * times : v;
-        }
+        if (!op.add && !op.offset)
+            for (int64_t i = 0; i < op.n; i++)
+                y[i] = (x[i] - shift) * scale * (w ? number(w[i]) : 1) + (b ? number(b[i]) : 0);
+        else
+            for (int64_t i = 0; i < op.n; i++) {
+                float v = (x[i] - shift) * scale * (number(w[i]) + offset) + (b ? number(b[i]) : 0);
+                y[i] = op.add ? y[i] + v * times : v;
+            }
     }
 }
 

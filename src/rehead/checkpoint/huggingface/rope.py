@@ -94,7 +94,8 @@ def _one_list(table: Table, length: int, where: str) -> Table:
     short, long = table.get("short_factor"), table.get("long_factor")
     reach, stretch = table["original_max_position_embeddings"], table.get("factor")
     known = {"short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"}
-    if not isinstance(short, list) or type(reach) is not int or reach < 2 or table.keys() - known:
+    lists = isinstance(short, list) and isinstance(long, list)
+    if not lists or type(reach) is not int or reach < 2 or table.keys() - known:
         raise InvalidInput(
             f"{where}: longrope with {', '.join(map(str, table)):.200}: expected {', '.join(known)}."
         )
