@@ -358,6 +358,49 @@ def test_a_model_without_rope_goes_out_exactly(tmp_path):
     assert relative(mla(ids).logits, model(ids)) <= 5e-6
 
 
+ROPED = {
+    "part of a head": ({"partial_rotary_factor": 0.5}, "Phi3ForCausalLM"),
+    "part of a head, interleaved": (
+        {"partial_rotary_factor": 0.5, "rope_layout": "interleaved"},
+        "GlmForCausalLM",
+    ),
+    "some layers": ({"layers": [{}, {"rope": False}]}, "SmolLM3ForCausalLM"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("flags", "architecture"), ROPED.values(), ids=list(ROPED))
+def test_a_model_with_partial_rope_goes_out_as_it_is_and_as_deepseek(flags, architecture, tmp_path):
+    """Trained here: its own class, and exactly absorbed MLA whose latent holds what does not rotate."""
+    from rehead.config import ModelOptions
+
+    torch.set_default_dtype(torch.float32)
+    sizes = {
+        "n_layer": 2,
+        "n_query_head": 6,
+        "n_kv_head": 2,
+        "n_embd": 48,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+    config = ModelOptions(shape="llama", attn_pdrop=0.0, **sizes, **flags).resolve(53, 64)
+    model = rehead.model.build(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    rehead.save(model, tmp_path / "ours")
+    ids = torch.randint(1, 53, (2, 40))
+    assert export_folder(tmp_path / "ours", tmp_path / "auto")[0] == architecture
+    theirs = getattr(transformers, architecture).from_pretrained(tmp_path / "auto")
+    assert relative(theirs(ids).logits, model(ids)) <= 2e-5
+    if "layers" in flags:
+        return
+    _, certificate = export_folder(tmp_path / "ours", tmp_path / "mla", "deepseek_v3", "transformers")
+    assert certificate.exact
+    mla = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "mla")
+    assert (mla.config.kv_lora_rank, mla.config.qk_rope_head_dim) == (2 * (4 + 8), 2 * 4)
+    assert relative(mla(ids).logits, model(ids)) <= 5e-6
+
+
 G = {"rms_norm_eps": 1e-5, "max_position_embeddings": 64}
 SPREAD = {
     "gqa of 2": G | {"num_key_value_heads": 2},
