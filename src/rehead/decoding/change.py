@@ -1,11 +1,11 @@
 """Notices when a model was changed after its decoder was made."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rehead.attention import LayerCache
 from rehead.decoding.lowering import hooks
 from rehead.model import LanguageModel
 from rehead.model.base import Decode, require_one_dtype
@@ -22,7 +22,7 @@ class Decoder:
         self._model, self._make = model, make
         self._made = Made(model, make())
 
-    def __call__(self, ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+    def __call__(self, ids: Tensor, caches: Sequence[Any]) -> Tensor:
         """Return the logits after `ids` (B,), (B, vocab), and append the tokens to the caches."""
         made = self._made  # one thread may replace it while another uses it
         if not made.is_current():

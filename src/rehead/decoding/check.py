@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rehead.attention import LayerCache
-from rehead.attention.caches import require_next
 from rehead.errors import UsageError
 from rehead.model import LanguageModel
+from rehead.model.caches import require_next
 from rehead.model.ids import require_ids, require_range
 
 

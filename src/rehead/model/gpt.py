@@ -7,11 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
-from rehead.attention.caches import require_caches, require_next
 from rehead.attention.program import Embed, Norm, Program, Scale, describes
 from rehead.config import GPTConfig
 from rehead.errors import UsageError
 from rehead.model.base import LanguageModel, models, require_length
+from rehead.model.caches import require_caches, require_next
 from rehead.model.init import initialise
 from rehead.model.layers import NORMS, Block
 from rehead.nn.dropout import Dropout

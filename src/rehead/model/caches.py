@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rehead.attention.base import AttentionConfig
-from rehead.attention.cache import LayerCache
+from rehead.attention import AttentionConfig, LayerCache
 from rehead.errors import UsageError
 
 
