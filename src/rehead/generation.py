@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rehead.attention import EMPTY
 from rehead.decoding import decoder
-from rehead.errors import UsageError
+from rehead.errors import ReheadError, UsageError
 from rehead.model import LanguageModel, evaluating
-from rehead.model.base import Decode, LayerState, require_model
+from rehead.model.base import Decode, LayerState, require_model, require_one_dtype
 from rehead.model.ids import require_ids, require_range
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
@@ -160,11 +160,15 @@ class Contexts:
     def next_logits(self, use_cache: bool) -> Tensor:
         """Return the logits of the token after each row, (B, vocab)."""
         starts = [self._start(length) for length in self.lengths]
-        if use_cache and starts == self.starts:
-            self.decode = self.decode or decoder(self.model)
-            return self.decode(self.last, self.cache)
-        self.starts = starts
-        return self._whole(starts, use_cache)
+        try:
+            if use_cache and starts == self.starts:
+                self.decode = self.decode or decoder(self.model)
+                return self.decode(self.last, self.cache)
+            self.starts = starts
+            return self._whole(starts, use_cache)
+        except (RuntimeError, ReheadError):
+            require_one_dtype(self.model)
+            raise
 
     def _start(self, length: int) -> int:
         if self.limit is None or length <= self.limit:

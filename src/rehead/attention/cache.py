@@ -257,13 +257,17 @@ class LayerCache:
         else:
             store[..., slots, :] = new
 
-    def _reserve(self, length: int) -> None:
-        """Make room for `length` positions. Raises UsageError beyond the capacity."""
+    def require_room(self, length: int) -> None:
+        """Refuse `length` positions beyond the capacity, unless a window keeps the last of them only."""
         if self.capacity is not None and length > self.capacity and self._n_rows != self.window:
             raise UsageError(
                 f"the KV cache holds capacity={self.capacity} tokens and was given {length}: "
                 f"build it with capacity={length} or more, or without one to let it grow."
             )
+
+    def _reserve(self, length: int) -> None:
+        """Make room for `length` positions. Raises UsageError beyond the capacity."""
+        self.require_room(length)
         if self.capacity is None and self.window is None and length > self._n_rows:
             self._n_rows = max(length, 2 * self._n_rows, FIRST_ROWS)
             for name, store in self._store.items():

@@ -3,6 +3,7 @@
 A model describes one token as a program (`rehead.attention.program`); the engines execute it.
 """
 
+from rehead.decoding.change import Decoder
 from rehead.decoding.graph_engine import graph_decoder, graph_refusal
 from rehead.decoding.native_engine import native_decoder, native_refusal, prepare
 from rehead.decoding.torch_engine import torch_decoder
@@ -23,6 +24,7 @@ __all__ = [
 def decoder(model: LanguageModel) -> Decode:
     """Return the function that decodes one token of every sequence with the current weights.
 
-    The model must be in eval mode, without gradients. Create a new decoder after changing weights.
+    The model must be in eval mode, without gradients. It may be converted or moved (`model.double()`), get hooks, or
+    be called under autocast later. Create a new decoder after other changes of weights or parts.
     """
-    return native_decoder(model) or graph_decoder(model) or torch_decoder(model)
+    return Decoder(model, lambda: native_decoder(model) or graph_decoder(model) or torch_decoder(model))

@@ -15,6 +15,7 @@ from torch import Tensor
 from rehead.attention import LayerCache
 from rehead.attention.kernels.selfcheck import passes, relative_error
 from rehead.attention.program import Call
+from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
 from rehead.decoding.token import (
     Tables,
@@ -67,14 +68,15 @@ class Graphed:
     def __init__(self, model: LanguageModel) -> None:
         program = lowered(model)
         assert program is not None
-        self.model, self.run, self.layers = model, TorchProgram(program), stored_layers(program)
+        self.run, self.layers = TorchProgram(program), stored_layers(program)
+        self.check = Check(model)
         self.bound: CapturedStep | None = None
         self.is_trusted = True
         self._last_positions: Tensor | None = None  # the rows' positions after the last step
 
     def __call__(self, ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
         """Return the logits after `ids` (B,), (B, vocab), and append the tokens to the caches."""
-        self.model.require_room(cache[0].n_token + 1)
+        self.check(ids, cache)
         is_gapless = self.is_trusted and self._is_gapless(widest(cache))
         token = next_token(ids, cache, self.layers)
         if not is_gapless:

@@ -1,5 +1,7 @@
 """The program of a model, if that shows all that the model computes."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from rehead.model import GPT, LanguageModel
 
 def lowered(model: LanguageModel) -> Program | None:
     """Return the program of a model; None if the model must be run with `forward`."""
-    if is_watched(model) or has_global_hooks() or torch.is_autocast_enabled(model.device.type):
+    if any(hooks(model)) or torch.is_autocast_enabled(model.device.type):
         return None
     return model.lower()
 
@@ -18,21 +20,18 @@ def why_not_lowered(model: LanguageModel) -> str:
     """Return the reason why `lowered` returned None."""
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is enabled"
-    if is_watched(model) or has_global_hooks():
+    if any(hooks(model)):
         return "it has forward hooks"
     if isinstance(model, GPT):
         return "it has parts that only their forward describes"
     return f"a model of type {model.config.model_type}"
 
 
-def is_watched(model: nn.Module) -> bool:
-    """Whether a part of the model has forward hooks, which a program would not call."""
-    return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-
-
-def has_global_hooks() -> bool:
-    """Whether forward hooks are registered for all modules, as profilers do."""
-    return bool(nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks)
+def hooks(model: nn.Module) -> list[dict[int, Any]]:
+    """Return the tables of forward hooks, of each part and of all modules; a program would not call the hooks."""
+    tables = [table for part in model.modules() for table in (part._forward_hooks, part._forward_pre_hooks)]
+    every = nn.modules.module  # where profilers enter theirs
+    return [*tables, every._global_forward_hooks, every._global_forward_pre_hooks]
 
 
 def stored_layers(program: Program) -> list[int]:

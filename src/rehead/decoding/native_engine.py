@@ -9,16 +9,14 @@ from torch import Tensor
 
 from rehead.attention import LayerCache
 from rehead.attention.program import Program
-from rehead.config import GPTConfig
+from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
 from rehead.decoding.native_limits import refusal
 from rehead.decoding.native_program import NativeProgram, kernel
 from rehead.decoding.token import is_gapless, is_same, next_token, stores, widest
 from rehead.decoding.torch_engine import torch_decoder
-from rehead.errors import UsageError
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
-from rehead.model.ids import require_range
 from rehead.native import KernelUnavailable, library
 
 MOST_SEQUENCES = 16
@@ -61,7 +59,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
         return None
     program = lowered(model)
     assert program is not None
-    layers = stored_layers(program)
+    layers, check = stored_layers(program), Check(model)
     by_torch = once(lambda: torch_decoder(model))  # only on demand, since it copies weights
     bound: list[BoundProgram] = []
 
@@ -72,15 +70,10 @@ def native_decoder(model: LanguageModel) -> Decode | None:
             return decode_alone(ids, caches)
 
     def decode_alone(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        check(ids, caches)
         if len(ids) > MOST_SEQUENCES or not is_gapless(widest(caches)):
             return by_torch()(ids, caches)
         n_position = caches[0].n_token + 1
-        model.require_room(n_position)
-        if not bound or not is_same(stores(caches), bound[0].stores):
-            require_caches(model, caches, len(ids))
-        numbers = ids.tolist()
-        if ids.dim() == 1 and numbers and (min(numbers) < 0 or max(numbers) >= model.config.vocab_size):
-            require_range(ids, model.config.vocab_size)
         token = next_token(ids, caches, layers)
         if not bound or not bound[0].fits(caches, n_position):
             room = max(2 * n_position, *(cache.capacity or 0 for cache in caches), 64)
@@ -93,18 +86,6 @@ def native_decoder(model: LanguageModel) -> Decode | None:
         return logits.to(model.head.weight.dtype, copy=True)
 
     return decode
-
-
-def require_caches(model: LanguageModel, caches: Sequence[LayerCache], batch_size: int) -> None:
-    """Raise UsageError for caches that are not those of the model's layers: C++ would write beyond their rows."""
-    assert isinstance(model.config, GPTConfig)
-    x = model.head.weight.new_empty(batch_size, 1, 1)
-    for config, cache in zip(model.config.attention, caches, strict=False):
-        cache.require_fits(config.cache_rows(), config.window, x)
-    if len(caches) != len(model.config.attention):
-        raise UsageError(
-            f"{len(caches)} caches for {len(model.config.attention)} layers. Use model.new_cache(batch_size)."
-        )
 
 
 class BoundProgram:

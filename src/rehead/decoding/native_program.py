@@ -163,7 +163,7 @@ class NativeProgram:
         (writes if kind == Kind.STORE else reads).extend(rows)
         for name, value in (operands | fields).items():
             if isinstance(value, Tensor):
-                self._held.append(value)
+                self._held.append(value.detach())  # its memory, whatever becomes of the weight
                 if name in ("w", "w2", "b"):
                     op.bfloat16 = op.bfloat16 or value.dtype == torch.bfloat16
                 setattr(op, name, value.data_ptr())

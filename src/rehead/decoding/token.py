@@ -9,7 +9,6 @@ from torch import Tensor
 from rehead.attention import EMPTY, LayerCache, visible
 from rehead.attention.cache import NextRow
 from rehead.attention.rope import Rotary
-from rehead.errors import UsageError
 
 
 class Tables:
@@ -110,10 +109,6 @@ class Token:
 
 def next_token(ids: Tensor, caches: Sequence[LayerCache], layers: Iterable[int]) -> Token:
     """Reserve and commit the rows of one more token of every sequence in the caches of `layers`; return the token."""
-    if ids.dim() != 1 or len(ids) != caches[0].batch_size:
-        raise UsageError(
-            f"ids has shape {tuple(ids.shape)} and the caches hold {caches[0].batch_size} sequences. Give one id each."
-        )
     start, positions = caches[0].length, caches[0].next(1)
     rows: dict[tuple[int, int | None], NextRow] = {}
     for layer in layers:

@@ -28,6 +28,7 @@ from rehead.attention.program import (
     Store,
 )
 from rehead.attention.slot import Slot
+from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers
 from rehead.decoding.token import Token, next_token
 from rehead.model import LanguageModel
@@ -44,12 +45,12 @@ def torch_decoder(model: LanguageModel) -> Decode:
     """Return a decoder that runs the model's program in PyTorch, or `forward` if it has no program."""
     program = lowered(model)
     if program is None:
-        return lambda ids, caches: model.logits(model.hidden(ids[:, None], cache=caches)[:, -1])
-    run, layers = TorchProgram(program), stored_layers(program)
+        return lambda ids, caches: model(ids[:, None], cache=caches)[:, -1]
+    run, layers, check = TorchProgram(program), stored_layers(program), Check(model)
 
     def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        model.require_room(caches[0].n_token + 1)
-        return run(next_token(ids, caches, layers))
+        check(ids, caches)
+        return run(next_token(ids.long(), caches, layers))
 
     return decode
 

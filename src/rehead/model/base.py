@@ -72,6 +72,9 @@ class LanguageModel(nn.Module, ABC):
         except IndexError:
             require_range(ids, self.config.vocab_size)
             raise
+        except RuntimeError:
+            require_one_dtype(self)
+            raise
 
     if TYPE_CHECKING:
 
@@ -93,6 +96,9 @@ class LanguageModel(nn.Module, ABC):
 
     def require_room(self, n_token: int) -> None:
         """Refuse more tokens than the model has positions."""
+
+    def require_caches(self, caches: object, batch_size: int) -> None:
+        """Refuse what is not the caches of `new_cache(batch_size)`."""
 
     def require_generates(self) -> None:
         """Refuse a model that is not autoregressive; by default none is refused."""
@@ -134,6 +140,20 @@ class _NoInit(TorchFunctionMode):
     ) -> Any:
         """Call any function except `nn.init.normal_`."""
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
+
+
+def require_one_dtype(model: LanguageModel) -> None:
+    """Refuse a model whose weights differ in dtype, where torch could not compute with it."""
+    first: dict[torch.dtype, str] = {}
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point():
+            first.setdefault(weight.dtype, name)
+    if len(first) > 1:
+        kinds = " and ".join(f"{dtype} ({name})" for dtype, name in first.items())
+        raise UsageError(
+            f"the model's weights are {kinds}: they must be alike. Use model.to({next(iter(first))}), or "
+            "torch.autocast."
+        )
 
 
 def require_length(n_token: int, limit: int) -> None:

@@ -6,10 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rehead.attention import LayerCache
+from rehead.attention import AttentionConfig, LayerCache
 from rehead.attention.program import Embed, Norm, Program, Scale, SoftCap, describes
 from rehead.config import GPTConfig
+from rehead.errors import UsageError
 from rehead.model.base import LanguageModel, models, require_length
+from rehead.model.caches import require_caches, require_next
 from rehead.model.init import initialise
 from rehead.model.layers import Block
 from rehead.nn.dropout import Dropout
@@ -43,7 +45,10 @@ class GPT(LanguageModel):
         """Return the normed output of the last layer, the input of the head."""
         start = 0
         if cache is not None:
-            start = cache[0].length
+            self.require_caches(cache, len(ids))
+            start, length = cache[0].length, cache[0].n_token
+            reach = length + ids.shape[1] if positions is None else max(length, int(positions.max()) + 1)
+            require_next(cache, len(ids), reach)
             positions = cache[0].next(ids.shape[1]) if positions is None else positions
         if self.embed_positions is not None:
             self.require_room(start + ids.shape[1] if positions is None else int(positions.max()) + 1)
@@ -100,7 +105,22 @@ class GPT(LanguageModel):
     def new_cache(self, batch_size: int, capacity: int | None = None) -> list[LayerCache]:
         """Return an empty cache per layer, of `capacity` tokens or growing."""
         dtype, device = self.head.weight.dtype, self.device
-        return [layer.cache(batch_size, capacity, dtype, device) for layer in self.config.attention]
+        return [kind.cache(batch_size, capacity, dtype, device) for kind in self._kinds()]
+
+    def require_caches(self, caches: object, batch_size: int) -> None:
+        """Refuse anything but one cache of `batch_size` sequences for each layer, in its dtype and on its device."""
+        x = torch.empty(batch_size, 0, 0, dtype=self.head.weight.dtype, device=self.device)
+        require_caches(caches, self._kinds(), x)
+
+    def _kinds(self) -> tuple[AttentionConfig, ...]:
+        """Return the attention of each layer, as the config describes it. Refuse a model with more layers."""
+        n_layer, kinds = len(self.layers), self.config.attention
+        if n_layer > len(kinds):
+            raise UsageError(
+                f"the model has {n_layer} layers and its config describes {len(kinds)}: caches are built from the "
+                "config. Set model.config to dataclasses.replace(model.config, attention=...) with one for each layer."
+            )
+        return kinds[:n_layer]
 
     def tie(self) -> None:
         """Share one tensor between the embedding and the head, if the config ties them."""
