@@ -29,7 +29,7 @@ def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
         raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave --resume out.")
     keep = True
     with hold(folder, lambda: keep, "destination"):
-        if _work(folder) and not resume:
+        if not resume and _done(folder):
             raise UsageError(
                 f"{folder} holds an interrupted conversion: go on with --resume, or remove it to start anew."
             )
@@ -40,12 +40,11 @@ def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
             keep = resume
             raise
         finally:
-            keep = keep and any(place.is_dir() for place in _work(folder))
+            keep = keep and _done(folder)
             if keep:
                 log.info("%s keeps what is done: --resume goes on from there", folder)
             else:
-                for place in _work(folder):
-                    shutil.rmtree(place) if place.is_dir() else place.unlink()
+                _clear(folder)
     if not keep:
         with suppress(OSError):
             folder.rmdir()
@@ -61,11 +60,20 @@ def place_of(folder: Path, **made_of: object) -> Path:
     """Return the folder in `folder` for what is made of these, JSON; create it. Work made of others is left out."""
     text = json.dumps(made_of, sort_keys=True)
     place = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-    if not place.exists() and any(other.is_dir() for other in _work(folder)):
+    if not place.exists() and _done(folder):
         log.info("%s is of another source, text, seed or version: starting anew", folder)
     place.mkdir(exist_ok=True)
     return place
 
 
-def _work(folder: Path) -> list[Path]:
-    return [place for place in folder.iterdir() if place.name != LOCK]
+def _done(folder: Path) -> bool:
+    """Whether anything is kept in `folder`."""
+    return any(place.is_dir() and any(place.iterdir()) for place in folder.iterdir())
+
+
+def _clear(folder: Path) -> None:
+    for place in folder.iterdir():
+        if place.is_dir():
+            shutil.rmtree(place)
+        elif place.name != LOCK:
+            place.unlink()

@@ -48,7 +48,7 @@ def gather(
     work = reading.there_and_back() if gradients else reading.there()
     total = (1 + gradients) * len(model.layers) * len(reading.blocks)
     with _observing(model, gradients=gradients), closing(work):
-        for _ in staged(work, "reading what to fit to, layer by layer", total, "batches"):
+        for _ in staged(work, "reading what to fit to", total, "batches"):
             pass
     return [reading.found(index) for index in range(len(model.layers))]
 
