@@ -12,6 +12,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from rehead.conversion import Target, factor
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.converter import with_layers
-from rehead.conversion.fit.moments import attentions, gather
+from rehead.conversion.fit.layerwise import gather
+from rehead.conversion.fit.moments import attentions
 from rehead.conversion.folder import convert_folder
 from rehead.conversion.page import markdown
 from rehead.data import source_of, split, tokenize
@@ -61,11 +63,13 @@ def converted(source, folder, method, target):
 
 def separate(model, texts, rank):
     """Keys and values in latents of their own, half the rank each: (loss, KL to the source)."""
-    seen = gather(model, blocks_of(model, texts.train), gradients=False)
+    with tempfile.TemporaryDirectory() as folder:
+        found = gather(model, blocks_of(model, texts.train), Path(folder), gradients=False)
+        moments = [statistics.in_memory() for statistics in found]
     target = Target(to="mla", kv_rank=rank)
     latents = [target.attention(layer, model.config.n_embd) for layer in model.config.attention]
     layers = []
-    for module, latent, statistics in zip(attentions(model), latents, seen, strict=True):
+    for module, latent, statistics in zip(attentions(model), latents, moments, strict=True):
         assert isinstance(module.config, GroupedConfig)
         assert isinstance(latent, LatentConfig)
         assert statistics.inputs is not None
@@ -92,8 +96,8 @@ def separate(model, texts, rank):
             pair = [weights[f"{name}.bias"].unflatten(0, (heads, -1)) for name in ("k_proj", "v_proj")]
             made["kv_b_proj.bias"] = torch.cat(pair, dim=1).flatten()
         layers.append((replace(latent, kv_lora_rank=up.shape[1]), made))
-    found = compare(model, with_layers(model, layers), blocks_of(model, texts.val, TEST_TOKENS))
-    return found.losses[1], found.kl
+    compared = compare(model, with_layers(model, layers), blocks_of(model, texts.val, TEST_TOKENS))
+    return compared.losses[1], compared.kl
 
 
 def healed(options, blocks):

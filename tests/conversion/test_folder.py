@@ -545,7 +545,7 @@ def test_no_space_for_the_weights(model, capfd, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_stopped_in_the_middle(error, model, capfd, monkeypatch):
-    """Ctrl-C, or out of memory: nothing is left either."""
+    """Ctrl-C, or out of memory, before anything was worked out that would be worth keeping: nothing is left either."""
     names = sorted(os.listdir("."))
 
     def stops(*args, **kwargs):

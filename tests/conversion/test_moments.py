@@ -1,8 +1,10 @@
 """What a text shows of each layer: the right sums, and nothing else kept in memory."""
 
 import gc
+import tempfile
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ import torch.nn.functional as F
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion.base import Statistics
-from rehead.conversion.fit.moments import SecondMoment, attentions, gather
+from rehead.conversion.fit.layerwise import gather
+from rehead.conversion.fit.moments import SecondMoment, attentions
 from rehead.data import IGNORE, evaluation_blocks
 from rehead.errors import ConfigError
+from rehead.stages import listening
 
 pytestmark = pytest.mark.heavy
 
@@ -33,7 +37,9 @@ def blocks_of(ids, length=16, batch=3):
 
 
 def statistics_of(model, blocks, *, gradients, seed=0):
-    return gather(model, iter(blocks), gradients=gradients, seed=seed)
+    with tempfile.TemporaryDirectory() as folder:
+        found = gather(model, iter(blocks), Path(folder), gradients=gradients, seed=seed)
+        return [statistics.in_memory() for statistics in found]
 
 
 def labels_of(logits, noise):
@@ -76,8 +82,11 @@ def stored(model, blocks, seed=0):
         seen.clear(), zeros.clear()
         logits, counts = model(ids), (targets != IGNORE).flatten()
         labels = labels_of(logits.detach(), noise.random(targets.numel()))
-        loss = F.cross_entropy(logits.flatten(0, 1)[counts], labels[counts], reduction="sum")
-        found = torch.autograd.grad(loss, zeros)
+        likely = logits.detach().float().double().softmax(-1).float().flatten(0, 1)[counts]
+        error = likely - F.one_hot(
+            labels[counts], likely.shape[1]
+        )  # the loss's gradient, likelihoods in float32
+        found = torch.autograd.grad((logits.flatten(0, 1)[counts] * error).sum(), zeros)
         each = len(zeros) // len(layers)
         for index in range(len(layers)):
             inputs[index].append(seen[index].detach().flatten(0, 1)[counts])
@@ -91,11 +100,11 @@ def stored(model, blocks, seed=0):
 
 
 def check(model, blocks, expected, seed=0):
-    """Inputs to rounding; the pair to that of the predictions, which are in float32."""
+    """Layer by layer as of the whole model at once, to rounding."""
     found = statistics_of(model, blocks, gradients=True, seed=seed)
     for statistics, inputs, pair in zip(found, *expected, strict=True):
-        torch.testing.assert_close(statistics.inputs, inputs)
-        torch.testing.assert_close(statistics.pair, pair, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(statistics.inputs, inputs, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(statistics.pair, pair, rtol=1e-10, atol=1e-12)
 
 
 @kinds
@@ -162,7 +171,7 @@ def test_a_list_of_uneven_batches(gpt, words):
     model, blocks = gpt(GQA, n_layer=1), blocks_of(words(60))
     assert [len(ids) for ids, _ in blocks] == [3, 1]
     for _ in range(20):
-        gather(model, blocks, gradients=False)
+        statistics_of(model, blocks, gradients=False)
 
 
 def test_what_is_no_target_does_not_count(gpt, words):
@@ -200,19 +209,19 @@ def test_a_latent_has_inputs_only(gpt, words):
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_the_model_is_left_as_it_was(gradients, training, gpt, words):
-    """Mode, what needs gradients, the gradients there were, hooks; also where the text is broken off."""
+    """Mode, what needs gradients, the gradients there were, hooks; also where the work is broken off."""
     model = gpt(replace(GQA, attn_pdrop=0.5), resid_pdrop=0.5).train(training)
     model.layers[1].requires_grad_(False)
     model.head.weight.grad = torch.full_like(model.head.weight, 7.0)
     needed = [weight.requires_grad for weight in model.parameters()]
 
-    def broken():
-        yield blocks_of(words(60))[0]
-        raise InterruptedError
+    def broken(stage):
+        if stage.done == 3:
+            raise InterruptedError
 
     one = statistics_of(model, blocks_of(words(60)), gradients=gradients)
-    with pytest.raises(InterruptedError):
-        statistics_of(model, broken(), gradients=gradients)
+    with pytest.raises(InterruptedError), listening(broken):
+        statistics_of(model, blocks_of(words(60)), gradients=gradients)
     assert model.training is training
     assert [weight.requires_grad for weight in model.parameters()] == needed
     assert (model.head.weight.grad == 7).all()
@@ -229,26 +238,21 @@ def test_in_float32_sums_are_float64(gpt, words):
         assert {part.dtype for part in (statistics.inputs, *statistics.pair)} == {torch.float64}
 
 
-def test_activations_are_not_kept(gpt, words):
-    """At the third batch, nothing of the first is alive, however long the text."""
-    model, alive = gpt(GQA), []
-    model.layers[0].self_attn.register_forward_pre_hook(
-        lambda _, args: alive[-1].append(weakref.ref(args[0]))
-    )
-    for part in (model.layers[1].self_attn.k_proj, model.head):
-        part.register_forward_hook(lambda _, args, output: alive[-1].append(weakref.ref(output)))
+@pytest.mark.parametrize("gradients", [False, True])
+def test_one_batch_in_one_layer_is_in_memory(gradients, gpt, words):
+    """When a layer reads a batch, nothing of earlier batches or layers is alive, however long the text."""
+    model, alive, most = gpt(GQA), [], []
 
-    def blocks():
-        for block in blocks_of(words(230)):
-            gc.collect()
-            for batch in alive[:-1]:
-                assert len(batch) == 3
-                assert not any(one() is not None for one in batch)
-            alive.append([])
-            yield block
+    def note(_, args, output):
+        gc.collect()
+        most.append(sum(one() is not None for one in alive))
+        alive[:] = [weakref.ref(args[0]), weakref.ref(output)]
 
-    statistics_of(model, blocks(), gradients=True)
-    assert len(alive) == 5
+    for layer in model.layers:
+        layer.register_forward_hook(note)
+    statistics_of(model, blocks_of(words(230)), gradients=gradients)
+    assert len(most) == 5 * len(model.layers) * (1 + gradients)
+    assert not any(most[1:])
 
 
 def test_a_moment_holds_one_matrix():

@@ -8,8 +8,10 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig
+from rehead.conversion import sampled as sampled_module
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.converter import Converter
+from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage, passages, sampled
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.generation import generate
@@ -130,3 +132,26 @@ def test_a_long_model_is_read_in_windows_of_1024(gpt, words):
     model = gpt(GQA, n_layer=1, block_size=4096)
     assert rehead.convert(model, test=words(50), **LOSSY)[1].length == 1024
     assert json.loads(rehead.convert(model, **LOSSY)[1].to_json())["logits"]["tokens"] == 4 * 1024
+
+
+def test_a_text_sampled_before_is_read_again(gpt, monkeypatch, tmp_path):
+    """By the same model and arguments; a damaged file is none. A quick one is not kept."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model, drawn = gpt(GQA), []
+    draw = sampled_module.sampled
+    monkeypatch.setattr(sampled_module, "sampled", lambda *given: drawn.append(given) or draw(*given))
+    first = sampled_once(model, 100, 16, 3)
+    sampled_once(model, 100, 16, 3)
+    assert len(drawn) == 2
+    monkeypatch.setattr(sampled_module, "LONG", 0)
+    for _ in range(3):
+        assert np.array_equal(sampled_once(model, 100, 16, 3).ids, first.ids)
+    assert len(drawn) == 3
+    assert not np.array_equal(sampled_once(model, 100, 16, 4).ids, first.ids)
+    assert not np.array_equal(sampled_once(gpt(GQA, seed=2), 100, 16, 3).ids, first.ids)
+    assert len(drawn) == 5
+    for damaged in (b"", b"not an array"):
+        for file in tmp_path.rglob("*.npy"):
+            file.write_bytes(damaged)
+        assert np.array_equal(sampled_once(model, 100, 16, 3).ids, first.ids)
+    assert len(drawn) == 7

@@ -1,11 +1,14 @@
 """What needs eval mode for a while leaves every part in the mode it was in, also where it fails."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
 from rehead.config import ModelOptions
 from rehead.conversion import convert
-from rehead.conversion.fit.moments import gather
+from rehead.conversion.fit.layerwise import gather
 from rehead.generation import generate, stream
 from rehead.measure import evaluate
 from rehead.measure.attention_maps import attention_maps
@@ -31,6 +34,11 @@ def modes(model):
     return {name: part.training for name, part in model.named_modules()}
 
 
+def in_moments(model):
+    with tempfile.TemporaryDirectory() as folder:
+        gather(model, BLOCKS, Path(folder), gradients=True)
+
+
 def in_maps(model):
     attention_maps(model, IDS[0])
 
@@ -40,7 +48,7 @@ USES = {
     "evaluate": lambda model: evaluate(model, BLOCKS),
     "compare": lambda model: compare(model, model, BLOCKS),
     "attention maps": in_maps,
-    "moments": lambda model: gather(model, BLOCKS, gradients=True),
+    "moments": in_moments,
     "certificate": lambda model: convert(model, to="mqa"),
     "held bytes": lambda model: held_cache_bytes(model, 5),
     "step memory": lambda model: step_memory(model, torch.optim.AdamW(model.parameters()), IDS),

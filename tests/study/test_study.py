@@ -20,12 +20,12 @@ import torch
 
 from rehead import checkpoint
 from rehead.cli import main
+from rehead.data.hold import hold
 from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs
 from rehead.study.claims import compare
 from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
 from rehead.study.prompt import prompt_note
-from rehead.training.hold import hold
 
 TINY = ["study", "--preset", "tiny.yaml"]
 
@@ -316,7 +316,7 @@ def test_several_at_once_and_killed(whole, here):
 
 def test_a_folder_is_one_study_s_at_a_time(here, capsys):
     """The second one does nothing, not even look at its text."""
-    with hold(Path("taken"), lambda: False):
+    with hold(Path("taken"), lambda: False, "system.work_dir"):
         assert main([*TINY, "system.work_dir=taken", "data.path=nowhere.txt"]) == 6
         assert [file.name for file in Path("taken").iterdir()] == [".lock"]
     assert f"taken is being written by pid {os.getpid()} on" in capsys.readouterr().err

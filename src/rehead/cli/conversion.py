@@ -104,6 +104,9 @@ def convert(
     allow_loss: Annotated[
         bool, Parameter(negative="", help="write the result even if it is not exact")
     ] = False,
+    resume: Annotated[
+        bool, Parameter(negative="", help="go on with an interrupted conversion to this destination")
+    ] = False,
     seed: Annotated[int, Parameter(help="for the random tokens measured on when there is no text")] = 0,
     json: Json = False,
 ) -> None:
@@ -140,6 +143,7 @@ def convert(
             measured_ranks=measured_ranks,
             max_loss=max_loss,
             allow_loss=allow_loss,
+            resume=resume,
             seed=seed,
         )
     if not any(layer.steps for layer in certificate.layers):

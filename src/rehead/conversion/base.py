@@ -14,6 +14,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, variants
+from rehead.checkpoint.files.deferred import materialise
 from rehead.errors import ConfigError
 from rehead.registry import Registry
 
@@ -59,6 +60,12 @@ class Statistics:
 
     inputs: Float64[Tensor, "C C"] | None = None
     pair: tuple[Float64[Tensor, "D D"], Float64[Tensor, "N N"]] | None = None
+
+    def in_memory(self) -> "Statistics":
+        """Return them with their moments read from the file that they are kept in, if they are."""
+        inputs = None if self.inputs is None else materialise(self.inputs)
+        pair = None if self.pair is None else (materialise(self.pair[0]), materialise(self.pair[1]))
+        return Statistics(inputs=inputs, pair=pair)
 
     def weighing(self, needs: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
         """Return the moments of inputs and outputs by which a method weighs an error; None for equal weights.

@@ -2,7 +2,8 @@
 
 import copy
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -19,13 +20,14 @@ from rehead.config import GPTConfig
 from rehead.conversion.base import Converted, Statistics, Step, Weights, require_method
 from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, block_length, blocks_of, random_blocks
 from rehead.conversion.certificate import Certificate, LayerRecord, Text, certify, require_different
-from rehead.conversion.fit.moments import attentions, gather
+from rehead.conversion.fit.layerwise import gather
+from rehead.conversion.fit.moments import attentions
 from rehead.conversion.search import path
 from rehead.conversion.target import layers_of
 from rehead.conversion.texts import Passage, passage, passages
-from rehead.data import Batch, Ids, shown
+from rehead.data import Batch, Ids
 from rehead.errors import ConfigError, NumericError
-from rehead.model import LanguageModel, skeleton
+from rehead.model import GPT, LanguageModel, skeleton
 from rehead.model.base import require_model
 from rehead.stages import staged
 
@@ -209,7 +211,7 @@ class Converter:
     def _take(self, step: Step, weights: Weights, seen: Statistics, method: str) -> Converted:
         """Take one step on one layer. Its weights are in memory, or in a file that is deleted with the last of them."""
         weights = {name: materialise(weight) for name, weight in weights.items()}
-        done = step.conversion.convert(weights, step.source, step.result, seen, method)
+        done = step.conversion.convert(weights, step.source, step.result, seen.in_memory(), method)
         if self.scratch is None:
             return done
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
@@ -221,14 +223,26 @@ class Converter:
         if not self.blocks:
             return [Statistics()] * len(layers)
         if turn > 0:
-            return self._seen(with_layers(self.model, layers), gradients)
+            with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+                return self._seen(with_layers(self.model, layers), gradients, Path(folder))
         if gradients not in self._statistics:
-            self._statistics[gradients] = self._seen(self.model, gradients)
+            with self._kept("gradients" if gradients else "inputs") as folder:
+                self._statistics[gradients] = self._seen(self.model, gradients, folder)
         return self._statistics[gradients]
 
-    def _seen(self, model: LanguageModel, gradients: bool) -> list[Statistics]:
-        blocks = shown(self.blocks, "reading what to fit to")
-        return gather(model, blocks, gradients=gradients, seed=self.seed, scratch=self.scratch)
+    @contextmanager
+    def _kept(self, name: str) -> Iterator[Path]:
+        """A folder that is kept for the next time in `scratch`, or one that is not kept."""
+        if self.scratch is None:
+            with tempfile.TemporaryDirectory() as folder:
+                yield Path(folder)
+        else:
+            (self.scratch / name).mkdir(exist_ok=True)
+            yield self.scratch / name
+
+    def _seen(self, model: LanguageModel, gradients: bool, folder: Path) -> list[Statistics]:
+        assert isinstance(model, GPT)
+        return gather(model, self.blocks, folder, gradients=gradients, seed=self.seed)
 
 
 def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:

@@ -1,21 +1,23 @@
 """A model folder converted into another, with the certificate beside the weights."""
 
-import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
 from rehead.config import ModelConfig, flags
 from rehead.conversion.blocks import block_length
-from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads, require_seed
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
 from rehead.conversion.target import Target
+from rehead.conversion.unfinished import fingerprint, place_of, unfinished
 from rehead.errors import InvalidInput, UsageError
+from rehead.measure.environment import environment
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
@@ -23,7 +25,8 @@ from rehead.tokenizer import open_model
 class FolderConverter:
     """Converts a model folder any number of times; the folder, its texts and their statistics are read once.
 
-    `scratch` is a folder that must exist as long as this is used. Each `calibration` is a file, a folder, one
+    `scratch` is a folder that must exist as long as this is used; statistics in it, of the same model and texts, are
+    used again. Each `calibration` is a file, a folder, one
     of the corpora `rehead.data` knows by name, or `self`, a text sampled from the model. Without texts, a
     run folder's own is used: its training part to fit to, its validation part to measure on.
     """
@@ -53,8 +56,20 @@ class FolderConverter:
         )
         self.texts = reader.texts(calibration, test)
         self.named = bool(calibration)
+        made_of = {
+            "source": fingerprint(opened.folder),
+            "texts": [asdict(Text.of(text, len(text.ids))) for text in self.texts.calibration],
+            "length": window,
+            "seed": seed,
+            "environment": environment(),
+        }
         self.converter = Converter(
-            opened.model, method, self.texts.calibration, length=window, seed=seed, scratch=scratch
+            opened.model,
+            method,
+            self.texts.calibration,
+            length=window,
+            seed=seed,
+            scratch=place_of(scratch, **made_of),
         )
 
     def convert(
@@ -98,22 +113,24 @@ def convert_folder(
     max_loss: float | None = None,
     allow_loss: bool = False,
     seed: int = 0,
+    resume: bool = False,
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
-    For the texts see `FolderConverter`. `max_loss` accepts the loss it names. Raises UsageError for another lossy
-    result without `allow_loss`, with the loss it would have; then, as after any failure, nothing is left at
-    `destination`.
+    What is worked out is kept in DESTINATION.unfinished until the end; if the process is interrupted or killed,
+    `resume` goes on there, and gives the same bytes. For the texts see `FolderConverter`. `max_loss` accepts the
+    loss it names. Raises UsageError for another lossy result without `allow_loss`, with the loss it would have; then,
+    as after any other error, nothing is left at `destination`.
     """
     require_apart(source, destination)
     require_seed(seed)
     if measured_ranks or max_loss is not None:
         _require_measurable(target, max_loss)
     return_freed_memory()
-    with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
+    with unfinished(destination, resume=resume) as scratch, publish(destination) as aside:
         opened = FolderConverter(
             source,
-            Path(scratch),
+            scratch,
             method=method,
             calibration=calibration,
             test=test,

@@ -10,7 +10,8 @@ import numpy as np
 from rehead.checkpoint.find import is_run
 from rehead.config import flags
 from rehead.conversion.blocks import CALIBRATION_TOKENS
-from rehead.conversion.texts import SELF, Passage, sampled
+from rehead.conversion.sampled import sampled_once
+from rehead.conversion.texts import SELF, Passage
 from rehead.data import TOKENS, Source, named, read_ids, source_of, split, tokenize
 from rehead.errors import InvalidInput, ReheadError
 from rehead.model import LanguageModel
@@ -57,7 +58,7 @@ class Reader:
             name: self._read(named(name, "--calibration"), "calibration", Path(name).name) for name in files
         }
         if len(files) < len(names):
-            found[SELF] = sampled(self.model, share, self.length, self.seed)
+            found[SELF] = sampled_once(self.model, share, self.length, self.seed)
         if held is not None:
             return Texts(calibration=list(found.values()), test=held)
         if files:
@@ -71,7 +72,7 @@ class Reader:
             held = self._own().test
             if held is not None:
                 return Texts(calibration=list(found.values()), test=held)
-            held = sampled(self.model, share // 10, self.length, self.seed + 1)
+            held = sampled_once(self.model, share // 10, self.length, self.seed + 1)
         return Texts(calibration=list(found.values()), test=held, held_out=True)
 
     def _read(self, text: Source, job: str, name: str) -> Passage:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from rehead.data.files import write_whole
+from rehead.data.hold import LOCK, hold
 from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
 from rehead.study.begun import require_same
@@ -17,7 +18,6 @@ from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
 from rehead.study.sharing import Sharing
 from rehead.study.work import is_done, measured, run_job
-from rehead.training.hold import LOCK, hold
 
 Record = dict[str, Any]
 Watch = Callable[[Job, Record], None]
@@ -41,7 +41,7 @@ def study(
     """
     require_same(jobs)
     place = jobs[0].place
-    with hold(place, lambda: any(file.name != LOCK for file in place.iterdir())):
+    with hold(place, lambda: any(file.name != LOCK for file in place.iterdir()), "system.work_dir"):
         return _run(preset, jobs, watch, command, n_process, fraction)
 
 

@@ -14,9 +14,9 @@ from rehead.checkpoint.files.publish import ASIDE, sweep
 from rehead.checkpoint.find import steps
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
+from rehead.data.hold import hold
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.registry import nearest
-from rehead.training.hold import hold
 from rehead.training.metrics import records
 
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
@@ -48,7 +48,7 @@ class RunFolder:
         """
         if resume and not self.begun:
             raise InvalidInput(self._nothing_to_resume())
-        with hold(self.path, lambda: self.begun):
+        with hold(self.path, lambda: self.begun, "system.work_dir"):
             is_new = not self.checkpoints.exists()
             with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                 self.checkpoints.mkdir(exist_ok=True)

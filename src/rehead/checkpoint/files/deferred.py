@@ -1,10 +1,11 @@
 """Weights that are read when they are used and not kept in memory, so that a model may be larger than the memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
@@ -54,3 +55,21 @@ def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     with torch.device("meta"):
         like = change(*(torch.empty(weight.shape, dtype=weight.dtype) for weight in weights))
     return Deferred(lambda: change(*map(materialise, weights)), like.shape, like.dtype)
+
+
+@contextmanager
+def held(module: nn.Module) -> Iterator[None]:
+    """Keep the deferred weights of `module` in memory within the block, which is worth it if they are used often."""
+    places = [
+        (part, name, weight)
+        for part in module.modules()
+        for name, weight in part.named_parameters(recurse=False)
+        if isinstance(weight, Deferred)
+    ]
+    try:
+        for part, name, weight in places:
+            setattr(part, name, nn.Parameter(materialise(weight), requires_grad=weight.requires_grad))
+        yield
+    finally:
+        for part, name, weight in places:
+            setattr(part, name, weight)

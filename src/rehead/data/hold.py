@@ -16,19 +16,19 @@ LOCK = ".lock"
 
 
 @contextmanager
-def hold(folder: Path, keep: Callable[[], bool]) -> Iterator[None]:
+def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[None]:
     """Lock `folder` for this process, and create it if it does not exist.
 
     Unless `keep()` is True at the end, created folders are removed. Raises Busy immediately if another
-    process holds the lock.
+    process holds the lock. `choose` names another way out: the option that says which folder.
     """
     require_folders(folder / LOCK)
     created = [place for place in (folder, *folder.parents) if not place.exists()]
-    with resource(f"cannot write in {folder}", "choose another system.work_dir"):
+    with resource(f"cannot write in {folder}", f"choose another {choose}"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
     with lock:
-        _claim(folder, lock)
+        _claim(folder, lock, choose)
         try:
             yield
         finally:
@@ -39,9 +39,9 @@ def hold(folder: Path, keep: Callable[[], bool]) -> Iterator[None]:
                         place.rmdir()
 
 
-def _claim(folder: Path, lock: TextIO) -> None:
+def _claim(folder: Path, lock: TextIO, choose: str) -> None:
     """Lock the folder for this process, and write its id into the lock file."""
-    with resource(f"cannot lock {folder}", "choose a system.work_dir on another disk"):
+    with resource(f"cannot lock {folder}", f"choose a {choose} on another disk"):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK)):
@@ -50,7 +50,7 @@ def _claim(folder: Path, lock: TextIO) -> None:
             lock.seek(0)
             owner = lock.read().strip() or "another process"
             raise Busy(
-                f"{folder} is being written by {owner}: wait for it, or choose another system.work_dir."
+                f"{folder} is being written by {owner}: wait for it, or choose another {choose}."
             ) from error
         lock.truncate(0)
         lock.write(f"pid {os.getpid()} on {socket.gethostname()}")

@@ -1,0 +1,221 @@
+"""Statistics of every layer of a model over a text, gathered one layer at a time.
+
+The text passes through the layers one after the other, and its gradients back; in between, the hidden states
+lie on disk. In memory are the weights of one layer and the activations of one batch in it.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rehead.checkpoint.files.deferred import held
+from rehead.checkpoint.files.shards import Shards
+from rehead.checkpoint.files.writing import write_weights
+from rehead.conversion.base import Statistics
+from rehead.conversion.fit.moments import LayerMoments, attentions
+from rehead.conversion.fit.states import States
+from rehead.data import IGNORE
+from rehead.data.batches import Pair
+from rehead.model import GPT, evaluating
+from rehead.sampling import draw, probabilities
+from rehead.stages import staged
+
+LOGITS = 2**23
+"""Logits computed at once, with a large vocabulary."""
+
+
+def gather(
+    model: GPT, blocks: Iterable[Pair], folder: Path, *, gradients: bool, seed: int = 0
+) -> list[Statistics]:
+    """Return the statistics of every layer over a text, deferred; `pair` only with `gradients`.
+
+    The gradient is that of the summed loss, so a key also counts for every later token that reads it. Labels
+    are drawn from the model's own predictions, seeded, and not taken from the text: this gives the true Fisher
+    information.
+
+    On disk are, per token, the hidden states of every layer, without gradients of one, and of one layer its
+    inputs, keys and values. `folder` keeps what is done: called again with the same arguments, an interrupted
+    gathering goes on after the last layer that it completed, and gives the same numbers.
+    """
+    reading = _Reading(model, list(blocks), folder, seed)
+    work = reading.there_and_back() if gradients else reading.there()
+    total = (1 + gradients) * len(model.layers) * len(reading.blocks)
+    with _observing(model, gradients=gradients), closing(work):
+        for _ in staged(work, "reading what to fit to", total, "batches"):
+            pass
+    return [reading.found(index) for index in range(len(model.layers))]
+
+
+@contextmanager
+def _observing(model: GPT, *, gradients: bool) -> Iterator[None]:
+    """Switch off dropout and the gradients of weights; enable those of activations if asked. Restores both."""
+    needed = [weight.requires_grad for weight in model.parameters()]
+    model.requires_grad_(requires_grad=False)
+    try:
+        with evaluating(model), torch.set_grad_enabled(gradients):
+            yield
+    finally:
+        for weight, need in zip(model.parameters(), needed, strict=True):
+            weight.requires_grad_(need)
+
+
+class _Reading:
+    """A text on its way through a model. `there` and `there_and_back` yield after every batch of a layer."""
+
+    def __init__(self, model: GPT, blocks: Sequence[Pair], folder: Path, seed: int) -> None:
+        self.model, self.blocks, self.folder, self.seed = model, blocks, folder, seed
+        self.counts = [(targets != IGNORE).flatten() for _, targets in blocks]
+        self.attentions, self.n_layer = attentions(model), len(model.layers)
+
+    def there(self) -> Generator[None]:
+        """Take every layer's statistics on the way forward."""
+        first = sum(self._is_found(index) for index in range(self.n_layer))
+        yield from self._skip(first)
+        if first == 0:
+            self._embed()
+        for index in range(first, self.n_layer):
+            moments = LayerMoments(self.attentions[index], None)
+            with held(self.model.layers[index]):
+                yield from self._states(index + 1).write(self._forward(index, moments))
+            self._keep(index, moments)
+            self._states(index).remove()
+        self._states(self.n_layer).remove()
+
+    def there_and_back(self) -> Generator[None]:
+        """Keep the hidden states on the way forward; take every layer's statistics on the way back."""
+        last = self.n_layer - sum(self._is_found(index) for index in range(self.n_layer))
+        yield from self._forth()
+        yield from self._skip(self.n_layer - last)
+        for index in reversed(range(last)):
+            tokens = self._unwritten(f"tokens-{index}")
+            moments = LayerMoments(self.attentions[index], tokens)
+            with held(self.model.layers[index]):
+                yield from self._pulls(index).write(self._backward(index, moments))
+            self._keep(index, moments)
+            tokens.unlink(missing_ok=True)
+            self._states(index).remove()
+            self._pulls(index + 1).remove()
+        self._pulls(0).remove()
+
+    def _forth(self) -> Iterator[None]:
+        """Write the hidden states of every layer, and the gradients of the last ones."""
+        if self._is_found(self.n_layer - 1) or self._pulls(self.n_layer).exists:
+            yield from self._skip(self.n_layer)
+            return
+        done = max((depth for depth in range(self.n_layer + 1) if self._states(depth).exists), default=None)
+        if done is None:
+            self._embed()
+        yield from self._skip(done or 0)
+        for index in range(done or 0, self.n_layer):
+            with held(self.model.layers[index]):
+                yield from self._states(index + 1).write(self._forward(index))
+        with held(self.model.head):
+            deque(self._pulls(self.n_layer).write(self._pulled()), maxlen=0)
+        self._states(self.n_layer).remove()
+
+    def found(self, index: int) -> Statistics:
+        """Return the statistics of a layer, in their file until they are used."""
+        shards = Shards(self._place(index))
+        parts = {name: shards.deferred(name) for name in shards.entries}
+        pair = (parts["pair.inputs"], parts["pair.outputs"]) if "pair.inputs" in parts else None
+        return Statistics(inputs=parts["inputs"], pair=pair)
+
+    def _skip(self, layers: int) -> Iterator[None]:
+        """Count layers that were done before an interruption."""
+        yield from repeat(None, layers * len(self.blocks))
+
+    def _embed(self) -> None:
+        states = (self.model.embed(ids.to(self.model.device)) for ids, _ in self.blocks)
+        deque(self._states(0).write(states), maxlen=0)
+
+    @torch.no_grad()
+    def _forward(self, index: int, moments: LayerMoments | None = None) -> Iterator[Tensor]:
+        """Yield a layer's output; what its attention reads goes to `moments`."""
+        for states, counts in zip(self._states(index), self.counts, strict=True):
+            yield self._through(index, states, counts, moments)
+
+    def _through(self, index: int, states: Tensor, counts: Tensor, moments: LayerMoments | None) -> Tensor:
+        if moments is None:
+            return self.model.layers[index](states.to(self.model.device))
+        with moments.watching() as (seen, _):
+            after = self.model.layers[index](states.to(self.model.device))
+        moments.add(seen[0], [], counts)
+        return after
+
+    def _backward(self, index: int, moments: LayerMoments) -> Iterator[Tensor]:
+        """Yield the loss's gradient with respect to a layer's input; that of its keys and values goes to `moments`."""
+        batches = zip(self._states(index), self._pulls(index + 1), self.counts, strict=True)
+        for states, pull, counts in batches:
+            yield self._back(index, states, pull, counts, moments)
+
+    def _back(
+        self, index: int, states: Tensor, pull: Tensor, counts: Tensor, moments: LayerMoments
+    ) -> Tensor:
+        states = states.to(self.model.device).requires_grad_()
+        with moments.watching() as (seen, stack):
+            after = self.model.layers[index](states)
+        down, *parts = torch.autograd.grad(after, [states, *stack], pull.to(after.device))
+        moments.add(seen[0], parts, counts)
+        return down
+
+    def _pulled(self) -> Iterator[Tensor]:
+        """Yield the loss's gradient with respect to the last layer's output, for labels drawn with the seed."""
+        noise = np.random.default_rng(self.seed)
+        for states, counts in zip(self._states(self.n_layer), self.counts, strict=True):
+            states = states.to(self.model.device).requires_grad_()
+            hidden = self.model.finish(states)
+            pull = self._pull(hidden, counts, torch.from_numpy(noise.random(len(counts))))
+            yield torch.autograd.grad(hidden, states, pull)[0]
+
+    def _pull(self, hidden: Tensor, counts: Tensor, noise: Tensor) -> Tensor:
+        """Return the loss's gradient with respect to `hidden` (B, L, D), for labels drawn by `noise` (B L,)."""
+        pull = torch.zeros_like(hidden).flatten(0, 1)
+        flat = hidden.detach().flatten(0, 1)
+        for at in counts.nonzero()[:, 0].split(max(1, LOGITS // self.model.config.vocab_size)):
+            rows = flat[at].requires_grad_()
+            logits = self.model.logits(rows)
+            likely = probabilities(logits.detach())
+            label = draw(likely, noise[at].to(likely.device))
+            error = likely - F.one_hot(label, likely.shape[1])
+            pull[at] = torch.autograd.grad(logits, rows, error.to(logits.dtype))[0]
+        return pull.view_as(hidden)
+
+    def _keep(self, index: int, moments: LayerMoments) -> None:
+        found = moments.statistics()
+        assert found.inputs is not None
+        weights = {"inputs": found.inputs}
+        if found.pair is not None:
+            weights |= {"pair.inputs": found.pair[0], "pair.outputs": found.pair[1]}
+        aside = self.folder / f"statistics-{index}.part"
+        aside.mkdir(exist_ok=True)
+        write_weights(aside, weights)
+        aside.rename(self._place(index))
+
+    def _is_found(self, index: int) -> bool:
+        return self._place(index).exists()
+
+    def _states(self, depth: int) -> States:
+        return self._file(f"states-{depth}")
+
+    def _pulls(self, depth: int) -> States:
+        return self._file(f"pulls-{depth}")
+
+    def _file(self, name: str) -> States:
+        shapes = [(ids.shape[0], ids.shape[1]) for ids, _ in self.blocks]
+        weight = self.model.embed_tokens.weight
+        return States(self.folder / name, shapes, weight.shape[1], weight.dtype)
+
+    def _unwritten(self, name: str) -> Path:
+        """Return the path of a new file."""
+        (self.folder / name).unlink(missing_ok=True)
+        return self.folder / name
+
+    def _place(self, index: int) -> Path:
+        return self.folder / f"statistics-{index}"

@@ -1,0 +1,79 @@
+"""What a conversion has worked out, kept beside its destination until it is done, so that it can go on."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rehead.checkpoint.files.publish import READ
+from rehead.data.hold import LOCK, hold
+from rehead.errors import ReheadError, UsageError
+
+log = logging.getLogger("rehead")
+SUFFIX = ".unfinished"
+
+
+@contextmanager
+def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
+    """Yield the folder DESTINATION.unfinished, locked, to keep work in.
+
+    It is removed at the end, and by a ReheadError unless that ends a resumed conversion. It stays if the process is
+    interrupted or killed: the next conversion to `destination` then needs `resume`. Raises UsageError if that is
+    missing or there is nothing to resume, Busy if another process converts to `destination`.
+    """
+    folder = destination.with_name(destination.name + SUFFIX)
+    if resume and not folder.is_dir():
+        raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave --resume out.")
+    keep = True
+    with hold(folder, lambda: keep, "destination"):
+        if not resume and _done(folder):
+            raise UsageError(
+                f"{folder} holds an interrupted conversion: go on with --resume, or remove it to start anew."
+            )
+        try:
+            yield folder
+            keep = False
+        except ReheadError:
+            keep = resume
+            raise
+        finally:
+            keep = keep and _done(folder)
+            if keep:
+                log.info("%s keeps what is done: --resume goes on from there", folder)
+            else:
+                _clear(folder)
+    if not keep:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def fingerprint(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the files that a model is read from."""
+    files = sorted(place for place in folder.iterdir() if place.suffix in READ)
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def place_of(folder: Path, **made_of: object) -> Path:
+    """Return the folder in `folder` for what is made of these, JSON; create it. Work made of others is left out."""
+    text = json.dumps(made_of, sort_keys=True)
+    place = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not place.exists() and _done(folder):
+        log.info("%s is of another source, text, seed or version: starting anew", folder)
+    place.mkdir(exist_ok=True)
+    return place
+
+
+def _done(folder: Path) -> bool:
+    """Whether anything is kept in `folder`."""
+    return any(place.is_dir() and any(place.iterdir()) for place in folder.iterdir())
+
+
+def _clear(folder: Path) -> None:
+    for place in folder.iterdir():
+        if place.is_dir():
+            shutil.rmtree(place)
+        elif place.name != LOCK:
+            place.unlink()

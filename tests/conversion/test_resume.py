@@ -1,0 +1,139 @@
+"""A conversion that is killed goes on where it was, and writes the same bytes."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rehead
+from rehead.cli import main
+from rehead.config import ModelOptions
+from rehead.model import build
+from rehead.tokenizer.tokenizer import train
+
+pytestmark = pytest.mark.process
+
+TEXT = "To be, or not to be, that is the question. " * 60
+CHILD = """
+import os, signal, sys
+wanted = sys.argv.pop(1)
+def watch(event, values):
+    if event == "os.rename":
+        place = os.path.basename(os.fspath(values[1]))
+        print("renamed", place, file=sys.stderr, flush=True)
+        if place == wanted:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+from rehead.cli.entry import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""Runs a command that is killed before a file gets the given name."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A source, its text, and what a conversion that nobody interrupts makes of them."""
+    here = tmp_path_factory.mktemp("whole")
+    torch.manual_seed(0)
+    options = ModelOptions(n_layer=3, n_embd=24, n_query_head=6, n_kv_head=3, head_dim=4, rope=True)
+    tokenizer = train("char", TEXT)
+    model = build(options.resolve(tokenizer.vocab_size, 32))
+    rehead.save(model, here / "source", files={"tokenizer.json": tokenizer.to_json()})
+    (here / "text.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        assert main(words("whole")) == 0
+    return here
+
+
+@pytest.fixture
+def source(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def words(destination, *more):
+    given = ["--to", "mla", "--kv-fraction", "0.5", "--calibration", "text.txt", "--length", "16"]
+    return ["convert", "source", destination, *given, "--allow-loss", *more]
+
+
+def kill(place, destination):
+    """Kill the command before a file is renamed to `place`; returns the names of those before."""
+    child = [sys.executable, "-c", CHILD, place, *words(destination)]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as in this process: the certificate names them
+    done = subprocess.run(child, capture_output=True, text=True, timeout=100, env=one_thread)
+    assert done.returncode == -9, done.stderr
+    renamed = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("renamed ")]
+    assert renamed.pop() == place
+    return renamed
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The names of the states and gradients that are written in this process."""
+    names, replace = [], os.replace
+
+    def noting(old, new):
+        if Path(new).name.startswith(("states-", "pulls-")):
+            names.append(Path(new).name)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", noting)
+    return names
+
+
+def digests(folder):
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != ".lock"]
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+PLACES = ["states-2", "pulls-3", "pulls-1", "statistics-0", "killed"]
+"""Hidden states on the way forward, gradients at the top and on the way back, the last statistics, the result."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_and_resumed(place, source, written):
+    before = kill(place, "killed")
+    assert not (source / "killed").exists()
+    assert main(words("killed", "--resume")) == 0
+    assert digests(source / "killed") == digests(source / "whole")
+    assert not (source / "killed.unfinished").exists()
+    assert not set(before[:-1]) & set(written)  # only the layer at which it was killed is read again
+    assert len(written) < 7
+
+
+def test_work_of_another_text_is_not_used(source, written, capsys):
+    kill("statistics-0", "other")
+    (source / "text.txt").write_text(TEXT.replace("question", "quest ion"))
+    assert main(words("other", "--resume")) == 0
+    assert len(written) == 8  # states before, between and after three layers, and as many gradients
+    told = capsys.readouterr().err
+    assert "other.unfinished is of another source, text, seed or version: starting anew" in told
+    assert digests(source / "other") != digests(source / "whole")
+
+
+def test_what_is_unfinished_is_not_lost_by_a_mistake(source, written, capsys):
+    assert main(words("new", "--resume")) == 2
+    assert "new.unfinished does not exist: there is nothing to resume" in capsys.readouterr().err
+    kill("statistics-0", "new")
+    kept = digests(source / "new.unfinished")
+    assert main(words("new")) == 2
+    assert "new.unfinished holds an interrupted conversion: go on with --resume" in capsys.readouterr().err
+    assert main(words("new", "--resume", "--test", "typo.txt")) == 3
+    assert "new.unfinished keeps what is done" in capsys.readouterr().err
+    assert digests(source / "new.unfinished") | kept == digests(source / "new.unfinished")
+    assert main(words("new", "--resume")) == 0
+    assert written == ["pulls-0"]
+    assert not (source / "new.unfinished").exists()
+
+
+def test_a_refusal_leaves_nothing(source, capsys):
+    assert main([word for word in words("refused") if word != "--allow-loss"]) == 2
+    assert "this conversion is lossy" in capsys.readouterr().err
+    assert not list(source.glob("refused*"))
