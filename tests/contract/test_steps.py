@@ -113,7 +113,7 @@ def unscaled(monkeypatch):
     for module in ("attention.kernels.token", "decoding.torch_engine", "attention.kernels.latent_token"):
         monkeypatch.setattr(
             f"rehead.{module}.token_weights",
-            lambda q, k, scale, hidden=None: weigh(q, k, 1.0, hidden),
+            lambda q, k, scale, *more: weigh(q, k, 1.0, *more),
         )
 
 

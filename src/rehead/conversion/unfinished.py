@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rehead.checkpoint.files.publish import READ
+from rehead.checkpoint.files.publish import READ, require_folders
 from rehead.data.hold import LOCK, hold
 from rehead.errors import ReheadError, UsageError
 
@@ -24,6 +24,7 @@ def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
     interrupted or killed: the next conversion to `destination` then needs `resume`. Raises UsageError if that is
     missing or there is nothing to resume, Busy if another process converts to `destination`.
     """
+    require_folders(destination)
     folder = destination.with_name(destination.name + SUFFIX)
     if resume and not folder.is_dir():
         raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave --resume out.")

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,5 +52,5 @@ def _claim(folder: Path, lock: TextIO, choose: str) -> None:
                 f"{folder} is being written by {owner}: wait for it, or choose another {choose}."
             ) from error
         lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
         lock.flush()
