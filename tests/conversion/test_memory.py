@@ -87,7 +87,7 @@ def whole_of(folder):
 
 
 @pytest.mark.timeout(600)  # reads a gigabyte a few times, on a machine that may be busy
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["convert", "export", pytest.param("calibrated", marks=pytest.mark.slow)])
 def test_peak_memory(command, llama, tmp_path):
     folder, largest = llama
     text = tmp_path / "text.txt"
