@@ -56,7 +56,11 @@ WRONG = [
     (GPTConfig, GPT | {"vocab_size": 23.0}, f"vocab_size=23.0 is a float: {WHOLE}."),
     (GPTConfig, GPT | {"attention": [GQA]}, "is a list: expected a tuple, each item an AttentionConfig."),
     (GPTConfig, GPT | {"attention": (GQA, 3)}, "is a tuple: expected a tuple, each item an AttentionConfig."),
-    (GPTConfig, GPT | {"norm": "rms"}, "norm='rms' is a str: expected one of 'layernorm', 'rmsnorm'."),
+    (
+        GPTConfig,
+        GPT | {"norm": "rms"},
+        "norm='rms' is a str: expected one of 'layernorm', 'rmsnorm', 'zero_centered_rmsnorm'.",
+    ),
     (RNNConfig, RNN | {"n_layer": True}, f"n_layer=True is a bool: {WHOLE}."),
     (ModelOptions, {"window": 2.5}, f"model.window=2.5 is a float: {WHOLE}, or None."),
     (
