@@ -4,6 +4,7 @@ A case damages a copy of a good folder. `part` is what it damages (config, weigh
 manifest), for the commands that do not read it; `codes` are the exit statuses that are right.
 """
 
+import functools
 import json
 import os
 import socket
@@ -79,6 +80,7 @@ def native_folder(folder):
     rehead.save(build(LLAMA.resolve(11, 16)).float(), folder, files={"tokenizer.json": tokenizer})
 
 
+@functools.cache
 def folder_of(kind):
     """Makes a good folder of a family, with a tokenizer."""
 

@@ -155,6 +155,10 @@ def warm(place):
         stock_folder(place / reader / "model")
         code, message = read(reader, place / reader / "model", place / reader / "out")
         assert code == 0, (reader, message)
+    bases = {case.base for case in CORPUS.values() if case.base}
+    for number, base in enumerate(bases):  # each has a class in transformers, imported when it is written
+        code, message = read("export", good(base), place / f"base{number}" / "out")
+        assert code == 0, (base, message)
 
 
 if __name__ == "__main__":
