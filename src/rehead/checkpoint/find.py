@@ -67,8 +67,9 @@ def _resolve(path: Path) -> Path:
                 f"{path} does not exist: expected a model folder or a run folder, or org/name@<commit> of the Hub."
             )
         return fetched
-    if path.is_file():
-        raise InvalidInput(f"{path} is a file: expected a model folder or a run folder.")
+    if not path.is_dir():
+        kind = "a file" if path.is_file() else "neither a file nor a folder"
+        raise InvalidInput(f"{path} is {kind}: expected a model folder or a run folder.")
     held = sorted(entry.name for entry in path.iterdir())[:8]
     raise InvalidInput(
         f"{path} is neither a model folder (config.json, model.safetensors) nor a run folder (checkpoints/): it holds "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.checkpoint.files.publish import MANIFEST, publish, verify
-from rehead.checkpoint.files.shards import SINGLE, Shards, strict_json
+from rehead.checkpoint.files.shards import DTYPES, SINGLE, Shards, strict_json
 from rehead.checkpoint.files.writing import write_weights
 from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock
@@ -123,6 +123,8 @@ def _table(folder: Path) -> dict[str, Any]:
 
 
 def _config(table: dict[str, Any], where: str) -> ModelConfig:
+    for key in ("dtype", "torch_dtype"):
+        _require_dtype(key, table.get(key), where)
     if "format" not in table and "model_type" in table:
         return stock.read_config(table, where)
     if "format" in table and table["format"] != FORMAT:
@@ -139,6 +141,13 @@ def _config(table: dict[str, Any], where: str) -> ModelConfig:
     config = decode(ModelConfig, own, where)
     assert isinstance(config, ModelConfig)
     return config
+
+
+def _require_dtype(key: str, dtype: object, where: str) -> None:
+    """Refuse a config whose dtype is no dtype of weights. Weights keep the dtype they have in their file."""
+    names = [str(one).removeprefix("torch.") for one in DTYPES.values()]
+    if dtype is not None and str(dtype).removeprefix("torch.") not in names:
+        raise InvalidInput(f"{where}: {key}={dtype!r:.40}: rehead reads weights of {', '.join(names)}.")
 
 
 def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memory: bool) -> None:

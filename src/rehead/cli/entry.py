@@ -39,9 +39,6 @@ def main(argv: list[str] | None = None) -> int:
     argv = [word for word in argv if word != "--debug"]
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
-    if not argv:
-        app.help_print()
-        return UsageError.exit_code
     with warnings.catch_warnings(), _shown_log("--json" in argv):
         warnings.showwarning = _warn
         return _run(argv, debug)
@@ -50,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str], debug: bool) -> int:
     """Run a command; turn any failure into one line on stderr and an exit status."""
     try:
-        _choose_native()
+        _read_environment()
+        if not argv:
+            app.help_print()
+            return UsageError.exit_code
         _require_text(argv)
         _require_command(argv[0])
         _require_whole(argv)
@@ -67,6 +67,10 @@ def _run(argv: list[str], debug: bool) -> int:
         return 128 + number
     except BrokenPipeError:
         _discard_stdout()
+        return 0
+    except SystemExit as error:  # rich's answer to a closed pipe
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
         return 0
     except OSError as error:
         _discard_stdout()
@@ -109,9 +113,16 @@ def _shown_log(json: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _choose_native() -> None:
-    """Apply REHEAD_NATIVE, the only environment variable that rehead reads."""
-    native.use(os.environ.get("REHEAD_NATIVE") or "1")
+def _read_environment() -> None:
+    """Apply REHEAD_NATIVE, the only variable that rehead reads; remove sizes of a terminal that are none.
+
+    rich takes COLUMNS=0 as the width; without the variable it asks the terminal.
+    """
+    environment = os.environ
+    native.use(environment.get("REHEAD_NATIVE") or "1")
+    for name in ("COLUMNS", "LINES"):
+        if not re.fullmatch("0*[1-9][0-9]{0,4}", environment.get(name, "80")):
+            del environment[name]
 
 
 def _replace_closed_streams() -> None:
@@ -141,9 +152,11 @@ def _normalise_flag(word: str) -> str:
 
 def _require_text(argv: list[str]) -> None:
     """Raise UsageError for arguments that are empty (a path would mean this folder) or not UTF-8."""
-    for word in argv:
+    for before, word in pairwise(["", *argv]):
         if re.fullmatch("(--[a-z-]+=)?", word):
-            raise UsageError(f"{word!r}: the argument is empty. Give it a value, or leave it out.")
+            option = word or before
+            name = option.removesuffix("=") if option.startswith("--") else repr(word)
+            raise UsageError(f"{name}: the argument is empty. Give it a value of at least one character.")
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise UsageError(f"{word!r:.200} is not UTF-8: rename it, or set LC_ALL=C.UTF-8.")
 

@@ -94,6 +94,8 @@ def _decode_plain(kind: Any, value: Any, where: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
+    if kind is int and type(value) is int and abs(value) >= 2**63:
+        raise InvalidInput(f"{where}={value!s:.40} has more than 64 bits. Use 0 up to {2**63 - 1} at most.")
     if kind is not float and type(value) is kind:
         return value
     raise InvalidInput(f"{where}={value!r:.80}: expected {WORDS[kind]}.")

@@ -14,7 +14,13 @@ from rehead.registry import Registry
 model_types: Registry[type["ModelConfig"]] = Registry("model type")
 MAX_LAYERS = 1024
 """A config.json with more is refused: building it would take hours."""
-LARGEST = {"vocab_size": 4 << 20, "block_size": 16 << 20, "n_embd": 1 << 17}
+LARGEST = {
+    "vocab_size": 4 << 20,
+    "block_size": 16 << 20,
+    "n_embd": 1 << 17,
+    "n_hidden": 1 << 20,
+    "n_output": 4 << 20,
+}
 """Larger sizes mean that a config.json is damaged or malicious."""
 MOST_HEADS = 4096
 SCALES = ("embed_scale", "residual_scale", "logit_scale")
@@ -35,16 +41,16 @@ class ModelConfig(ABC):
     def __post_init__(self) -> None:
         require_types(self)
         self.require_positive("vocab_size", "block_size", "n_embd")
-        for name, largest in LARGEST.items():
-            if getattr(self, name) > largest:
-                raise ConfigError(f"{name}={getattr(self, name)} is too large. Use at most {largest:,}.")
         self.require_probability("embd_pdrop")
 
     def require_positive(self, *names: str) -> None:
-        """Raise ConfigError for a size below 1."""
+        """Raise ConfigError for a size below 1, or above its entry in `LARGEST`."""
         for name in names:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: a size is a whole number of at least 1.")
+            size, largest = getattr(self, name), LARGEST[name]
+            if size < 1:
+                raise ConfigError(f"{name}={size}: a size is a whole number of at least 1.")
+            if size > largest:
+                raise ConfigError(f"{name}={size!s:.40} is too large. Use at most {largest:,}.")
 
     def require_layers(self, n_layer: int) -> None:
         """Raise ConfigError unless there are 1 to `MAX_LAYERS` layers."""

@@ -10,6 +10,7 @@ import torch
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped_config import divisors
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
+from rehead.config.model import LARGEST
 from rehead.conversion.base import CannotConvert, Step, heads_of, summary
 from rehead.conversion.export.deepseek import require_sayable, stock_target
 from rehead.conversion.search import path
@@ -19,6 +20,8 @@ from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
 from rehead.measure.parts import Parts, parts
 from rehead.measure.size import decode_bytes, decode_flops
 
+MOST_SEQUENCES = 1 << 20
+"""Decoded at once, in a plan; more is a slip of the keys."""
 Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
 FRACTIONS = (Fraction(1, 2), Fraction(3, 8), Fraction(1, 4), Fraction(3, 16))
 
@@ -94,9 +97,12 @@ def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dt
 
     A model without heads, or with an attention that no conversion takes, gets one row, and the reason as advice.
     """
-    for name, size in (("context", context), ("batch", batch_size)):
-        if size < 1:
-            raise ConfigError(f"{name}={size}. Use 1 or more.")
+    for name, size, largest in (
+        ("context", context, LARGEST["block_size"]),
+        ("batch", batch_size, MOST_SEQUENCES),
+    ):
+        if not 1 <= size <= largest:
+            raise ConfigError(f"{name}={size}. Use 1 to {largest:,}.")
 
     variants = [Variant(command="", config=config, verdict="present", why="")]
     refused = ""

@@ -33,7 +33,8 @@ def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
 
 
 def _read_folder(path: Path, size: int, option: str) -> Iterator[str]:
-    files = [file for file in path.rglob("*") if file.suffix in {".txt", ".md"} and not file.is_dir()]
+    with resource(f"cannot list {str(path)!r}", f"name a file, or a folder of texts, with {option}"):
+        files = [file for file in path.rglob("*") if file.suffix in {".txt", ".md"} and not file.is_dir()]
     if not files:
         raise InvalidInput(f"no *.txt or *.md file in {str(path)!r}: name a file with {option}.")
     for i, file in enumerate(sorted(files, key=lambda file: file.relative_to(path).as_posix())):

@@ -132,7 +132,8 @@ class _Grid:
             )
             _check(job)
         except ConfigError as error:
-            raise ConfigError(f"{title}: {error}") from error
+            named = str(error).removeprefix("model.").startswith(title)  # such as n_kv_head=5
+            raise ConfigError(str(error) if named else f"{title}: {error}") from error
         return job
 
     def _options(self, settings: Flags) -> RunOptions:

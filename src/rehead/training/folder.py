@@ -15,7 +15,7 @@ from rehead.checkpoint.find import steps
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
 from rehead.data.hold import hold
-from rehead.errors import IntegrityError, InvalidInput
+from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.registry import nearest
 from rehead.training.metrics import records
 
@@ -88,7 +88,7 @@ class RunFolder:
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, in one write."""
-        with resource(f"cannot write {self.metrics}", REMEDY), self.metrics.open("a") as file:
+        with self._writing(f"cannot write {self.metrics}"), self.metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def save(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
@@ -107,8 +107,21 @@ class RunFolder:
     def write_sample(self, step: int, text: str) -> None:
         """Write a sample to samples/step-NNNNNN.txt."""
         file = self.path / "samples" / f"step-{step:06d}.txt"
-        with resource(f"cannot write {file}", REMEDY):
+        with self._writing(f"cannot write {file}"):
             write_whole(file, [text.encode()])
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Turn a disk failure into a ResourceError that says how to go on."""
+        try:
+            with resource(what, REMEDY):
+                yield
+        except ResourceError as error:
+            if not self.begun:
+                raise ResourceError(
+                    f"{what}: the run was deleted while it trained, and nothing is left to resume. Start it again."
+                ) from error
+            raise
 
     def _nothing_to_resume(self) -> str:
         """Return the message that there is no run, with the nearest run beside it."""

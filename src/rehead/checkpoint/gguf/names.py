@@ -79,9 +79,9 @@ class _Own(Fields):
         super().__init__(table, where)
         self.arch = arch
 
-    def take(self, name: str, kind: type, default: Any = ...) -> Any:
+    def take(self, name: str, kind: type, default: Any = ..., *, null: Any = ...) -> Any:
         """Return the value of a key, whose name is prefixed with the architecture."""
-        return super().take(f"{self.arch}.{name}", kind, default)
+        return super().take(f"{self.arch}.{name}", kind, default, null=null)
 
 
 def _table(file: File, fields: _Own) -> Table:

@@ -4,13 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from rehead.config import GPTConfig
+from rehead.config.model import MAX_LAYERS
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import Registry
 
 Table = dict[str, Any]
+LARGEST = 16 << 20
+"""Larger whole numbers mean that a config.json is damaged or malicious."""
 UNREAD_KEYS = """
     is_llama_config _num_labels transformers.js_config mlp_only_layers
     architectures model_type torch_dtype dtype transformers_version _name_or_path use_cache bos_token_id
@@ -87,37 +90,59 @@ class Fields:
     def __init__(self, table: Table, where: str) -> None:
         self._left, self.where = dict(table), where
 
-    def take(self, name: str, kind: type, default: Any = ...) -> Any:
-        """Return a value of exactly this kind; the default where it is missing or null."""
-        value = self.look(name, kind, default)
+    def take(self, name: str, kind: type, default: Any = ..., *, null: Any = ...) -> Any:
+        """Return a value of exactly this kind, `default` if the key is missing, or `null` for null.
+
+        Unless `null` is given, null is refused where a missing key means more than none, zero or False.
+        """
+        value = self.look(name, kind, default, null=null)
         self._left.pop(name, None)
         return value
 
-    def look(self, name: str, kind: type, default: Any = ...) -> Any:
+    def look(self, name: str, kind: type, default: Any = ..., *, null: Any = ...) -> Any:
         """Return what `take` does, which is to be read once more."""
-        value = self._left.get(name)
-        if value is None:
+        if name not in self._left:
             if default is ...:
                 raise InvalidInput(f"{self.where}: {name} is missing.")
             return default
+        value = self._left[name]
+        if value is None:
+            if null is ... and (default is ... or default):
+                self._refuse_null(name)
+            return default if null is ... else null
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
             raise InvalidInput(f"{self.where}: {name}={value!r:.80}: expected {kind.__name__}.")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise InvalidInput(f"{self.where}: {name}={value!s:.40} is too large. Use at most {LARGEST:,}.")
         return value
 
-    def has(self, name: str) -> bool:
-        """Whether the key is present, null or not. For a missing one transformers takes its own default."""
-        return name in self._left
+    def layers(self, name: str) -> int:
+        """Return the number of layers, before a list of as many is built."""
+        n_layer: int = self.take(name, int)
+        if not 1 <= n_layer <= MAX_LAYERS:
+            raise InvalidInput(f"{self.where}: {name}={n_layer}. Use 1 to {MAX_LAYERS}.")
+        return n_layer
 
     def expect(self, name: str, *allowed: Any) -> Any:
-        """Return the value, and refuse any but these; a missing key counts as the first."""
-        value = self._left.pop(name, None)
-        if value is not None and value not in allowed:
+        """Return the value, and refuse any but these; a missing key counts as the first, as does null for False."""
+        value = self._left.pop(name, allowed[0])
+        if value is None and allowed[0] is False:
+            return False
+        if value is None and None not in allowed:
+            self._refuse_null(name)
+        if value not in allowed:
             raise InvalidInput(
                 f"{self.where}: {name}={value!r:.80}: rehead knows {', '.join(map(repr, allowed))} here."
             )
-        return allowed[0] if value is None else value
+        return value
+
+    def _refuse_null(self, name: str) -> NoReturn:
+        raise InvalidInput(
+            f"{self.where}: {name}=null, which the stock class does not read. Give its value, or remove the key to "
+            "use the class's default."
+        )
 
     def finish(self) -> None:
         """Refuse keys that were not read and may change what the model computes."""

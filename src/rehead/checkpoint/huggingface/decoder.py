@@ -62,7 +62,7 @@ class Decoder(Family, Generic[A]):
         sizes = Sizes(
             width=fields.take("hidden_size", int),
             n_query_head=fields.take("num_attention_heads", int),
-            n_layer=fields.take("num_hidden_layers", int),
+            n_layer=fields.layers("num_hidden_layers"),
             norm_eps=fields.take("rms_norm_eps", float, self.norm_eps),
         )
         length = fields.take("max_position_embeddings", int)

@@ -42,7 +42,7 @@ class Gemma2(LlamaLike):
             replace(layer, score=capped(scalar, cap, layer.head_dim))
             for layer in super().layers(fields, sizes, shared)
         ]
-        window = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
+        window = fields.take("sliding_window", int, WINDOW, null=None)
         return windowed(layers, which_slide(fields, self.slides(fields, len(layers))), window)
 
     def slides(self, fields: Fields, n_layer: int) -> list[bool]:
@@ -58,7 +58,7 @@ class Gemma2(LlamaLike):
 
     def cap(self, fields: Fields, name: str) -> float | None:
         """Return a soft cap; None for none."""
-        cap: float | None = fields.take(name, float, None if fields.has(name) else self.caps[name])
+        cap: float | None = fields.take(name, float, self.caps[name], null=None)
         return cap
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:

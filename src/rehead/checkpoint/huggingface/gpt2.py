@@ -22,7 +22,11 @@ class GPT2(Family):
 
     def read(self, fields: Fields) -> GPTConfig:
         """Return the config that a config.json describes."""
-        width, heads, n_layer = (fields.take(name, int) for name in ("n_embd", "n_head", "n_layer"))
+        width, heads, n_layer = (
+            fields.take("n_embd", int),
+            fields.take("n_head", int),
+            fields.layers("n_layer"),
+        )
         fields.expect("activation_function", "gelu_new", "gelu_pytorch_tanh")
         fields.expect("scale_attn_weights", True)
         fields.expect("scale_attn_by_inverse_layer_idx", False)
@@ -43,7 +47,7 @@ class GPT2(Family):
             norm="layernorm",
             norm_eps=fields.take("layer_norm_epsilon", float, 1e-5),
             mlp="gelu",
-            n_hidden=fields.take("n_inner", int, 4 * width),
+            n_hidden=fields.take("n_inner", int, 4 * width, null=4 * width),
             mlp_bias=True,
             tie_embeddings=fields.take("tie_word_embeddings", bool, True),
             embd_pdrop=fields.take("embd_pdrop", float, 0.1),

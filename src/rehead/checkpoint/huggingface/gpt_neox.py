@@ -52,7 +52,7 @@ class GPTNeoX(Family):
             vocab_size=fields.take("vocab_size", int),
             block_size=length,
             n_embd=width,
-            attention=(attention,) * fields.take("num_hidden_layers", int),
+            attention=(attention,) * fields.layers("num_hidden_layers"),
             learned_positions=False,
             norm="layernorm",
             norm_eps=fields.take("layer_norm_eps", float, 1e-5),

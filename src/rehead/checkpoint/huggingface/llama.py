@@ -32,13 +32,16 @@ class LlamaLike(Decoder[GroupedConfig]):
         """Return the attention of every layer, all alike."""
         kind = GroupedConfig(
             **shared,
-            n_kv_head=fields.take(
-                "num_key_value_heads", int, self.heads.get("num_key_value_heads", sizes.n_query_head)
-            ),
-            head_dim=fields.take("head_dim", int, self.heads.get("head_dim", sizes.head_dim)),
+            n_kv_head=self.take_size(fields, "num_key_value_heads", sizes.n_query_head),
+            head_dim=self.take_size(fields, "head_dim", sizes.head_dim),
             **self.attention_fields(fields, sizes),
         )
         return [kind] * sizes.n_layer
+
+    def take_size(self, fields: Fields, name: str, derived: int) -> int:
+        """Return a size of the heads; null means the one that follows from other sizes."""
+        size: int = fields.take(name, int, self.heads.get(name, derived), null=derived)
+        return size
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
         """Return further fields of the attention."""
@@ -133,7 +136,7 @@ class Mistral(LlamaLike):
 
 def window_of(fields: Fields) -> int | None:
     """Return `sliding_window`: null means none, a missing key the class's default."""
-    window: int | None = fields.take("sliding_window", int, None if fields.has("sliding_window") else WINDOW)
+    window: int | None = fields.take("sliding_window", int, WINDOW, null=None)
     return window
 
 

@@ -37,8 +37,7 @@ class MiniCPM3(LatentLike):
             "dim_model_base": float(width),
         }
         given = {
-            name: fields.take(name, float, neutral[name] if fields.has(name) else default)
-            for name, default in DEFAULTS.items()
+            name: fields.take(name, float, default, null=neutral[name]) for name, default in DEFAULTS.items()
         }
         return super().extra_config(fields, sizes) | {
             "embed_scale": given["scale_emb"],

@@ -24,14 +24,14 @@ class LatentLike(Decoder[LatentConfig]):
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[LatentConfig]:
         """Return the attention of every layer, all alike."""
-        fields.expect("num_key_value_heads", sizes.n_query_head)
+        fields.expect("num_key_value_heads", sizes.n_query_head, None)
         fields.expect("attention_bias", False)
         rotated = fields.take("qk_rope_head_dim", int)
         if rotated < 1:
             raise InvalidInput(
                 f"{fields.where}: qk_rope_head_dim={rotated}: this class needs a rotary part. Use 1 or more."
             )
-        fields.expect("head_dim", rotated)
+        fields.expect("head_dim", rotated, None)
         kind = LatentConfig(
             **shared | {"rope": replace(shared["rope"], layout=self.layout(fields))},
             kv_lora_rank=fields.take("kv_lora_rank", int),

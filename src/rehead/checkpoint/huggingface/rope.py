@@ -37,11 +37,12 @@ def read_rope(fields: Fields, length: int, keys: RopeKeys, reach: int | None = N
 def merged(fields: Fields, table: Table, keys: RopeKeys, old: Table) -> Table:
     """Return `rope_parameters` with the keys of earlier releases, which must agree."""
     table, outside = _renamed(table), _renamed(old)
-    flat = {"rope_theta": keys.theta_key}
+    flat = {"rope_theta": (keys.theta_key, keys.theta)}
     if keys.partial is not None:
-        flat["partial_rotary_factor"] = keys.partial_key
-    for name, key in flat.items():
-        if (value := fields.take(key, float, None)) is not None:
+        flat["partial_rotary_factor"] = (keys.partial_key, keys.partial)
+    for name, (key, default) in flat.items():
+        said = name in table or name in outside
+        if (value := fields.take(key, float, None if said else default)) is not None:
             outside[name] = value
     for name, value in outside.items():
         if table.setdefault(name, value) != value:
