@@ -215,9 +215,8 @@ CONFIGS = {
         f"C30 {name}": json.dumps(CONFIG | {name: value})
         for name, value in {
             "rope_scaling": {"type": "xyz", "factor": 2.0},
-            "qk_norm": True,
-            "sliding_window_pattern": 6,
-            "auto_map": {"AutoModelForCausalLM": "modeling_x.Y"},
+            "is_causal": "no",
+            "sliding_window": 6,
             "quantization_config": {"bits": 4},
             "compression_config": {"bits": 4},
             "partial_rotary_factor": 0.5,
@@ -238,6 +237,7 @@ LIES = {
 """A model of its own, not that of the weights."""
 HARMLESS = {
     "C30 benign": CONFIG | {"_name_or_path": "x", "transformers_version": "9", "torch_dtype": "float32"},
+    "C30 not read": CONFIG | {"qk_norm": True, "auto_map": {"AutoModelForCausalLM": "modeling_x.Y"}},
     "C30 null": CONFIG | {"new_key": None},
     "C31 two architectures": CONFIG | {"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]},
 }

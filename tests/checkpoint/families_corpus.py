@@ -46,7 +46,7 @@ BAD = {
         "layer_norm_eps": (0, -1),
         "num_attention_heads": (0, 5),
     },
-    "olmo2": {"clip_qkv": (8.0,), "rms_norm_eps": (0, -1), "hidden_act": ("gelu",), "attention_bias": (1,)},
+    "olmo2": {"rms_norm_eps": (0, -1), "hidden_act": ("gelu",), "attention_bias": (1,)},
     "granite": dict.fromkeys(
         ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
         (0, -1, "x", 1e309),

@@ -220,7 +220,7 @@ UNKNOWN = {
     "layers": ({"llama.block_count": 4}, {}, {}, "block_count=4, its tensors are those of 3 layers"),
     "many layers": ({"llama.block_count": 2**32 - 1}, {}, {}, "block_count=4294967295"),
     "no heads": ({"llama.attention.head_count": 0}, {}, {}, "n_query_head=0"),
-    "wide": ({"llama.feed_forward_length": 2**32 - 1}, {}, {}, "ffn_gate.weight has shape [96, 64]"),
+    "wide": ({"llama.feed_forward_length": 2**20}, {}, {}, "ffn_gate.weight has shape [96, 64]"),
     "a vocabulary": ({"llama.vocab_size": 7}, {}, {}, "vocab_size=7, token_embd.weight has"),
     "a missing key": ({"llama.embedding_length": None}, {}, {}, "llama.embedding_length is missing"),
     "eps": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, {}, {}, "norm_eps=nan"),

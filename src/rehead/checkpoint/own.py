@@ -89,7 +89,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
     def read(folder: Path) -> LanguageModel:
         if os.path.lexists(folder / MANIFEST):
             verify(folder)
-        table = _table(folder)
+        table = _table(folder / "config.json")
         config = _config(table, str(folder / "config.json"))
         model = skeleton(config)
         if table.get("format") == FORMAT:
@@ -109,11 +109,11 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the config of a model folder, or of its config.json itself, without reading weights."""
     if os.path.lexists(folder / MANIFEST):
         verify(folder, only="config.json")
-    return _config(_table(folder), str(folder))
-
-
-def _table(folder: Path) -> dict[str, Any]:
     path = folder if folder.suffix == ".json" else folder / "config.json"
+    return _config(_table(path), str(path))
+
+
+def _table(path: Path) -> dict[str, Any]:
     table = strict_json(path, LARGEST_CONFIG)
     if not isinstance(table, dict):
         raise InvalidInput(

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
     with warnings.catch_warnings(), _shown_log("--json" in argv):
-        warnings.showwarning = _warn
+        warnings.showwarning = partial(_warn_once, set())
         return _run(argv, debug)
 
 
@@ -186,8 +187,10 @@ def _short(word: str) -> str:
     return word if len(word) <= LONGEST else f"{word[: LONGEST // 2]}...{word[-LONGEST // 2 :]}"
 
 
-def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    warn(message)
+def _warn_once(shown: set[str], message: Warning | str, *where: Any, **more: Any) -> None:
+    if str(message) not in shown:
+        shown.add(str(message))
+        warn(message)
 
 
 def _fail(error: ReheadError, debug: bool, argv: Sequence[str] = ()) -> int:

@@ -95,7 +95,7 @@ def _decode_plain(kind: Any, value: Any, where: str) -> Any:
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
     if kind is int and type(value) is int and abs(value) >= 2**63:
-        raise InvalidInput(f"{where}={value!s:.40} has more than 64 bits. Use 0 up to {2**63 - 1} at most.")
+        raise InvalidInput(f"{where}={value!s:.40} has more than 64 bits: no size or seed is that large.")
     if kind is not float and type(value) is kind:
         return value
     raise InvalidInput(f"{where}={value!r:.80}: expected {WORDS[kind]}.")

@@ -83,6 +83,11 @@ class _Own(Fields):
         """Return the value of a key, whose name is prefixed with the architecture."""
         return super().take(f"{self.arch}.{name}", kind, default, null=null)
 
+    def finish(self) -> None:
+        """Refuse keys that were not read."""
+        for name, value in self.unread().items():
+            self.refuse(name, value)
+
 
 def _table(file: File, fields: _Own) -> Table:
     width, heads = fields.take("embedding_length", int), fields.take("attention.head_count", int)

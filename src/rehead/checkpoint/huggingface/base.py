@@ -1,5 +1,6 @@
 """The contract of a family of stock models: configs in both directions, and the names of weights."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ UNREAD_KEYS = """
 """
 UNREAD = frozenset(UNREAD_KEYS.split())
 """Keys of config.json that do not change what a dense model computes."""
+SHARED_KEYS = """
+    attention_chunk_size compression_config fusion_config is_causal num_kv_shared_layers partial_rotary_factor
+    per_layer_config quantization_config sliding_window original_max_position_embeddings
+"""
+SHARED = frozenset(SHARED_KEYS.split())
+"""Keys that transformers reads for any class, in its masks, caches, rotary tables and loading."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +151,35 @@ class Fields:
             "use the class's default."
         )
 
+    def unread(self) -> Table:
+        """Return the keys that were not read, nor are in `UNREAD`, whose values say something."""
+        return {
+            name: value
+            for name, value in self._left.items()
+            if name not in UNREAD and value not in (None, False, [], {})
+        }
+
     def finish(self) -> None:
-        """Refuse keys that were not read and may change what the model computes."""
-        for name, value in self._left.items():
-            if name not in UNREAD and value not in (None, False, [], {}):
-                raise InvalidInput(
-                    f"{self.where}: {name}={value!r:.60}: rehead does not know this key, which may change the model."
-                )
+        """Warn of keys that the stock class does not read either; refuse those that transformers reads for it.
+
+        A family takes every key that its class reads, so that the others cannot change what the model computes.
+        """
+        unread = self.unread()
+        for name in sorted(SHARED & unread.keys()):
+            self.refuse(name, unread[name])
+        if unread:
+            code = " auto_map names code in the folder, which is not run." if "auto_map" in unread else ""
+            warnings.warn(
+                f"{self.where}: ignored {', '.join(unread):.300}, which transformers' class for model_type "
+                f"{self._left.get('model_type')} does not read.{code}",
+                stacklevel=2,
+            )
+
+    def refuse(self, name: str, value: object) -> NoReturn:
+        """Raise InvalidInput for a key that was not read."""
+        raise InvalidInput(
+            f"{self.where}: {name}={value!r:.60}: rehead does not know this key, which may change the model."
+        )
 
 
 BLOCK = ("norm_position", "parallel_residual", "logit_softcap")

@@ -38,11 +38,13 @@ class GPTNeoX(Family):
             fields.take("max_position_embeddings", int, 2048),
             fields.take("attention_bias", bool, True),
         )
+        head_dim = width // heads if heads > 0 else 0
+        fields.expect("head_dim", head_dim, None)
         activation = fields.expect("hidden_act", *ACTIVATIONS)
         dropout = fields.take("hidden_dropout", float, 0.0)
         attention = GroupedConfig(
             n_query_head=heads,
-            head_dim=width // heads if heads > 0 else 0,
+            head_dim=head_dim,
             rope=read_rope(fields, length, ROPE),
             attn_pdrop=fields.take("attention_dropout", float, 0.0),
             qkv_bias=bias,

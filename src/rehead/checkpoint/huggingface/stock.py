@@ -20,18 +20,17 @@ from rehead.registry import nearest
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST = 4 * 2**20
-UNREADABLE = {
-    "auto_map": ("code of its own", "If it is the stock class nevertheless, remove that key"),
-    "quantization_config": ("quantised weights", "Use the model from before its quantisation"),
-}
 
 
 def family_of(table: Table, where: str) -> Family:
-    """Return the family that a config.json names."""
-    kind = table.get("model_type")
-    for name, (what, way) in UNREADABLE.items():
-        if table.get(name):
-            raise InvalidInput(f"{where}: {name} is set: rehead does not read a model with {what}. {way}.")
+    """Return the family that a config.json names. Raises InvalidInput for quantised weights."""
+    kind, quantised = table.get("model_type"), table.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise InvalidInput(
+            f"{where}: quantization_config{f' (quant_method {method!r:.30})' if method else ''}: rehead reads weights "
+            "of float32, bfloat16 and float16. Use the model from before its quantisation."
+        )
     if not isinstance(kind, str) or kind not in families:
         hint = nearest(str(kind), list(families))
         raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}.{hint}")

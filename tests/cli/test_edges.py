@@ -1,0 +1,126 @@
+"""Odd terminals, closed pipes, and configs whose values no model has: as typed, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rehead
+from rehead.checkpoint.own import read_config
+from rehead.config import ModelOptions
+from rehead.errors import ReheadError
+from rehead.model import build
+from rehead.tokenizer import train
+
+CONFIG = {"model_type": "llama", "vocab_size": 11, "hidden_size": 24, "intermediate_size": 40}
+CONFIG |= {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    options = ModelOptions(shape="llama", n_layer=2, n_query_head=4, n_kv_head=2, n_embd=24, n_hidden=40)
+    place = tmp_path_factory.mktemp("edges") / "model"
+    rehead.save(
+        build(options.resolve(11, 64)),
+        place,
+        files={"tokenizer.json": train("char", "abcdefghij ").to_json()},
+    )
+    return place
+
+
+def typed(*words, **more):
+    return subprocess.run(
+        [sys.executable, "-m", "rehead", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        **more,
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("columns", ["0", "-5", "wide", "99999999999999", ""])
+def test_columns_that_are_no_width_count_as_none(folder, columns):
+    unset = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    done = typed("plan", folder, env=unset | {"COLUMNS": columns, "LINES": columns})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == typed("plan", folder, env=unset).stdout
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", ["plan {}", "plan --help", ""])
+def test_a_closed_pipe_is_no_failure(folder, words):
+    """`rehead plan FOLDER | head -0`"""
+    command = [sys.executable, "-m", "rehead", *words.format(folder).split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan {} --context 99999999999", "--context 99999999999. Use 1 to 16,777,216."),
+        ("plan {} --batch 99999999999", "--batch 99999999999. Use 1 to 1,048,576."),
+        ("eval /dev/null --data x", "/dev/null is neither a file nor a folder"),
+        ("plan /dev/null", "/dev/null is neither a file nor a folder"),
+    ],
+)
+def test_absurd_arguments(folder, words, said):
+    done = typed(*words.format(folder).split())
+    assert done.returncode in (2, 3)
+    assert done.stderr.startswith(f"rehead: {said}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.process
+def test_an_empty_prompt_is_named(folder):
+    done = typed("generate", folder, "--prompt", "")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "rehead: --prompt: the argument is empty. Give it a value of at least one character.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps=null, which the stock class does not read"),
+        ({"rope_theta": None}, "rope_theta=null"),
+        ({"hidden_act": None}, "hidden_act=null"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000. Use 1 to 1024."),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0. Use 1 to 1024."),
+        (
+            {"intermediate_size": 10**12},
+            "intermediate_size=1000000000000 is too large. Use at most 16,777,216.",
+        ),
+        ({"intermediate_size": 2**23}, "n_hidden=8388608 is too large. Use at most 1,048,576."),
+        ({"torch_dtype": "int8"}, "torch_dtype='int8': rehead reads weights of"),
+        ({"dtype": "floaty"}, "dtype='floaty': rehead reads weights of"),
+    ],
+)
+def test_values_no_model_has(tmp_path, change, said):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
+    with pytest.raises(ReheadError, match=said.replace(".", r"\.")):
+        read_config(tmp_path)
+
+
+def test_nulls_that_mean_a_default(tmp_path):
+    """What transformers itself writes, or computes from other sizes."""
+    nulls = dict.fromkeys(
+        ["num_key_value_heads", "head_dim", "rope_scaling", "attention_bias", "mlp_bias", "pad_token_id"]
+    )
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | nulls))
+    (attention, _) = read_config(tmp_path).attention
+    assert (attention.n_kv_head, attention.head_dim, attention.qkv_bias) == (4, 6, False)
