@@ -51,7 +51,7 @@ def head_by_head(module, x, context=None, turn=turn):
     for h in range(config.n_query_head):
         g = h // (config.n_query_head // config.n_kv_head)
         query, kv = queries[..., h * (N + P) :][..., : N + P], both[..., g * (N + V) :][..., : N + V]
-        key = kv[..., :N]
+        query, key = norm("q_norm", query), norm("k_norm", kv[..., :N])
         if config.rebuilds_keys:
             query, key = turn(query), turn(key)
         elif P:
@@ -78,6 +78,8 @@ WAYS = {
     "no query latent": replace(DEEPSEEK, q_lora_rank=None),
     "shared heads": replace(DEEPSEEK, n_kv_head=2),
     "rebuilt keys": replace(PLAIN, rope=True, latent_norm=True),
+    "rebuilt keys, normed": replace(PLAIN, rope=True, n_kv_head=2, qk_norm_eps=1e-6),
+    "no position, normed, biased": replace(PLAIN, qkv_bias=True, qk_norm_eps=1e-6),
     "no position, biased": replace(PLAIN, qkv_bias=True, o_bias=True),
     "cross": replace(PLAIN, d_context=C, causal=False),
 }
@@ -105,8 +107,33 @@ def test_a9_a14_expanded(config):
     def other_norm(module):
         module.kv_a_layernorm.eps = 1.0
 
+    def norm_before_rebuilding(module):
+        module.k_norm = None
+        module.kv_a_layernorm.register_forward_hook(
+            lambda *call: torch.nn.functional.rms_norm(call[-1], (R,))
+        )
+
+    def norm_after_rotation(module):
+        q_norm, k_norm, rotary = module.q_norm, module.k_norm, module.rotary
+        module.q_norm = module.k_norm = None
+        norms = iter([q_norm, k_norm] * 2)
+        module.rotary = lambda heads, *at: next(norms)(rotary(heads, *at))
+
+    def norm_of_all_heads(module):
+        weight, eps = module.k_norm.weight, module.k_norm.eps
+        module.k_norm.forward = lambda keys: (
+            torch.nn.functional.rms_norm(keys, keys.shape[2:], eps=eps) * weight
+        )
+
     check(fresh(config))
-    for breaks in (values_first, other_scale, *[other_norm] * config.latent_norm):
+    mutants = [values_first, other_scale, *[other_norm] * config.latent_norm]
+    if config.qk_norm_eps:
+        mutants += [
+            norm_before_rebuilding,
+            norm_of_all_heads,
+            *[norm_after_rotation] * (config.rope is not None),
+        ]
+    for breaks in mutants:
         module = fresh(config)
         breaks(module)
         with pytest.raises(AssertionError):

@@ -303,6 +303,12 @@ def test_padded_context_is_the_context_cut_short(config):
 # One result by any road
 
 
+def rows_of(module, x, positions=None):
+    """What `_project` gives, with the rows as a cache keeps them."""
+    query, latent, key_positions, mask = module._project(x, None, positions, None, None)
+    return query, module._with_key_scales(latent), key_positions, mask
+
+
 @absorbable
 def test_absorbed_is_expanded(config):
     """A14, A15: the same numbers from rebuilt keys and values and from the latent itself."""
@@ -311,7 +317,7 @@ def test_absorbed_is_expanded(config):
     padded = torch.where(at < LENGTHS[:, None], at, EMPTY)
 
     def check(absorbed):
-        calls = [module._project(x, None, at, None, None) for at in (None, padded)]
+        calls = [rows_of(module, x, at) for at in (None, padded)]
         query, latent, _, _ = calls[0]
         calls.append((query[:, -3:], latent, None, Mask(n_query=3, n_key=T, window=config.window)))
         for query, latent, _, mask in calls:
@@ -349,7 +355,7 @@ def test_absorbed_is_expanded(config):
 @absorbable
 def test_absorbed_gradients_are_expanded(config):
     module, x = fresh(config), torch.randn(B, T, D, requires_grad=True)
-    query, latent, _, mask = module._project(x, None, None, None, None)
+    query, latent, _, mask = rows_of(module, x)
     leaves = [x, *(p for name, p in module.named_parameters() if not name.startswith("o_proj"))]
     both = [
         torch.autograd.grad(way(query, latent, mask).square().sum(), leaves, retain_graph=True)
@@ -654,6 +660,8 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: latent(rope=False), "qk_rope_head_dim=4 with rope=False", "Use rope=True, or qk_"),
     (lambda: latent(qk_rope_head_dim=0, qk_nope_head_dim=9, rope=True), "qk_nope_head_dim=9", "Use 8 or 10"),
     (lambda: latent(n_kv_head=4), "n_kv_head=4", "Use one of [1, 2, 3, 6]"),
+    (lambda: latent(qk_rope_head_dim=0, qk_norm_eps=1.0), "qk_norm_eps=1.0", "Use 1e-6, or None"),
+    (lambda: latent(qk_norm_eps=1e-6), "qk_norm_eps=1e-06 with qk_rope_head_dim=4", "Use qk_rope_head_dim=0"),
     (lambda: grouped(head_dim=2**40), "head_dim=1099511627776", "Use at most 131,072"),
     (
         lambda: scalings["llama3"](factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0),

@@ -155,9 +155,11 @@ def compiled(given):
 @each_dtype
 @each
 def test_it_is_the_compiled_kernel_that_keeps_it(name, dtype, switch):
-    """All but learned scores; with the compiler switched off nothing is left of it."""
+    """All but learned scores, and chunks over keys with scales; with the compiler switched off nothing is left."""
     given, _ = case(name, dtype)
-    ours = getattr(EXAMPLES[name], "score", None) in (None, scores["scaled_dot"]())
-    assert compiled(given) == (((1, 1, 1), True, True) if ours else ((0, 0, 0), False, False))
+    config = EXAMPLES[name]
+    ours = getattr(config, "score", None) in (None, scores["scaled_dot"]())
+    chunks = not getattr(config, "n_key_scale", 0)
+    assert compiled(given) == (((1, 1, 1), chunks, True) if ours else ((0, 0, 0), False, False))
     switch("0")
     assert compiled(given) == ((0, 0, 0), False, False)

@@ -89,6 +89,10 @@ ROTATED = {
     ),
     "gqa back": (replace(GQA, rope=INTERLEAVED), replace(GQA, rope=RopeConfig(theta=100.0))),
     "rebuilt keys": (replace(MLA, rope=RopeConfig()), replace(MLA, rope=RopeConfig(layout="interleaved"))),
+    "rebuilt keys, normed": (
+        replace(MLA, qk_norm_eps=1e-5, rope=RopeConfig()),
+        replace(MLA, qk_norm_eps=1e-5, rope=RopeConfig(layout="interleaved")),
+    ),
     "deepseek": (DEEPSEEK, replace(DEEPSEEK, rope=RopeConfig(layout="interleaved"))),
     "deepseek back": (replace(DEEPSEEK, rope=INTERLEAVED), replace(DEEPSEEK, rope=RopeConfig(theta=100.0))),
     "no query latent": (
@@ -135,6 +139,10 @@ VARIATIONS = {
     "plain": {},
     "biased, window": {"window": 5, "qkv_bias": True},
 }
+NORMED = {
+    "normed": {"qk_norm_eps": 1e-5, "window": 5},
+    "normed, rope, biased": {"qk_norm_eps": 1e-5, "rope": RopeConfig(), "qkv_bias": True, "o_bias": True},
+}
 ROPES = {
     "rope": {"rope": RopeConfig()},
     "interleaved, window": {"rope": INTERLEAVED, "window": 6},
@@ -144,7 +152,7 @@ ROPES = {
 
 
 def varied():
-    for table, variations in ((CASES, VARIATIONS | ROPES), (NO_ROTATION, VARIATIONS)):
+    for table, variations in ((CASES, VARIATIONS | ROPES | NORMED), (NO_ROTATION, VARIATIONS)):
         for case, (source, target, steps) in table.items():
             for name, change in variations.items():
                 there = change

@@ -27,6 +27,7 @@ KINDS = {
     "learned positions": GQA,
     "rope": replace(GQA, rope=RopeConfig()),
     "window": replace(GQA, window=5),
+    "normed": replace(GQA, rope=RopeConfig(), qk_norm_eps=1e-6),
     "tied": GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=7, tie_kv=True),
 }
 kinds = pytest.mark.parametrize("attention", KINDS.values(), ids=KINDS)

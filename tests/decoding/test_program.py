@@ -208,6 +208,7 @@ def reads_and_writes(op):
         Kind.NORM: (op.n, op.n), Kind.LINEAR: (op.k, op.n), Kind.EXPAND: (op.n, op.k), Kind.ROTATE: (op.k, op.k),
         Kind.STORE: (op.n, 0), Kind.GATE: (op.n, op.n), Kind.EMBED: (0, op.n), Kind.ATTEND: (op.k, op.n),
         Kind.SCALE: (op.n, op.n),
+        Kind.INVERSE_RMS: (op.n, 1),
     }[op.kind]  # fmt: skip
 
     def covered(start, width, head, far):
@@ -255,6 +256,10 @@ MODELS = {
     "modular, normed": (replace(GQA, head_map="modular", qk_norm_eps=1e-6),) * 2,
     "partial rope, none": (replace(GQA, rope=RopeConfig(partial_rotary_factor=0.4)), replace(GQA, rope=None)),
     "mla": (MLA, replace(MLA, q_lora_rank=5, latent_norm=False)),
+    "mla, normed": (
+        replace(MLA, rope=None, qk_rope_head_dim=0, q_lora_rank=None, n_kv_head=3, qk_norm_eps=1e-6),
+    )
+    * 2,
     "tied": (GroupedConfig(n_query_head=4, n_kv_head=1, head_dim=6, tie_kv=True),) * 2,
 }
 

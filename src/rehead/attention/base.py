@@ -93,6 +93,12 @@ class AttentionConfig(ABC):
                 raise ConfigError(f"{name}={size}: no model has that many. Use at most {LARGEST:,}.")
 
     @staticmethod
+    def require_eps(eps: float | None) -> None:
+        """Refuse an eps of the norms of queries and keys that is not a small positive number."""
+        if eps is not None and not 0 < eps < 1:
+            raise ConfigError(f"qk_norm_eps={eps}: a small positive number. Use 1e-6, or None.")
+
+    @staticmethod
     def require_width(d_model: int) -> None:
         """Refuse an invalid width of activations; every `build` calls it first."""
         if isinstance(d_model, bool) or not isinstance(d_model, int) or d_model < 1:

@@ -54,8 +54,7 @@ class GroupedConfig(AttentionConfig):
         require_divides(self.n_kv_head, self.n_query_head)
         if self.rope is not None:
             self.require_turns(self.head_dim, "head_dim")
-        if self.qk_norm_eps is not None and not 0 < self.qk_norm_eps < 1:
-            raise ConfigError(f"qk_norm_eps={self.qk_norm_eps}: a small positive number. Use 1e-6, or None.")
+        self.require_eps(self.qk_norm_eps)
         if self.qk_norm_eps is None and (self.qk_norm, self.qk_norm_over) != ("rmsnorm", "head"):
             raise ConfigError(
                 f"qk_norm={self.qk_norm} over a {self.qk_norm_over} without qk_norm_eps: there is no such norm. Use "

@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rehead.attention import kernels
+from rehead.attention import kernels, latent_program
 from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
+from rehead.attention.key_scales import are_plain, inverse_rms, normed_score
 from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import Mask
-from rehead.attention.program import Attend, AttendRebuilt, Norm, PerHead, Program, Rotate, Store
+from rehead.attention.program import Program
 from rehead.attention.rope import Rotary
 from rehead.attention.slot import Slot
 from rehead.nn.linear import Linear
@@ -47,6 +48,9 @@ class LatentAttention(Attention):
         )
         self.kv_b_proj = Linear(config.kv_lora_rank, up, bias=config.qkv_bias)
         self.o_proj = Linear(o, d_model, bias=config.o_bias)
+        normed, width, eps = config.qk_norm_eps is not None, config.qk_nope_head_dim, config.qk_norm_eps
+        self.q_norm = nn.RMSNorm(width, eps=eps) if normed else None
+        self.k_norm = nn.RMSNorm(width, eps=eps) if normed else None
         rotated_width = config.qk_rope_head_dim or config.qk_nope_head_dim
         self.rotary = Rotary(config.rope, rotated_width) if config.rope else None
 
@@ -86,9 +90,11 @@ class LatentAttention(Attention):
         """Return the form and the kernel that `forward` would use."""
         config, n_key = self.config, self._n_key(n_query, n_past)
         form = self._form(n_query, is_cached=n_past is not None)
-        if form == "half absorbed":
+        normed = form == "absorbed" and config.n_key_scale > 0
+        if form == "half absorbed" or normed:
             *faster, reference = kernels.ROSTER
-            against = {kernel.name: "keys are rebuilt, latents summed" for kernel in faster}
+            why = "each key has a scale" if normed else "keys are rebuilt, latents summed"
+            against = {kernel.name: why for kernel in faster}
             return kernels.Choice(reference, against, form)
         rope, n_head = config.qk_rope_head_dim, config.n_kv_head
         width, n_value = config.qk_nope_head_dim + rope, config.v_head_dim
@@ -132,16 +138,21 @@ class LatentAttention(Attention):
     ) -> Float[Tensor, "B L H V"]:
         """Move the expansion to the query's side: MQA whose one KV head is the latent.
 
-        A bias of the keys adds one number to all of a query's scores, which the softmax ignores.
+        A bias of keys that are not normed adds one number to all of a query's scores, which the softmax ignores.
         """
         config = self.config
         nope, rope = query.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         key_up, _ = self._ups()  # K N R
+        nope = nope if self.k_norm is None else nope * self.k_norm.weight
         grouped = nope.unflatten(2, (config.n_kv_head, -1))
         query = torch.cat([torch.einsum("blkgn,knr->blkgr", grouped, key_up).flatten(2, 3), rope], dim=-1)
-        key = latent[:, :, None]
-        value = key[..., : config.kv_lora_rank]
-        context = kernels.attend(query, key, value, mask, scale=self.scale, pdrop=self._pdrop)
+        rows = latent[:, :, None]
+        key, value = rows[..., : query.shape[-1]], rows[..., : config.kv_lora_rank]
+        score = None
+        if config.n_key_scale:
+            bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)[0]
+            score = normed_score(grouped, bias, latent[..., query.shape[-1] :], self.scale)
+        context = kernels.attend(query, key, value, mask, scale=self.scale, score=score, pdrop=self._pdrop)
         return self._expand_values(context, mask)
 
     def half_absorbed(
@@ -168,44 +179,16 @@ class LatentAttention(Attention):
         return values.flatten(2, 3)
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
-        """Append the operations of one token, absorbed; a call of `forward` if that has fewer FLOPs."""
+        """Append the operations of one token, absorbed; a call of `forward` if that has fewer FLOPs.
+
+        Also a call where a score has a part that no operation divides by the RMS of a key, from biases, and for changed
+        norms.
+        """
         config = self.config
-        if config.absorbs_below <= 1:
+        is_described = not config.qkv_bias and are_plain(self.q_norm, self.k_norm)
+        if config.absorbs_below <= 1 or (config.n_key_scale and not is_described):
             return super().lower(program, x, layer)
-        H, N, P = config.n_query_head, config.qk_nope_head_dim, config.qk_rope_head_dim
-        R, width = config.kv_lora_rank, H * (N + P)
-        down = self.kv_a_proj_with_mqa, R + P
-        if config.q_lora_rank is None:
-            query, latent = program.linear(x, (self.q_proj, width), down)
-        else:
-            query, latent = program.linear(x, (self.q_a_proj, config.q_lora_rank), down)
-            query = program.add(Norm(query, self.q_a_layernorm))
-            (query,) = program.linear(query, (self.q_b_proj, width))
-        query, rope, latent = query.split(H), latent.columns(R, P), latent.columns(0, R)
-        if config.latent_norm:
-            latent = program.add(Norm(latent, self.kv_a_layernorm))
-        key_up, value_up = self._ups()
-        if config.rebuilds_keys:
-            assert self.rotary is not None
-            program.add(Store(layer, {"latent": (latent,)}))
-            query = program.add(Rotate((query,), self.rotary))
-            context = program.add(
-                AttendRebuilt(
-                    layer, query, self._unrotated_keys, self.rotary, config.n_kv_head, R, self.scale
-                )
-            )
-        else:
-            row: tuple[Slot, ...] = (latent,)
-            parts: tuple[Slot, ...] = (program.add(PerHead(query.columns(0, N), key_up)),)
-            if self.rotary is not None:
-                rotated = program.add(Rotate((query.columns(N, P), rope), self.rotary))
-                row, parts = (*row, rotated.head(H, 1)), (*parts, rotated.head(0, H))
-            program.add(Store(layer, {"latent": row}))
-            context = program.add(Attend(layer, parts, "latent", "latent", 1, R, self.scale))
-        bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)[1]
-        values = program.add(PerHead(context, value_up, bias, transposed=True))
-        (output,) = program.linear(values.flat(), (self.o_proj, self.d_model))
-        return output
+        return latent_program.lower(self, program, x, layer)
 
     def weights(
         self,
@@ -237,7 +220,7 @@ class LatentAttention(Attention):
         latent = self._latents(x if context is None else context, key_positions, start)
         mask_positions = key_positions
         if cache is not None:
-            rows, mask_positions = cache.append(positions, latent=latent)
+            rows, mask_positions = cache.append(positions, latent=self._with_key_scales(latent))
             latent, key_positions = rows["latent"], mask_positions
             if self.config.rebuilds_keys and key_positions is None:
                 key_positions = cache.row_positions(latent.shape[1])
@@ -255,6 +238,8 @@ class LatentAttention(Attention):
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         query = query.unflatten(2, (config.n_query_head, -1))
+        if self.q_norm is not None:
+            query = self.q_norm(query)
         if self.rotary is None:
             return query
         if config.rebuilds_keys:
@@ -263,7 +248,7 @@ class LatentAttention(Attention):
         return torch.cat([nope, self.rotary(rope, positions, start)], dim=-1)
 
     def _latents(self, source: Tensor, positions: Tensor | None, start: int) -> Tensor:
-        """The rows of the cache: normed latent ++ rotated key part."""
+        """Normed latent ++ rotated key part."""
         down, rank = self.kv_a_proj_with_mqa(source), self.config.kv_lora_rank
         latent = self.kv_a_layernorm(down[..., :rank])
         if not self.config.qk_rope_head_dim:
@@ -272,12 +257,23 @@ class LatentAttention(Attention):
         rope = self.rotary(down[..., rank:].unsqueeze(2), positions, start).squeeze(2)
         return torch.cat([latent, rope], dim=-1)
 
+    def _with_key_scales(self, latent: Float[Tensor, "B L RP"]) -> Float[Tensor, "B L _"]:
+        """The rows of the cache: with normed keys that are not rebuilt, the 1 / RMS of each after the latent."""
+        if not self.config.n_key_scale:
+            return latent
+        assert self.k_norm is not None
+        assert self.k_norm.eps is not None
+        return torch.cat([latent, inverse_rms(self._unnormed_keys(latent), self.k_norm.eps)], dim=-1)
+
     def _expand(self, latent: Tensor, key_positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys (B S K E) and values (B S K V) from the latents."""
         config = self.config
-        latent, rope = latent.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        widths = [config.kv_lora_rank, config.qk_rope_head_dim]
+        latent, rope = latent[..., : sum(widths)].split(widths, dim=-1)
         both = self.kv_b_proj(latent).unflatten(2, (config.n_kv_head, -1))
         key, value = both.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
+        if self.k_norm is not None:
+            key = self.k_norm(key)
         if config.rebuilds_keys:
             assert self.rotary is not None
             key = self.rotary(key, key_positions)
@@ -286,6 +282,10 @@ class LatentAttention(Attention):
         return key, value
 
     def _unrotated_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
+        key = self._unnormed_keys(latent)
+        return key if self.k_norm is None else self.k_norm(key)
+
+    def _unnormed_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
         key = torch.einsum("bsr,knr->bskn", latent, self._ups()[0])
         return key if self.kv_b_proj.bias is None else key + self._per_head(self.kv_b_proj.bias)[0]
 

@@ -25,6 +25,10 @@ class LatentConfig(AttentionConfig):
     `latent_norm` applies an RMSNorm to the latent (`kv_a_layernorm`); `q_lora_rank` gives the queries
     a latent of their own. The latent expands to `n_kv_head` heads, by default one per query head.
     `qkv_bias` adds biases to the queries and to the expanded keys and values.
+
+    `qk_norm_eps` applies an RMSNorm of that eps to each query and each rebuilt key head, before a rotation (Qwen3's).
+    Keys that are not rotated are not rebuilt for it: the cache keeps 1 / RMS of each KV head's key beside the
+    latent, by which scores are multiplied.
     """
 
     n_query_head: int
@@ -35,6 +39,7 @@ class LatentConfig(AttentionConfig):
     q_lora_rank: int | None = None
     n_kv_head: int = FILLED
     latent_norm: bool = True
+    qk_norm_eps: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
 
@@ -48,8 +53,14 @@ class LatentConfig(AttentionConfig):
         require_divides(self.n_kv_head, self.n_query_head)
         if self.q_lora_rank is not None:
             self.require_positive("q_lora_rank")
+        self.require_eps(self.qk_norm_eps)
         if self.qk_rope_head_dim:
             self.require_positive("qk_rope_head_dim")
+            if self.qk_norm_eps is not None:
+                raise ConfigError(
+                    f"qk_norm_eps={self.qk_norm_eps} with qk_rope_head_dim={self.qk_rope_head_dim}: the norm is on "
+                    "whole heads, which a rotary part shared by all of them is not. Use qk_rope_head_dim=0."
+                )
             if self.rope is None:
                 raise ConfigError(
                     f"qk_rope_head_dim={self.qk_rope_head_dim} with rope=False: that part of the keys exists "
@@ -81,6 +92,8 @@ class LatentConfig(AttentionConfig):
             "mla, window": replace(mla, window=5),
             "mla, rebuilt keys": replace(plain, rope=RopeConfig(), n_kv_head=2, latent_norm=False),
             "mla, rebuilt keys, window": replace(plain, rope=RopeConfig(), window=5),
+            "mla, rebuilt keys, normed": replace(plain, rope=RopeConfig(), n_kv_head=2, qk_norm_eps=1e-6),
+            "mla, no position, normed": replace(plain, n_kv_head=3, latent_norm=False, qk_norm_eps=1e-6),
             "mla, no position, no norm, bias": replace(plain, latent_norm=False, qkv_bias=True, o_bias=True),
         }
 
@@ -93,6 +106,7 @@ class LatentConfig(AttentionConfig):
         """Describe the variant with its rank, such as `mla, rank 512 + 64 rotated, rope`."""
         text = f"mla, rank {self.kv_lora_rank}"
         text += f" + {self.qk_rope_head_dim} rotated" if self.qk_rope_head_dim else ""
+        text += f" + {self.n_key_scale} norms" if self.n_key_scale else ""
         text += ", rebuilt keys" if self.rebuilds_keys else ""
         return text + self._position()
 
@@ -100,6 +114,11 @@ class LatentConfig(AttentionConfig):
     def rebuilds_keys(self) -> bool:
         """True if whole keys are rotated, so that they must be rebuilt before use."""
         return self.rope is not None and not self.qk_rope_head_dim
+
+    @property
+    def n_key_scale(self) -> int:
+        """Number of norms of keys that a row of the cache ends with: one per KV head, 0 without them."""
+        return 0 if self.qk_norm_eps is None or self.rebuilds_keys else self.n_kv_head
 
     @property
     def absorbs_below(self) -> float:
@@ -120,13 +139,14 @@ class LatentConfig(AttentionConfig):
         return LatentAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """One row: the normed latent, followed by the rotated key part that all heads share."""
-        return {"latent": (self.kv_lora_rank + self.qk_rope_head_dim,)}
+        """One row: the normed latent, then the rotated key part that all heads share, or 1 / RMS of normed keys."""
+        return {"latent": (self.kv_lora_rank + self.qk_rope_head_dim + self.n_key_scale,)}
 
     def n_parameters(self, d_model: int) -> int:
-        """Number of parameters: projections, biases and latent norms."""
+        """Number of parameters: projections, biases and norms."""
         _, up, _, query = self._widths()
         norms = self.kv_lora_rank * self.latent_norm + (self.q_lora_rank or 0)
+        norms += 0 if self.qk_norm_eps is None else 2 * self.qk_nope_head_dim
         biases = (query + up) * self.qkv_bias + d_model * self.o_bias
         return self.projection_flops(d_model) // 2 + norms + biases
 
@@ -155,7 +175,7 @@ class LatentConfig(AttentionConfig):
         if self.rebuilds_keys:
             per_key += (self.kv_lora_rank * self.n_kv_head + self.n_query_head) * self.qk_nope_head_dim
         else:
-            absorbing += self.n_query_head * self.kv_lora_rank * self.qk_nope_head_dim
+            absorbing += (self.n_query_head + self.n_key_scale) * self.kv_lora_rank * self.qk_nope_head_dim
             per_key += self.n_query_head * self.kv_lora_rank
         return projections + 2 * (absorbing + per_key * n_key)
 

@@ -80,6 +80,18 @@ class Norm(Unary):
 
 
 @dataclass(eq=False)
+class InverseRMS(Unary):
+    """1 / RMS of each head, with `eps` added to the mean square."""
+
+    eps: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """One number per head."""
+        return self.x.heads, 1
+
+
+@dataclass(eq=False)
 class Linear(Unary):
     """Linear `layers` of the same x, their outputs of `widths` concatenated; with `gelu`, that form of GELU of them."""
 
@@ -162,7 +174,8 @@ class Attend(Op):
 
     The parts `query` of a query head are concatenated. There are `n_kv_head` heads of keys; of a value the first
     `width` columns are used. Query head h reads KV head h // (H / K), or h % K if `modular`. A score s becomes
-    `softcap` tanh(s / `softcap`), if there is one.
+    `softcap` tanh(s / `softcap`), if there is one. The one head of rows that end with `n_scale` numbers is read by as
+    many groups of query heads, whose scores are multiplied by them.
     """
 
     layer: int
@@ -174,6 +187,7 @@ class Attend(Op):
     scale: float
     modular: bool = False
     softcap: float | None = None
+    n_scale: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -31,6 +31,10 @@ class Slot:
         """Select `n` columns of every head from `start` on."""
         return replace(self, offset=self.offset + start, width=n, stride=self.stride if self.heads > 1 else n)
 
+    def repeated(self, n: int) -> "Slot":
+        """Read one head as `n` equal ones."""
+        return replace(self, heads=n, stride=0)
+
     def flat(self) -> "Slot":
         """Merge contiguous heads into one."""
         assert self.stride == self.width

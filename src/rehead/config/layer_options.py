@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 Variant = type[AttentionConfig]
 LATENT_ONLY = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "latent_norm")
-GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv", "qk_norm_eps")
+GROUPED_ONLY = ("head_map", "score", "score_width", "tie_kv")
 ROPE_ONLY = ("rope_theta", "rope_layout", "rope_scaling", "partial_rotary_factor")
-HEADS = ("attention", "n_kv_head", "head_dim", "v_head_dim", "window", "rope")
+HEADS = ("attention", "n_kv_head", "head_dim", "v_head_dim", "qk_norm_eps", "window", "rope")
 PER_LAYER = HEADS + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY + ("n_query_head", "bias", "attn_pdrop")
 """Flags of the attention, which an entry of `layers` may change."""
 
@@ -56,6 +56,7 @@ def _common(flags: "ModelOptions") -> dict[str, Any]:
         "rope": _rope(flags),
         "window": flags.window,
         "attn_pdrop": flags.attn_pdrop,
+        "qk_norm_eps": flags.qk_norm_eps,
         "qkv_bias": flags.has_biases,
         "o_bias": flags.has_biases,
     }
@@ -82,7 +83,6 @@ def _grouped(flags: "ModelOptions") -> GroupedConfig:
         head_map=flags.head_map or "contiguous",
         score=scores[flags.score or "scaled_dot"](**sizes),
         tie_kv=bool(flags.tie_kv),
-        qk_norm_eps=flags.qk_norm_eps,
     )
     if flags.attention not in (None, config.name):
         raise ConfigError(
@@ -97,7 +97,7 @@ def _latent(flags: "ModelOptions") -> LatentConfig:
     head_dim = _head_dim(flags)
     rope_width = flags.qk_rope_head_dim
     if rope_width is None:
-        rope_width = head_dim // 4 * 2 if flags.rotates else 0
+        rope_width = head_dim // 4 * 2 if flags.rotates and flags.qk_norm_eps is None else 0
     return LatentConfig(
         **_common(flags) | {"rope": _rope(flags) or False},
         n_kv_head=chosen(flags.n_kv_head, flags.n_query_head),

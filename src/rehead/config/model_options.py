@@ -65,7 +65,7 @@ class ModelOptions:
     tie_kv: bool | None = None
     """use the keys as values [default: False]"""
     qk_norm_eps: float | None = None
-    """eps of an RMSNorm on queries and keys, as in Qwen3 [default: no such norm]"""
+    """eps of an RMSNorm on the heads of queries and keys, as in Qwen3 [default: no such norm]"""
     rope: bool | None = None
     """rotary positions in place of learned ones [default: False; llama: True]"""
     rope_theta: float | None = None
@@ -83,7 +83,8 @@ class ModelOptions:
     qk_nope_head_dim: int | None = None
     """mla: width of the part of a head without position [default: head_dim]"""
     qk_rope_head_dim: int | None = None
-    """mla: width of the rotated part that all heads share [default: half head_dim, even; without rope: 0]"""
+    """mla: width of the rotated part that all heads share [default: half head_dim, even; without rope, or with
+    qk_norm_eps: 0]"""
     latent_norm: bool | None = None
     """mla: an RMSNorm on the latent [default: True]"""
     layers: list[dict[str, Any]] | None = None

@@ -133,10 +133,14 @@ class Conversion(ABC, Generic[S, R]):
         """Return why it cannot start from `source`, empty if it can."""
         return ""
 
+    def unusable(self, source: S) -> dict[str, str]:
+        """Return those of its methods that cannot start from `source`, with the reasons."""
+        return {}
+
 
 def common(config: GroupedConfig | LatentConfig) -> dict[str, Any]:
     """Return the fields that mean the same in every variant, for a config of another one."""
-    names = ("n_query_head", "v_head_dim", "qkv_bias", "o_bias")
+    names = ("n_query_head", "v_head_dim", "qk_norm_eps", "qkv_bias", "o_bias")
     shared = ("d_context", "causal", "window", "rope", "attn_pdrop")
     return {name: getattr(config, name) for name in names + shared}
 
@@ -186,7 +190,9 @@ class Step:
 
         Returns an empty text for an exact step.
         """
-        known = {} if self.promise.exact else self.conversion.methods
+        methods = {} if self.promise.exact else self.conversion.methods
+        unusable = self.conversion.unusable(self.source)
+        known = {name: needs for name, needs in methods.items() if name not in unusable}
         if wanted in known:
             return str(wanted)
         return next((name for name, needs in known.items() if calibrated or not needs), "")
@@ -206,7 +212,12 @@ def methods() -> dict[str, list[str]]:
 
 
 def require_method(name: str | None, steps: list[Step]) -> None:
-    """Refuse a method that none of the steps uses."""
+    """Refuse a method that none of the steps uses, or that one of them cannot use."""
+    for step in steps if name is not None else ():
+        unusable = step.conversion.unusable(step.source)
+        if name in unusable and not step.promise.exact:
+            others = " or ".join(other for other in step.conversion.methods if other not in unusable)
+            raise ConfigError(f"method={name!r} with {unusable[name]}. Use {others}.")
     if name is None or any(name in step.conversion.methods for step in steps):
         return
     usable = list(dict.fromkeys(method for step in steps for method in step.conversion.methods))

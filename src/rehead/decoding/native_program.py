@@ -13,6 +13,7 @@ from rehead.attention.program import (
     Attend,
     Embed,
     Gate,
+    InverseRMS,
     Linear,
     Norm,
     Op,
@@ -32,13 +33,13 @@ from rehead.nn.norm import ZeroCenteredRMSNorm
 class Kind(IntEnum):
     """The operations of decode.cpp, which documents their computation and fields."""
 
-    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE = range(9)
+    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS = range(10)
 
 
 FLAGS = ("kind", "bfloat16", "sync", "add", "gelu", "centred", "interleaved")
 POINTERS = ("w", "w2", "b", "x", "y")
-INTEGERS = ("n", "k", "heads", "group", "rows", "column")
-STRIDES = ("x_row", "x_head", "x_kv", "y_row", "y_head", "y_kv", "w_head", "w2_row", "b_head")
+INTEGERS = ("n", "k", "heads", "group", "rows", "column", "scales")
+STRIDES = ("x_row", "x_head", "x_kv", "y_row", "y_head", "y_kv", "w_head", "w_row", "w2_row", "b_head")
 
 
 class NativeOp(ctypes.Structure):
@@ -205,6 +206,10 @@ class NativeProgram:
         )  # fmt: skip
 
     @_pack.register
+    def _(self, op: InverseRMS) -> None:
+        self._emit(Kind.INVERSE_RMS, op.x, op.y, eps=op.eps, n=op.x.width, heads=op.x.heads)
+
+    @_pack.register
     def _(self, op: Linear, *, add: float | None = None) -> None:
         for layer, y in zip(op.layers, op.parts, strict=True):
             assert isinstance(layer, nn.Linear)
@@ -275,6 +280,7 @@ class NativeProgram:
         )  # steps between heads of a group, and between groups
         self._emit(
             Kind.ATTEND, query, op.y, (key, value), w=key, w2=value, heads=K, group=H // K, rows=key.shape[-2],
-            k=query.width, n=op.width, w2_row=value.shape[-1], scale=op.scale, cap=op.softcap or 0.0,
+            k=query.width, n=op.width, w_row=key.shape[-1], w2_row=value.shape[-1], scale=op.scale, scales=op.n_scale,
+            cap=op.softcap or 0.0,
             x_head=near * query.stride, x_kv=far * query.stride, y_head=near * op.width, y_kv=far * op.width,
         )  # fmt: skip

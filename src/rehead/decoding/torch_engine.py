@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rehead.attention import LayerCache
 from rehead.attention.kernels.latent_token import attend_latent_token
-from rehead.attention.kernels.token import attend_token, token_weights
+from rehead.attention.kernels.token import attend_scaled_token, attend_token, token_weights
+from rehead.attention.key_scales import inverse_rms
 from rehead.attention.program import (
     Add,
     Attend,
@@ -17,6 +18,7 @@ from rehead.attention.program import (
     Call,
     Embed,
     Gate,
+    InverseRMS,
     Linear,
     Norm,
     Op,
@@ -146,6 +148,12 @@ def _(op: Norm, read: Reader) -> Run:
 
 
 @bind.register
+def _(op: InverseRMS, read: Reader) -> Run:
+    heads, eps = read.heads(op.x), op.eps
+    return lambda values, _: inverse_rms(heads(values), eps)
+
+
+@bind.register
 def _(op: Linear, read: Reader) -> Run:
     x, product = read.one_head(op.x), JoinedLinear(*op.layers)
     if op.gelu:
@@ -223,7 +231,12 @@ def _(op: Attend, read: Reader) -> Run:
             y = y.view(-1, K, H // K, V).transpose(1, 2)
         return y.reshape(-1, H * V)
 
-    return one_shared_row if op.key == op.value and K == 1 and op.softcap is None else grouped
+    def one_scaled_row(values: Values, token: Token) -> Tensor:
+        q, rows = joined(query, values), token.caches[layer].rows_until(op.key, token.row(layer).n_used)
+        return attend_scaled_token(q, rows, V, scale, token.bias(layer, 1, q.dtype)).flatten(1)
+
+    one_row = one_scaled_row if op.n_scale else one_shared_row
+    return one_row if op.key == op.value and K == 1 and op.softcap is None else grouped
 
 
 @bind.register

@@ -53,7 +53,7 @@ inline Floats sums(Floats v[W]) {
 
 inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
-enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE };
+enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS };
 
 struct Op {  // set by native_program.py; what is not said here is said where it is read
     int64_t kind, bfloat16, sync;            // weights and cache are bfloat16; all threads wait after it
@@ -61,8 +61,8 @@ struct Op {  // set by native_program.py; what is not said here is said where it
     const void *w, *w2, *b;                  // weights or cache rows, a second of them, biases
     const float* x;
     float* y;
-    int64_t n, k, heads, group, rows, column;  // sizes; query heads per KV head; rows of the cache, a column there
-    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w2_row, b_head;  // from one to the next, in numbers
+    int64_t n, k, heads, group, rows, column, scales;  // sizes; query heads per KV head; rows of the cache, a column there
+    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w_row, w2_row, b_head;  // from one to the next, in numbers
     double eps, scale, cap;                  // of a norm; of scores, what is added, embeddings; soft cap or 0
     double offset;                           // added to a norm's weights
 };
@@ -106,6 +106,15 @@ template <class T> void norm(const Op& op, const Call& call, int64_t id, int64_t
                 float v = (x[i] - shift) * scale * (number(w[i]) + offset) + (b ? number(b[i]) : 0);
                 y[i] = op.add ? y[i] + v * times : v;
             }
+    }
+}
+
+void inverse_rms(const Op& op, const Call& call, int64_t id, int64_t n) {  // one number per head
+    for (int64_t at = id; at < call.batch * op.heads; at += n) {
+        const float* x = op.x + at / op.heads * op.x_row + at % op.heads * op.x_head;
+        float square = 0;
+        for (int64_t i = 0; i < op.n; i++) square += x[i] * x[i];
+        op.y[at / op.heads * op.y_row + at % op.heads * op.y_head] = float(1 / std::sqrt(square / op.n + op.eps));
     }
 }
 
@@ -226,10 +235,12 @@ template <class T> void store_rows(const Op& op, const Call& call, int64_t id, i
 
 inline Floats soft_capped(Floats x, float cap) { return cap - 2 * cap / (1 + exponential(x * (2 / cap))); }  // cap tanh(x / cap)
 
-// Attention of up to I query heads over some keys: scores, an online softmax and the sum of values, in O(TILE) memory.
+// Attention of up to I query heads over some keys: scores, times scales[i] of each key if there are any, an online softmax
+// and the sum of values, in O(TILE) memory.
 template <int I, class T>
 inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, const T* value, int64_t ldv, int64_t count,
-                 int64_t width, int64_t n_value, float scale, float cap, float* top, float* total, float* y, int64_t y_head) {
+                 int64_t width, int64_t n_value, float scale, const T* const* scales, float cap, float* top, float* total,
+                 float* y, int64_t y_head) {
     float p[I][TILE];
     for (int i = 0; i < I; i++) std::fill(p[i], p[i] + TILE, -INFINITY);
     for (int64_t s = 0; s < count;) {
@@ -245,6 +256,7 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
             s += 1;
         }
     }
+    if (scales) for (int i = 0; i < I; i++) for (int64_t s = 0; s < count; s++) p[i][s] *= number(scales[i][s * ldk]);
     for (int i = 0; cap && i < I; i++) {
         for (int64_t s = 0; s < count; s += W) *(Floats*)(p[i] + s) = soft_capped(load(p[i] + s), cap);
         std::fill(p[i] + count, p[i] + TILE, -INFINITY);
@@ -279,8 +291,9 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
             for (int64_t s = 0; s < count; s++) y[i * y_head + v] += p[i][s] * number(value[s * ldv + v]);
 }
 
-// Each of `heads` KV heads is read once for its `group` query heads. w: keys (b, h, rows, k); w2: values of width n in
-// rows of w2_row. x_head is the stride between heads of a group, x_kv the stride between groups.
+// Each of `heads` KV heads is read once for its `group` query heads. w: keys of width k in rows of w_row, (b, h, rows);
+// the last `scales` numbers of a row multiply the scores of as many parts of the group; w2: values of width n in rows of
+// w2_row. x_head is the stride between heads of a group, x_kv the stride between groups.
 template <class T> void attend(const Op& op, const Call& call, int64_t id, int64_t n) {
     int64_t units = call.batch * op.heads, parts = units >= n ? 1 : std::min(n, op.group);
     std::vector<float> top(op.group), total(op.group);
@@ -288,7 +301,7 @@ template <class T> void attend(const Op& op, const Call& call, int64_t id, int64
         int64_t at = unit / parts, b = at / op.heads, h = at % op.heads;
         Share mine = share(op.group, 4, unit % parts, parts);
         int64_t used = std::min(call.positions[b] + 1, op.rows);
-        const T* keys = (const T*)op.w + at * op.rows * op.k;
+        const T* keys = (const T*)op.w + at * op.rows * op.w_row;
         const T* values = (const T*)op.w2 + at * op.rows * op.w2_row;
         const float* q = op.x + b * op.x_row + h * op.x_kv;
         float* y = op.y + b * op.y_row + h * op.y_kv;
@@ -299,9 +312,14 @@ template <class T> void attend(const Op& op, const Call& call, int64_t id, int64
         for (int64_t s = 0; s < used; s += TILE) {
             int64_t count = std::min(TILE, used - s);
             for (int64_t g = mine.from; g < mine.to;) {
+                const T* scales[4];
                 auto with = [&]<int I>() {
-                    meet<I>(q + g * op.x_head, op.x_head, keys + s * op.k, op.k, values + s * op.w2_row, op.w2_row, count,
-                            op.k, op.n, float(op.scale), float(op.cap), &top[g], &total[g], y + g * op.y_head, op.y_head);
+                    const T* row = keys + s * op.w_row;
+                    for (int i = 0; op.scales && i < I; i++)
+                        scales[i] = row + op.w_row - op.scales + (g + i) / (op.group / op.scales);
+                    meet<I>(q + g * op.x_head, op.x_head, row, op.w_row, values + s * op.w2_row, op.w2_row, count, op.k, op.n,
+                            float(op.scale), op.scales ? scales : nullptr, float(op.cap), &top[g], &total[g],
+                            y + g * op.y_head, op.y_head);
                     g += I;
                 };
                 int64_t left = mine.to - g;
@@ -347,6 +365,7 @@ template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t 
         case ATTEND: return attend<T>(op, call, id, n);
         case GATE: return gate(op, call, id, n);
         case SCALE: return scale(op, call, id, n);
+        case INVERSE_RMS: return inverse_rms(op, call, id, n);
     }
 }
 

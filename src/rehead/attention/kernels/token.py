@@ -33,3 +33,20 @@ def token_weights(
         scores = torch.baddbmm(added, query, key.transpose(1, 2), beta=0 if bias is None else 1, alpha=scale)
     exact = torch.promote_types(scores.dtype, torch.float32)
     return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
+
+
+def attend_scaled_token(
+    query: Float[Tensor, "B H R"],
+    rows: Float[Tensor, "B S _"],
+    rank: int,
+    scale: float,
+    hidden: Float[Tensor, "B 1 S"] | None = None,
+) -> Float[Tensor, "B H R"]:
+    """Attention of one token over latents, `rank` wide, which end with one scale of the scores per KV head."""
+    latents, scales = rows[..., :rank], rows[..., rank:].transpose(1, 2)  # B S R, B K S
+    products = torch.bmm(query, latents.transpose(1, 2)).unflatten(1, (scales.shape[1], -1))  # B K G S
+    scores = (products * (scales * scale)[:, :, None]).flatten(1, 2)
+    if hidden is not None:
+        scores = scores + hidden
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    return torch.bmm(scores.softmax(dim=-1, dtype=exact).to(scores.dtype), latents)

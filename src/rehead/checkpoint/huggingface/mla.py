@@ -58,6 +58,7 @@ class LatentLike(Decoder[LatentConfig]):
             "mlp_bias": config.mlp_bias,
             "latent_norm=False": not first.latent_norm,
             "rebuilt keys or missing rotary part": not first.qk_rope_head_dim,
+            "qk_norm_eps": first.qk_norm_eps is not None,
             "window": first.window is not None,
             "n_kv_head": first.n_kv_head != first.n_query_head,
             "bias": first.qkv_bias or first.o_bias,

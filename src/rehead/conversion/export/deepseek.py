@@ -166,6 +166,12 @@ def _require_served(layer: AttentionConfig) -> None:
         raise ConfigError(
             f"window={layer.window}: DeepseekV3ForCausalLM has no window. Use --format mistral."
         )
+    if isinstance(layer, LatentConfig) and layer.qk_norm_eps is not None:
+        raise ConfigError(
+            f"{layer.describe()} with norms on queries and keys: no engine has a class that norms keys from a latent. "
+            "Use it with rehead (generate, eval), or convert its source to gqa or mqa, heal that and export it with "
+            "--format qwen3."
+        )
     if isinstance(layer, LatentConfig) and layer.rebuilds_keys:
         raise ConfigError(
             f"{layer.describe()}: no engine has a class whose keys are rebuilt from a latent and then rotated. Use it "

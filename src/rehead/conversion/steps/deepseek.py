@@ -183,6 +183,8 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         """Refuse latent norms, biases, query latents and scaled angles."""
         if source.latent_norm:
             return "latent_norm=True would average over the zeros"
+        if source.qk_norm_eps is not None:
+            return "qk_norm_eps: MLA's heads have no norm"
         if source.q_lora_rank is not None or source.qkv_bias:
             return "queries with a latent or biases are not widened"
         scaled = source.rope is not None and source.rope.scaling is not None

@@ -78,7 +78,8 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
     `procrustes` first turns each head onto the others, keys and queries alike and values and output
     projection alike, which changes nothing yet; with rope only the turns that commute with it. Then it
     takes the mean and restores its norm. `mean` takes the mean as it is, `first` the first head; these two read no
-    text.
+    text. Heads with norms on queries and keys (Qwen3) are not turned: their weights differ by number, and a turn mixes
+    the numbers.
     """
 
     takes = GroupedConfig
@@ -98,10 +99,15 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
         return Promise(exact=False, why=f"{source.n_kv_head} KV heads become {left}")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse heads with norms, and tied heads, which cannot be aligned as keys and as values."""
-        if source.qk_norm_eps is not None:
-            return "qk_norm_eps: heads that are normed cannot be turned onto each other"
+        """Refuse norms over all heads, and tied heads, which cannot be aligned as keys and as values."""
+        if source.qk_norm_over != "head":
+            return f"qk_norm_over={source.qk_norm_over}: one norm over all heads has no meaning for fewer"
         return "tie_kv=True makes keys and values one" if source.tie_kv else ""
+
+    def unusable(self, source: GroupedConfig) -> dict[str, str]:
+        """Refuse to turn heads with norms: the norm's weight differs by number, so it does not commute with a turn."""
+        reason = "qk_norm_eps: the weight of the norm on keys does not commute with a turn of the head"
+        return {} if source.qk_norm_eps is None else {"procrustes": reason}
 
     def convert(
         self,

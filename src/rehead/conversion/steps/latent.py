@@ -46,7 +46,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
 
     [W_K; W_V] is factored as one matrix, so keys and values share the latent. Exact from the rank of
     that stack on, K (E + V) or the model's width, whichever is less. With rope the rebuilt
-    keys are rotated where they are read, so no rotation is lost. `weighted` keeps what moves the predictions
+    keys are rotated where they are read, so no rotation is lost; norms on queries and keys are kept, and rebuilt
+    keys normed before they are rotated. `weighted` keeps what moves the predictions
     (by their gradients on a text), `whitened` what varies on a text, `svd` what is large in the weights.
     """
 
@@ -85,11 +86,11 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         return Promise(exact=False, why=f"rank {result.kv_lora_rank} of the {full} that hold everything")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse other scores than the scaled dot product, norms in the heads, tied heads."""
+        """Refuse other scores than the scaled dot product, other norms than of heads, tied heads."""
         if not isinstance(source.score, ScaledDot):
             return f"mla has the scaled dot product only, not {type(source.score).__name__}"
-        if source.qk_norm_eps is not None:
-            return "qk_norm_eps: the norm on each head's keys is not a linear map of a latent"
+        if source.qk_norm == "layernorm" or source.qk_norm_over != "head":
+            return f"a {source.qk_norm} over a {source.qk_norm_over}: a latent has RMSNorms of single heads"
         return "tie_kv=True has one latent per head already" if source.tie_kv else ""
 
     def convert(
@@ -107,9 +108,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
             result.kv_lora_rank,
             *statistics.weighing(self.methods.get(method, ())),
         )
-        own_scale = source.relative_scale  # a latent has no such field
-        made = {name: weight * own_scale for name, weight in projections(weights, "q_proj").items()}
-        made |= projections(weights, "o_proj")
+        made = _scaled_queries(weights, source) | projections(weights, "o_proj")
         made["kv_a_proj_with_mqa.weight"] = factors.down
         made["kv_b_proj.weight"] = _by_head(factors.up, source)
         if source.qkv_bias:
@@ -117,6 +116,18 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
             made["kv_b_proj.bias"] = _by_head(bias, source)
         error = (stack - factors.up @ factors.down).square().sum() / stack.square().sum().clamp(min=TINY)
         return Converted(weights=made, lost=factors.lost, residual=float(error))
+
+
+def _scaled_queries(weights: Weights, source: GroupedConfig) -> Weights:
+    """Return the queries' weights with the scale of scores, for which a latent has no field, and plain RMSNorms."""
+    normed = projections(weights, "q_norm", "k_norm")
+    if source.qk_norm == "zero_centered_rmsnorm":
+        normed = {name: 1 + weight for name, weight in normed.items()}
+    scaled = {
+        name for name in (normed or weights) if name.startswith("q_")
+    }  # a norm undoes a scale before it
+    queries = projections(weights, "q_proj") | normed
+    return {name: w * source.relative_scale if name in scaled else w for name, w in queries.items()}
 
 
 def _by_head(rows: Float[Tensor, "N *R"], source: GroupedConfig) -> Float[Tensor, "N *R"]:

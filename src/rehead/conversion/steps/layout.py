@@ -128,7 +128,8 @@ def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
     nope = config.qk_nope_head_dim
     if config.rebuilds_keys:
         rotated = config.rope.rotated(nope)
-        return {query: (config.n_query_head, 0, rotated), "kv_b_proj": (config.n_kv_head, 0, rotated)}
+        heads = {query: config.n_query_head, "kv_b_proj": config.n_kv_head, "q_norm": 1, "k_norm": 1}
+        return {name: (n_head, 0, rotated) for name, n_head in heads.items()}
     rank, both = config.kv_lora_rank, nope + config.qk_rope_head_dim
     return {
         query: (config.n_query_head, nope, both),

@@ -70,7 +70,7 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
         method: str,
     ) -> Converted:
         """Multiply out W_UK W_DKV and W_UV W_DKV."""
-        made = projections(weights, "q_proj", "o_proj")
+        made = projections(weights, "q_proj", "o_proj", "q_norm", "k_norm")
         down, names = weights["kv_a_proj_with_mqa.weight"], ("k_proj", "v_proj")
         for name, up in zip(names, up_projections(source, weights["kv_b_proj.weight"]), strict=True):
             made[f"{name}.weight"] = up.flatten(0, 1) @ down
@@ -108,6 +108,8 @@ class Reduce(Conversion[LatentConfig, GroupedConfig]):
 
     def refusal(self, source: LatentConfig) -> str:
         """Refuse anything between the two projections, and rotated keys."""
+        if source.qk_norm_eps is not None:
+            return "qk_norm_eps: keys are normed between W_UK and W_Q"
         rotated = "rope=True: rebuilt keys are rotated between W_UK and W_Q"
         return obstacle(source) or (rotated if source.rope is not None else "")
 

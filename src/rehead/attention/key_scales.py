@@ -1,0 +1,41 @@
+"""Normed keys that are not rebuilt: the RMSNorm of a key divides by one number, which the cache keeps.
+
+With W_UK c the unnormed key of a latent c, q . (w * W_UK c / rms) is (W_UK^T (w * q)) . c / rms: the score of an
+absorbed query, times 1 / RMS.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+def inverse_rms(key: Float[Tensor, "*B E"], eps: float) -> Float[Tensor, "*B"]:
+    """Return 1 / RMS of every key, computed in at least float32 as in `nn.RMSNorm`."""
+    square = key.to(torch.promote_types(key.dtype, torch.float32)).square().mean(dim=-1)
+    return (square + eps).rsqrt().to(key.dtype)
+
+
+def are_plain(*norms: nn.Module | None) -> bool:
+    """Whether norms are an RMSNorm and nothing else, of which only weight and eps are needed."""
+    return all(type(norm) is nn.RMSNorm and "forward" not in vars(norm) for norm in norms)
+
+
+def normed_score(
+    query: Float[Tensor, "B L K G E"],
+    key_bias: Float[Tensor, "K E"] | None,
+    key_scales: Float[Tensor, "B S K"],
+    scale: float,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the score of absorbed queries and latents, for weighted queries `query`; it scales by `scale`."""
+    shift: Tensor | float = 0.0
+    if key_bias is not None:  # the part of a score that does not depend on the latent, but is divided too
+        shift = torch.einsum("blkge,ke->bkgl", query, key_bias)[..., None]
+    scales = key_scales.transpose(1, 2)[:, :, None, None] * scale  # B K 1 1 S
+
+    def score(absorbed: Float[Tensor, "B L 1 H R"], latent: Float[Tensor, "B S 1 R"]) -> Tensor:
+        products = torch.einsum("blohr,bsor->bhls", absorbed, latent).unflatten(1, query.shape[2:4])
+        return ((products + shift) * scales).flatten(1, 2)[:, None]
+
+    return score

@@ -1,0 +1,64 @@
+"""One decoded token of latent attention as operations: what `LatentAttention.lower` appends."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from rehead.attention.program import Attend, AttendRebuilt, InverseRMS, Norm, PerHead, Program, Rotate, Store
+from rehead.attention.slot import Slot
+
+if TYPE_CHECKING:
+    from rehead.attention.latent import LatentAttention
+
+
+def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> Slot:
+    """Append the operations of one token, absorbed as far as the keys allow; returns the output."""
+    config = module.config
+    H, N, P = config.n_query_head, config.qk_nope_head_dim, config.qk_rope_head_dim
+    R, width = config.kv_lora_rank, H * (N + P)
+    down = module.kv_a_proj_with_mqa, R + P
+    if config.q_lora_rank is None:
+        query, latent = program.linear(x, (module.q_proj, width), down)
+    else:
+        query, latent = program.linear(x, (module.q_a_proj, config.q_lora_rank), down)
+        query = program.add(Norm(query, module.q_a_layernorm))
+        (query,) = program.linear(query, (module.q_b_proj, width))
+    query = query.split(H)
+    if module.q_norm is not None and module.k_norm is not None:
+        norm = module.q_norm if config.rebuilds_keys else _joined(module.q_norm, module.k_norm)
+        query = program.add(Norm(query, norm))
+    rope, latent = latent.columns(R, P), latent.columns(0, R)
+    if config.latent_norm:
+        latent = program.add(Norm(latent, module.kv_a_layernorm))
+    key_up, value_up = module._ups()
+    if config.rebuilds_keys:
+        assert module.rotary is not None
+        program.add(Store(layer, {"latent": (latent,)}))
+        query = program.add(Rotate((query,), module.rotary))
+        keys, n_kv_head = module._unrotated_keys, config.n_kv_head
+        context = program.add(AttendRebuilt(layer, query, keys, module.rotary, n_kv_head, R, module.scale))
+    else:
+        row: tuple[Slot, ...] = (latent,)
+        if module.k_norm is not None:
+            assert module.k_norm.eps is not None
+            key = program.add(PerHead(latent.repeated(config.n_kv_head), key_up, transposed=True))
+            row = (latent, program.add(InverseRMS(key, module.k_norm.eps)).flat())
+        parts: tuple[Slot, ...] = (program.add(PerHead(query.columns(0, N), key_up)),)
+        if module.rotary is not None:
+            rotated = program.add(Rotate((query.columns(N, P), rope), module.rotary))
+            row, parts = (*row, rotated.head(H, 1)), (*parts, rotated.head(0, H))
+        program.add(Store(layer, {"latent": row}))
+        n_scale = config.n_key_scale
+        context = program.add(Attend(layer, parts, "latent", "latent", 1, R, module.scale, n_scale=n_scale))
+    bias = None if module.kv_b_proj.bias is None else module._per_head(module.kv_b_proj.bias)[1]
+    values = program.add(PerHead(context, value_up, bias, transposed=True))
+    (output,) = program.linear(values.flat(), (module.o_proj, module.d_model))
+    return output
+
+
+def _joined(q_norm: nn.RMSNorm, k_norm: nn.RMSNorm) -> nn.RMSNorm:
+    """Return the norm of queries with the weights of both, where keys are divided by their RMS only."""
+    norm = nn.RMSNorm(q_norm.normalized_shape, eps=q_norm.eps, device="meta")
+    weight = (q_norm.weight * k_norm.weight).detach()
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norm
