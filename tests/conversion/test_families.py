@@ -36,7 +36,7 @@ FAMILIES = {  # the class, its config, why it does not become a latent, why its 
     "glm": ("Glm", GQA | {"head_dim": 8}, "", ""),
     "glm4": ("Glm4", GQA | {"head_dim": 8}, "", ""),
     "gemma2": ("Gemma2", GQA | {"head_dim": 8, "sliding_window": 7}, "SoftCapped", ""),
-    "gemma3": ("Gemma3", GQA | {"head_dim": 8, "sliding_window": 7}, "qk_norm", "qk_norm"),
+    "gemma3": ("Gemma3", GQA | {"head_dim": 8, "sliding_window": 7}, "", ""),
 }
 
 

@@ -90,7 +90,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         if not isinstance(source.score, ScaledDot):
             return f"mla has the scaled dot product only, not {type(source.score).__name__}"
         if source.qk_norm == "layernorm" or source.qk_norm_over != "head":
-            return f"a {source.qk_norm} over a {source.qk_norm_over}: a latent has RMSNorms of single heads"
+            which = f"qk_norm={source.qk_norm} over a {source.qk_norm_over}"
+            return f"{which}: a latent has RMSNorms of single heads"
         return "tie_kv=True has one latent per head already" if source.tie_kv else ""
 
     def convert(
@@ -123,9 +124,7 @@ def _scaled_queries(weights: Weights, source: GroupedConfig) -> Weights:
     normed = projections(weights, "q_norm", "k_norm")
     if source.qk_norm == "zero_centered_rmsnorm":
         normed = {name: 1 + weight for name, weight in normed.items()}
-    scaled = {
-        name for name in (normed or weights) if name.startswith("q_")
-    }  # a norm undoes a scale before it
+    scaled = [name for name in normed or weights if name.startswith("q_")]  # a norm undoes a scale before it
     queries = projections(weights, "q_proj") | normed
     return {name: w * source.relative_scale if name in scaled else w for name, w in queries.items()}
 
