@@ -1,0 +1,86 @@
+"""A Qwen3 folder as it is published, through the commands a user types."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers as hf
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+import rehead
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+N_PROMPT, N_NEW = 5, 6
+TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 12
+LETTERS = sorted(set(TEXT.replace(" ", "Ġ")))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Published values and number formats; heads of 16 where width / heads is 8, a rank less than the cache holds."""
+    torch.manual_seed(5)
+    config = transformers.Qwen3Config(
+        vocab_size=len(LETTERS), hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=40960, rope_theta=1_000_000.0,
+        tie_word_embeddings=True, max_window_layers=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    letters = {letter: i for i, letter in enumerate(LETTERS)}  # ids to text and back is what they were
+    inner = hf.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "fit.txt").write_text(TEXT[:700], encoding="utf-8")
+    (tmp_path / "held.txt").write_text(TEXT[700:], encoding="utf-8")
+    return tmp_path
+
+
+def typed(folder, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "rehead", *words.split(), "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)  # six processes, on a machine that may be busy
+@torch.no_grad()
+def test_every_command_takes_a_latent_with_norms(folder):
+    """Half the cache, and each figure twice: from the command that promises it and from the one that measures it."""
+    rows = {row["command"]: row for row in typed(folder, "plan theirs --dtype bf16")["rows"]}
+    present, half = rows[""], rows["--to mla --kv-fraction 0.5"]
+    assert half["verdict"] == "approximate"
+    assert 2 * half["kv_bytes_per_token"] == present["kv_bytes_per_token"]
+    wanted = "--to mla --kv-fraction 0.5 --calibration fit.txt --test held.txt --length 64 --allow-loss"
+    certificate = typed(folder, f"convert theirs ours {wanted}")
+    assert [layer["kv_numbers"] for layer in certificate["layers"]] == [[64, 32]] * 2
+    assert {name for layer in certificate["layers"] for name in layer["methods"]} == {"weighted"}
+    measured = typed(folder, "eval ours --data held.txt --length 64")
+    assert measured["loss"] == pytest.approx(certificate["loss"][1], abs=1e-6)
+    case, *_ = typed(folder, f"bench ours --prompt-lengths {N_PROMPT} --new-tokens {N_NEW} --rounds 1")[
+        "cases"
+    ]
+    assert case["cache_bytes_held"] == case["cache_bytes_predicted"]
+    assert case["cache_bytes_held"] == half["kv_bytes_per_token"] * (N_PROMPT + N_NEW)
+    weights = torch.tensor(typed(folder, "inspect ours --text To,be")["map"]["weights"])
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(N_PROMPT))
+
+    result = typed(folder, f"generate ours --prompt To,be --max-new-tokens {N_NEW} --temperature 0")
+    text = "To,be" + result["results"][0]["completion"]
+    ids = torch.as_tensor(rehead.load_tokenizer(folder / "ours").encode(text))[None]
+    logits = rehead.load(folder / "ours")(ids)[:, N_PROMPT - 1 : -1].double()
+    chosen = logits.gather(2, ids[:, N_PROMPT:, None])[..., 0]
+    assert chosen.shape == (1, N_NEW)
+    assert (logits.amax(dim=-1) - chosen).max() < logits.std() / 10  # bfloat16 rounds differently in a cache
