@@ -118,16 +118,17 @@ def test_long_texts_are_cut_and_it_is_said(run, capsys):
     printed = capsys.readouterr()
     assert len(json.loads(printed.out)["tokens"]) == 16
     assert "22 tokens, the first 16 are inspected: the model's context is 16" in printed.err
-    assert main(["inspect", run, "--text", TEXT, "--max-tokens", "5", "--json"]) == 0
+    assert main(["inspect", run, "--text", TEXT, "--length", "5", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["tokens"] == list("Hope ")
-    assert "the first 5 are inspected: max_tokens=5" in printed.err
+    assert "the first 5 are inspected: length=5" in printed.err
 
 
 REFUSED = [
     (["--text", "Hope", "--layer", "2"], 2, ["--layer 2", "0 to 1"]),
     (["--text", "Hope", "--head", "-1"], 2, ["--head -1", "0 to 5"]),
-    (["--text", "Hope", "--max-tokens", "0"], 2, ["--max-tokens 0", "1 or more"]),
+    (["--text", "Hope", "--length", "0"], 2, ["--length 0", "1 or more"]),
+    (["--text", "Hope", "--max-tokens", "0"], 2, ["length=0", "1 or more"]),
     (["--text", "Hope", "--compare", "dream"], 3, ["'H'", "'d'", "share"]),
     (["--text", "Zorro"], 3, ["'Z'"]),
     ([], 2, ["--text"]),
@@ -151,7 +152,7 @@ def test_a_change_is_told_from_rounding():
     assert compare(first, second).n_token == 3
     assert compare(first, second).unchanged
     with pytest.warns(UserWarning, match="the first 2 are inspected"):
-        assert compare(inspect(model, words, "abcd", max_tokens=2), first).n_token == 2
+        assert compare(inspect(model, words, "abcd", length=2), first).n_token == 2
     assert equal_rows(first, second, 3, 0, 1) == [True] * 3
     second.maps[0][1, 1, 0] += 1e-4
     assert not compare(first, second).unchanged

@@ -212,7 +212,7 @@ REFUSED = {
     "convert to a class": ("GroupedConfig'>: expected a name (mha, ",),
     "convert a layer to nothing": ("to=[None]: expected a name (mha, ",),
     "convert without a seed": ("seed=None. Use 0 up to",),
-    "convert in parts": ("length=1.5: tokens of a window", "Use 1 to 64"),
+    "convert in parts": ("length=1.5: the model reads at most block_size=64 tokens", "Use 1 to 64"),
     "encode nothing": ("text is None (NoneType): expected one text (str).",),
     "encode bytes": ("text is b'to be' (bytes): expected one text (str).",),
     "encode a list": ("text is ['to be'] (list): expected one text (str).",),

@@ -124,14 +124,16 @@ def test_windows_of_a_length(gpt, words):
     assert other.loss != certificate.loss
     assert {ids.shape[1] for ids, _ in Converter(model, length=5, calibration=[]).read(90)} <= {5}
     for length in (0, -1, 17):
-        with pytest.raises(ConfigError, match=rf"length={length}: .*reads 16 at most. Use 1 to 16"):
+        with pytest.raises(
+            ConfigError, match=rf"length={length}: .*reads at most block_size=16 .*Use 1 to 16"
+        ):
             rehead.convert(model, calibration=words(200), length=length, **LOSSY)
 
 
-def test_a_long_model_is_read_in_windows_of_1024(gpt, words):
+def test_a_long_model_is_read_in_windows_of_2048(gpt, words):
     model = gpt(GQA, n_layer=1, block_size=4096)
-    assert rehead.convert(model, test=words(50), **LOSSY)[1].length == 1024
-    assert json.loads(rehead.convert(model, **LOSSY)[1].to_json())["logits"]["tokens"] == 4 * 1024
+    assert rehead.convert(model, test=words(50), **LOSSY)[1].length == 2048
+    assert json.loads(rehead.convert(model, **LOSSY)[1].to_json())["logits"]["tokens"] == 2 * 2048
 
 
 def test_a_text_sampled_before_is_read_again(gpt, monkeypatch, tmp_path):

@@ -202,5 +202,5 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     ]
     assert main(["bench", "model", "--rounds", "1"]) == 0
     printed = capsys.readouterr()
-    assert "model on cpu in float32: 8 new tokens" in printed.out
+    assert "model on cpu in float32, length 16: 8 new tokens" in printed.out
     assert printed.err == ""

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from rehead.config import ModelOptions, RNNConfig
 from rehead.data import evaluation_blocks
-from rehead.errors import InvalidInput, UsageError
-from rehead.measure import evaluate, quality
-from rehead.measure.quality import blocks_of, scores
+from rehead.errors import ConfigError, InvalidInput, UsageError
+from rehead.measure import evaluate, evaluate_text, logits
+from rehead.measure.length import text_length
+from rehead.measure.quality import scores
 from rehead.model import both_seen, build
 
 V, BLOCK, LENGTH = 29, 8, 61  # 7 full blocks of targets, and 4 more
@@ -64,8 +65,8 @@ def test_the_model_is_left_in_its_mode(model, training):
     first, second = (evaluate(model, evaluation_blocks(TEXT, BLOCK, 3)) for _ in range(2))
     assert first == second  # no dropout, though it trains
     assert model.training == model.embd_dropout.training == training
-    with pytest.raises(ValueError, match="batch_size"):
-        evaluate(model, [(torch.zeros(2, 3, dtype=torch.long), torch.zeros(5, dtype=torch.long))])
+    with pytest.raises(IndexError):
+        evaluate(model, [(torch.full((1, 2), V), torch.zeros(1, 2, dtype=torch.long))])
     assert model.training == training
 
 
@@ -124,7 +125,7 @@ def test_logits_in_pieces_are_the_same(model, monkeypatch):
     """Of any number of rows at once; an RNN's output function is not lost."""
     blocks = list(evaluation_blocks(TEXT, BLOCK, 8))
     whole = evaluate(model, blocks)
-    monkeypatch.setattr(quality, "LOGITS", 3 * V)
+    monkeypatch.setattr(logits, "LOGITS", 3 * V)
     assert evaluate(model, blocks) == pytest.approx(whole, rel=1e-6)
     network = build(
         RNNConfig(
@@ -141,11 +142,39 @@ def test_logits_in_pieces_are_the_same(model, monkeypatch):
     assert evaluate(network, blocks)[0] == pytest.approx(wanted.item(), rel=1e-6)
 
 
-def test_blocks_fit_the_memory():
-    assert blocks_of(128) == (128, 32)
-    assert blocks_of(1024) == (1024, 8)
-    assert blocks_of(131_072) == (131_072, 1)
-    assert blocks_of(8192, 1024, 5) == (1024, 5)
-    for length in (0, 129):
-        with pytest.raises(UsageError, match=rf"length={length}: .* block_size=128. Use 1 to 128"):
-            blocks_of(128, length)
+@pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (7, 1), (5, 4), (8, 7), (1, 1)])
+@pytest.mark.parametrize("n_token", [61, 9, 8, 2])
+def test_a_stride_predicts_every_token_once_from_the_first_block_that_has_it(model, length, stride, n_token):
+    model.eval()
+    ids, losses = torch.from_numpy(TEXT[:n_token]), []
+    for target in range(1, n_token):
+        block = max(0, -(-(target - length) // stride))  # the first that reaches so far
+        log = model(ids[None, block * stride : target])[0, -1].log_softmax(-1)
+        losses.append(-log[ids[target]].item())
+    found = evaluate_text(model, TEXT[:n_token], length=length, stride=stride, batch_size=3)
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert (found.tokens, found.length, found.stride) == (n_token - 1, length, stride)
+
+
+def test_what_is_no_stride_or_no_text_of_the_model(model):
+    for stride in (0, 6):
+        with pytest.raises(ConfigError, match=rf"stride={stride}: blocks of 5 tokens move by 1 to 5"):
+            evaluate_text(model, TEXT, length=5, stride=stride)
+    with pytest.raises(InvalidInput, match=f"vocab_size={V}"):
+        evaluate_text(model, [1, V])
+    with pytest.raises(InvalidInput, match="a text of 1 tokens"):
+        evaluate_text(model, [1])
+
+
+def test_a_length_nobody_gave():
+    def config(block_size):
+        return ModelOptions(n_layer=1).resolve(V, block_size)
+
+    assert text_length(config(128)) == 128
+    assert text_length(config(131_072)) == 2048
+    assert text_length(config(131_072), trained=4096) == 4096
+    assert text_length(config(1000), trained=4096) == 1000
+    assert text_length(config(131_072), 100_000, 64) == 100_000
+    for length in (0, 129, True):
+        with pytest.raises(ConfigError, match=rf"length={length}: .* block_size=128 .*Use 1 to 128"):
+            text_length(config(128), length)

@@ -72,6 +72,20 @@ def test_what_was_lost_comes_back_and_the_certificate_says_how_far(capsys):
     assert rehead.load("healed").config == rehead.load("mqa").config
 
 
+def test_the_length_of_the_blocks(capsys):
+    """The teacher's own; or as given, and then only once."""
+    for words, size in (((), 16), (("--length", "5"), 5), (("data.block_size=7",), 7)):
+        folder = f"length-{size}"
+        assert heal("trainer.max_iters=1", f"system.work_dir={folder}", *words) == 0
+        assert f"block_size: {size}\n" in Path(folder, "config.yaml").read_text()
+        assert certificate(folder)["healing"][0]["batch_tokens"] == 8 * size
+    capsys.readouterr()
+    assert heal("data.block_size=7", "--length", "5") == 2
+    assert "data.block_size is given twice" in capsys.readouterr().err
+    assert heal("--length", "17") == 2
+    assert "--length 17: the model reads at most block_size=16" in capsys.readouterr().err
+
+
 def test_interrupted_and_resumed_is_uninterrupted():
     assert heal("trainer.max_iters=6", "system.work_dir=whole", "trainer.schedule=constant") == 0
     assert heal("trainer.max_iters=4", "system.work_dir=parts", "trainer.schedule=constant") == 0

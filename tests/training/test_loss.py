@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rehead.config import ModelOptions, TrainerOptions
+from rehead.measure import logits
 from rehead.measure.memory_in_use import peak_allocated
 from rehead.model import build
 from rehead.training import loop, loss
@@ -19,7 +20,7 @@ B, L, D, N = 3, 11, 5, 17
 @pytest.mark.parametrize("held", [1, N * 4, N * 33, N * 34])
 def test_parts_are_the_whole(held, monkeypatch):
     """Also where the last part is smaller."""
-    monkeypatch.setattr(loss, "LOGITS", held)
+    monkeypatch.setattr(logits, "LOGITS", held)
     head, hidden = nn.Linear(D, N), torch.randn(B, L, D, requires_grad=True)
     targets = torch.randint(N, (B, L))
     ours = loss.cross_entropy(head, hidden, targets, N)
@@ -40,22 +41,29 @@ def test_memory_is_that_of_a_part(monkeypatch):
         loss.cross_entropy(head, hidden, targets, n_token).backward()
 
     whole = peak_allocated(run)
-    monkeypatch.setattr(loss, "LOGITS", n_token * 40)
+    monkeypatch.setattr(logits, "LOGITS", n_token * 40)
     assert peak_allocated(run) < whole / 3
 
 
-def test_a_step_takes_it_where_logits_are_many(monkeypatch):
-    model = build(
-        ModelOptions(n_layer=1, n_embd=12, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0).resolve(19, 8)
+@pytest.mark.parametrize("share", [None, 1.0, 0.3])
+def test_a_step_takes_it_where_logits_are_many(monkeypatch, share):
+    """With a teacher, too: of another width, and in any share."""
+    model, other = (
+        build(
+            ModelOptions(n_layer=1, n_embd=n, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0).resolve(19, 8)
+        )
+        for n in (12, 18)
     )
     batch = torch.randint(19, (4, 8)), torch.randint(19, (4, 8))
     records, taken = [], []
-    real = loop.cross_entropy
-    monkeypatch.setattr(loop, "cross_entropy", lambda *a: taken.append(1) or real(*a))
+    name = "cross_entropy" if share is None else "distillation"
+    real = getattr(loop, name)
+    monkeypatch.setattr(loop, name, lambda *a: taken.append(1) or real(*a))
     for held in (10**6, 100):
-        monkeypatch.setattr(loop, "LOGITS", held)
-        monkeypatch.setattr(loss, "LOGITS", held)
-        records.append(Trainer(copy.deepcopy(model), TrainerOptions()).advance(lambda: batch))
+        monkeypatch.setattr(logits, "LOGITS", held)
+        options = TrainerOptions(distillation=1.0 if share is None else share)
+        trainer = Trainer(copy.deepcopy(model), options, None if share is None else other)
+        records.append(trainer.advance(lambda: batch))
     assert taken == [1]
     for name in ("loss", "grad_norm"):
         assert records[0][name] == pytest.approx(records[1][name], rel=1e-5)

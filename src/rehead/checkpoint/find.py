@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rehead.checkpoint import hub
 from rehead.checkpoint.files.publish import verify
+from rehead.config import DataOptions, flags
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
@@ -91,6 +92,12 @@ def _refuse_pickled(path: Path) -> None:
 def is_run(path: Path) -> bool:
     """Whether this is a run folder, whose config.yaml names a text. In a model folder that file may be anything."""
     return not (path / "config.json").is_file() and (path / "config.yaml").is_file()
+
+
+def run_data(path: Path) -> DataOptions | None:
+    """Return the text and block size of the run at `path`, or of the run it is a checkpoint of; None of no run."""
+    run = path.parents[1] if path.parent.name == "checkpoints" else path
+    return flags.read([], (run / "config.yaml",)).data if is_run(run) else None
 
 
 def steps(run: Path) -> list[tuple[int, Path]]:

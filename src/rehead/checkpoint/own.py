@@ -73,12 +73,18 @@ def _require_free(name: str) -> None:
         raise InvalidInput(f"files has the name {name!r:.80}, which is the model's own: choose another.")
 
 
-def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True) -> LanguageModel:
+def load(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    in_memory: bool = True,
+) -> LanguageModel:
     """Return the model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.huggingface`; a path
     that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
-    Weights keep their dtype; if there are several dtypes, all get the widest. With
+    Weights are converted to `dtype`; without one they keep theirs, or, if there are several, all get the widest. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
     time: slower, for models larger than the memory. Raises UsageError for a device that is not available,
     InvalidInput for a folder that is not a model and for weights that do not fit the config, IntegrityError
@@ -98,7 +104,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", in_memory: boo
         else:
             assert isinstance(config, GPTConfig)
             weights = stock.read_weights(folder, table, config)
-        assign(model, weights, str(folder / SINGLE), in_memory)
+        assign(model, weights, str(folder / SINGLE), in_memory, dtype)
         _warn_of_damage(model, folder)
         return model
 
@@ -150,8 +156,17 @@ def _require_dtype(key: str, dtype: object, where: str) -> None:
         raise InvalidInput(f"{where}: {key}={dtype!r:.40}: rehead reads weights of {', '.join(names)}.")
 
 
-def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memory: bool) -> None:
-    """Replace the model's parameters by `weights`, read from `where`. Names and shapes must match."""
+def assign(
+    model: LanguageModel,
+    weights: dict[str, Tensor],
+    where: str,
+    in_memory: bool,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Replace the model's parameters by `weights`, read from `where`, in `dtype` or the widest of theirs.
+
+    Names and shapes must match.
+    """
     expected = dict(model.named_parameters())
     for problem, names in (
         ("lacks", expected.keys() - weights.keys()),
@@ -168,12 +183,12 @@ def assign(model: LanguageModel, weights: dict[str, Tensor], where: str, in_memo
             )
         if not weight.is_floating_point():
             raise InvalidInput(f"{where}: {name} holds {weight.dtype}, expected floating point.")
-    widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
+    held = dtype or functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
-        wide = weight if weight.dtype == widest else map_deferred(lambda narrow: narrow.to(widest), weight)
+        same = weight if weight.dtype == held else map_deferred(lambda other: other.to(held), weight)
         setattr(
-            model.get_submodule(owner), leaf, torch.nn.Parameter(materialise(wide) if in_memory else wide)
+            model.get_submodule(owner), leaf, torch.nn.Parameter(materialise(same) if in_memory else same)
         )
     model.tie()
 

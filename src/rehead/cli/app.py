@@ -2,14 +2,19 @@
 
 import json as jsonlib
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from rehead import __version__
 from rehead.cli.layout import Layout
 
+if TYPE_CHECKING:
+    import torch
+
 Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON document on stdout")]
+Dtype = Literal["fp32", "bf16", "fp16"]
+LENGTH = "[default: the run's block size or, without a run, the model's, at most 2048]"
 DEVICE = "cpu, cuda, cuda:N, mps, or auto for the fastest available"
 app = App(
     name="rehead",
@@ -24,6 +29,13 @@ app = App(
 def warn(message: object) -> None:
     """Print a warning on stderr."""
     print(f"rehead: warning: {message}", file=sys.stderr)
+
+
+def torch_dtype(name: Dtype) -> "torch.dtype":
+    """Return torch's dtype of this name."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def say(document: dict[str, Any], text: str, json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import Json, app, say, warn
+from rehead.cli.app import LENGTH, Dtype, Json, app, say, torch_dtype, warn
 
 
 @app.command
@@ -17,9 +17,7 @@ def plan(
         int | None, Parameter(help="tokens in the cache [default: the model's block_size]")
     ] = None,
     batch: Annotated[int, Parameter(help="sequences decoded at once")] = 1,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], Parameter(help="number format of the weights and the cache")
-    ] = "fp32",
+    dtype: Annotated[Dtype, Parameter(help="number format of the weights and the cache")] = "fp32",
     parts: Annotated[
         bool, Parameter(negative="", help="also show the parameters and FLOPs of one layer's attention")
     ] = False,
@@ -32,15 +30,12 @@ def plan(
 
         rehead plan out/run --context 8192 --dtype bf16
     """
-    import torch
-
     from rehead.conversion.folder import read_plannable
     from rehead.conversion.plan import plan as make
     from rehead.report.conversion import present_parts, present_plan
 
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     config = read_plannable(model)
-    found = make(config, config.block_size if context is None else context, batch, types[dtype])
+    found = make(config, config.block_size if context is None else context, batch, torch_dtype(dtype))
     if json:
         say(asdict(found), "", json)
     else:
@@ -99,7 +94,7 @@ def convert(
     ] = (),
     test: Annotated[Path | None, Parameter(help="text to measure on")] = None,
     length: Annotated[
-        int | None, Parameter(help="tokens of a window of these texts; 1024, or all the model reads")
+        int | None, Parameter(help=f"tokens of a window of these texts, of both fit and certificate {LENGTH}")
     ] = None,
     allow_loss: Annotated[
         bool, Parameter(negative="", help="write the result even if it is not exact")

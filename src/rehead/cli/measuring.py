@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from rehead.cli.app import DEVICE, Json, app, say
+from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, app, say, torch_dtype
 from rehead.errors import InvalidInput, ResourceError
 
 
@@ -22,7 +22,9 @@ def inspect(
     layer: Annotated[int, Parameter(help="the layer whose map is printed, from 0")] = 0,
     head: Annotated[int, Parameter(help="the head whose map is printed, from 0")] = 0,
     html: Annotated[Path | None, Parameter(help="write an HTML page with all layers and heads")] = None,
-    max_tokens: Annotated[int, Parameter(help="read at most this many tokens of a text")] = 256,
+    length: Annotated[
+        int, Parameter(name=("--length", "--max-tokens"), help="read at most this many tokens of a text")
+    ] = 256,
     json: Json = False,
 ) -> None:
     """Show the attention map of one head on a text, and how widely each head attends.
@@ -46,7 +48,7 @@ def inspect(
     read, tokenizer = opened.model.float(), opened.require_tokenizer()
     texts = [text] if compare is None else [text, compare]
     with Board(f"inspecting {model}"):
-        inspections = [inspection.inspect(read, tokenizer, each, max_tokens) for each in texts]
+        inspections = [inspection.inspect(read, tokenizer, each, length) for each in texts]
     change = None if compare is None else inspection.compare(*inspections)
     document = inspection.document(inspections, change, layer, head)
     if html is not None:
@@ -77,20 +79,20 @@ def bench(
         Parameter(
             negative="",
             consume_multiple=1,
-            help="tokens in the prompt [default: an eighth and half of the model's block_size]",
+            help="tokens in the prompt [default: an eighth and half of --length]",
         ),
     ] = (),
+    length: Annotated[
+        int | None, Parameter(help=f"tokens that prompt and new tokens are chosen for {LENGTH}")
+    ] = None,
     batch: Annotated[
         tuple[int, ...], Parameter(negative="", consume_multiple=1, help="sequences at once [default: 1]")
     ] = (1,),
     new_tokens: Annotated[
-        int | None, Parameter(help="tokens to generate [default: 32, or half the model's block_size if less]")
+        int | None, Parameter(help="tokens to generate [default: 32, or half of --length if less]")
     ] = None,
     rounds: Annotated[int, Parameter(help="generations with and without a cache, in alternating order")] = 5,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None,
-        Parameter(help="number format of the weights [default: as saved]"),
-    ] = None,
+    dtype: Annotated[Dtype | None, Parameter(help="number format of the weights [default: as saved]")] = None,
     explain: Annotated[bool, Parameter(negative="", help="print which code runs, and why")] = False,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
@@ -103,25 +105,30 @@ def bench(
 
         rehead bench out/run --prompt-lengths 16 64 --batch 1 8 --new-tokens 32
     """
-    import torch
-
     from rehead.checkpoint import load
+    from rehead.checkpoint.find import run_data
     from rehead.measure.bench import bench as measure
     from rehead.measure.bench import usual_sizes
     from rehead.measure.environment import environment
     from rehead.measure.explain import explain as explained
+    from rehead.measure.length import text_length
     from rehead.report.bench import present
     from rehead.report.progress import Board
     from rehead.system.device import choose_device
 
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    read = load(model, device=choose_device(device))
-    read = read if dtype is None else read.to(types[dtype])
-    usual_lengths, usual_new = usual_sizes(read.config)
-    lengths, n_new = prompt_lengths or usual_lengths, usual_new if new_tokens is None else new_tokens
     with Board(f"timing {model}"):
+        read = load(model, device=choose_device(device), dtype=None if dtype is None else torch_dtype(dtype))
+        run = run_data(model)
+        length = text_length(read.config, length, None if run is None else run.block_size)
+        usual_lengths, usual_new = usual_sizes(length)
+        lengths, n_new = prompt_lengths or usual_lengths, usual_new if new_tokens is None else new_tokens
         cases = [measure(read, length, many, n_new, rounds) for many in batch for length in lengths]
-    facts = {"model": str(model), "device": str(read.device), "dtype": str(read.head.weight.dtype)[6:]}
+    facts = {
+        "model": str(model),
+        "device": str(read.device),
+        "dtype": str(read.head.weight.dtype)[6:],
+        "length": length,
+    }
     document = facts | {
         "rounds": rounds,
         "cases": [asdict(case) for case in cases],
@@ -132,4 +139,4 @@ def bench(
         say(document | {"explain": reasons} if explain else document, "", json)
     else:
         print(*reasons, sep="\n", end="\n" * bool(reasons))
-        present(f"{model} on {facts['device']} in {facts['dtype']}", cases)
+        present(f"{model} on {facts['device']} in {facts['dtype']}, length {length:,}", cases)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rehead.cli.app import DEVICE, Json, app, say, warn
+from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, app, say, torch_dtype, warn
 from rehead.errors import UsageError
 
 MOST_SAMPLES = 10_000
@@ -34,6 +34,10 @@ def generate(
     cache: Annotated[
         bool, Parameter(help="cache keys and values; otherwise every step recomputes the whole text")
     ] = True,
+    dtype: Annotated[
+        Dtype | None,
+        Parameter(help="number format of the weights, and of what is computed [default: as saved]"),
+    ] = None,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
@@ -58,7 +62,7 @@ def generate(
     if not 0 <= seed < 2**63 - samples:
         raise UsageError(f"--seed {seed}. Use 0 to {2**63 - 1 - samples}.")
     chosen = choose_device(device)
-    opened = open_model(folder, device=chosen)
+    opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
     model, tokenizer = opened.model, opened.require_tokenizer()
     prompt = tuple(text for text in prompt for _ in range(samples))
     ids = [torch.from_numpy(tokenizer.encode(text, special_tokens=True)) for text in prompt]
@@ -92,8 +96,13 @@ def eval(
     data: Annotated[Path, Parameter(help="a text file, or a folder of them")],
     length: Annotated[
         int | None,
+        Parameter(help=f"tokens per block, the most a prediction can look back on {LENGTH}"),
+    ] = None,
+    stride: Annotated[
+        int | None,
         Parameter(
-            help="tokens per block, the most a prediction can look back on [default: the model's block_size]"
+            help="tokens from the start of a block to that of the next, which then overlap; only new tokens are "
+            "predicted [default: the length]"
         ),
     ] = None,
     batch_size: Annotated[
@@ -102,39 +111,52 @@ def eval(
             help="blocks per batch; fewer need less memory [default: at most 32 blocks and 8,192 tokens]"
         ),
     ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        Parameter(help="number format of the weights, and of what is computed [default: as saved]"),
+    ] = None,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text: loss, perplexity, bits per byte.
 
-    The text is read in blocks of the model's length, or of --length; every token
-    but the first is predicted once. Warns if the run was trained on the text. For
-    example:
+    The text is read in blocks of --length tokens; every token but the first is
+    predicted once. A --stride below the length gives each prediction more tokens to
+    look back on: slower, and a lower loss. Warns if the run was trained on the text.
+    For example:
 
         rehead eval out/run --data input.txt
+        rehead eval out/run --data input.txt --length 128 --stride 64
     """
-    from rehead.data import Source, evaluation_blocks, require_vocabulary, shown, tokenize
-    from rehead.measure import evaluate
-    from rehead.measure.quality import blocks_of, scores
+    from rehead.checkpoint.find import run_data
+    from rehead.data import Source, tokenize
+    from rehead.measure import evaluate_text
+    from rehead.measure.length import text_length
+    from rehead.measure.quality import scores
     from rehead.report.progress import Board
     from rehead.system.device import choose_device
     from rehead.tokenizer import open_model
     from rehead.training.seen import contains_training_text
 
     chosen = choose_device(device)
-    opened = open_model(folder, device=chosen)
-    model, tokenizer = opened.model, opened.require_tokenizer()
     with tempfile.TemporaryDirectory() as scratch, Board():
+        opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
+        model, tokenizer = opened.model, opened.require_tokenizer()
+        run = run_data(folder)
+        length = text_length(model.config, length, None if run is None else run.block_size)
         tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
-        require_vocabulary(tokens.ids, model.config.vocab_size)
-        blocks = evaluation_blocks(tokens.ids, *blocks_of(model.config.block_size, length, batch_size))
-        blocks = shown(blocks, "eval", len(tokens.ids) - 1)
-        result = scores(*evaluate(model, blocks), tokens.n_bytes)
+        found = evaluate_text(model, tokens.ids, length=length, stride=stride, batch_size=batch_size)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
+    result: dict[str, float | int | str] = {
+        **scores(found.loss, found.tokens, tokens.n_bytes),
+        "length": found.length,
+        "stride": found.stride,
+        "dtype": str(model.head.weight.dtype)[6:],
+    }
     if trained_on:
         warn(f"{data} contains text that {folder} was trained on: expect a higher loss on other text.")
     lines = (
-        f"{name:14} {value:,}" if isinstance(value, int) else f"{name:14} {value:,.6g}"
+        f"{name:14} {value if isinstance(value, str) else format(value, ',' if isinstance(value, int) else ',.6g')}"
         for name, value in result.items()
     )
     say({**result, "contains_training_text": trained_on}, "\n".join(lines), json)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from rehead.cli.app import Json, app, say
+from rehead.cli.app import LENGTH, Json, app, say
 from rehead.cli.options import OPTIONS
 from rehead.errors import UsageError
 
@@ -55,6 +55,7 @@ def heal(
     folder: Annotated[Path, Parameter(help="the converted model")],
     *flags: Annotated[str, Parameter(help=SAME_OPTIONS)],
     teacher: Annotated[Path, Parameter(help="the model it was converted from")],
+    length: Annotated[int | None, Parameter(help=f"tokens per block, as data.block_size {LENGTH}")] = None,
     json: Json = False,
 ) -> None:
     """Train a converted model to predict as its source did, and update its certificate.
@@ -70,7 +71,7 @@ def heal(
     from rehead.report.conversion import present_certificate
     from rehead.training.heal import heal_options
 
-    options = heal_options(folder, teacher, list(flags))
+    options = heal_options(folder, teacher, list(flags), length)
     last = _train(options)
     healed = resolve(Path(options.system.work_dir))
     certificate = Certificate.read(healed) if (healed / CERTIFICATE).exists() else None

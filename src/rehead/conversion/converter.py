@@ -18,7 +18,7 @@ from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
 from rehead.config import GPTConfig
 from rehead.conversion.base import Converted, Statistics, Step, Weights, require_method
-from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, block_length, blocks_of, random_blocks
+from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of, random_blocks
 from rehead.conversion.certificate import Certificate, LayerRecord, Text, certify, require_different
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
@@ -27,6 +27,7 @@ from rehead.conversion.target import layers_of
 from rehead.conversion.texts import Passage, passage, passages
 from rehead.data import Batch, Ids
 from rehead.errors import ConfigError, NumericError
+from rehead.measure.length import text_length
 from rehead.model import GPT, LanguageModel, skeleton
 from rehead.model.base import require_model
 from rehead.stages import staged
@@ -56,7 +57,7 @@ def convert(
     `rope_layout`) beside it. `calibration` and `test` are token ids (N,); approximations fit themselves to
     the first, the certificate measures on the second (without it, logits on random tokens). Instead of
     ids, `calibration` may be "self", a text sampled from the model, or a list of texts, read in equal
-    shares. Both are read in windows of `length` tokens, 1,024 unless the model reads fewer. `method` is
+    shares. Both are read in windows of `length` tokens, 2,048 unless the model reads fewer. `method` is
     one of `rehead.conversion.methods()`; without it the best that has what it needs. In a folder
     `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
 
@@ -64,7 +65,7 @@ def convert(
     """
     require_model(model)
     require_seed(seed)
-    config, window = require_heads(model), block_length(model.config, length)
+    config, window = require_heads(model), text_length(model.config, length)
     layers = layers_of(config, to, options)
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed)
     converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
@@ -127,7 +128,7 @@ class Converter:
         self.model, self.method, self.scratch = model, method, scratch
         self.calibration, self.seed = calibration, seed
         self.config = require_heads(model)
-        self.length = block_length(self.config, length)
+        self.length = text_length(self.config, length)
         _require_finite(model)
         self.blocks = self.read(CALIBRATION_TOKENS)
         self._statistics: dict[bool, list[Statistics]] = {}

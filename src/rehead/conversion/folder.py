@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
+from rehead.checkpoint.find import run_data
 from rehead.config import ModelConfig, flags
-from rehead.conversion.blocks import block_length
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads, require_seed
 from rehead.conversion.page import PAGE, page
@@ -18,6 +18,7 @@ from rehead.conversion.target import Target
 from rehead.conversion.unfinished import fingerprint, place_of, unfinished
 from rehead.errors import InvalidInput, UsageError
 from rehead.measure.environment import environment
+from rehead.measure.length import text_length
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
@@ -45,7 +46,9 @@ class FolderConverter:
         require_seed(seed)
         opened = open_model(source, in_memory=False)
         self.source, self.tokenizer, self.special = source, opened.tokenizer, opened.special
-        window = block_length(require_heads(opened.model), length)
+        data = run_data(source)
+        trained = None if data is None else data.block_size
+        window = text_length(require_heads(opened.model), length, trained)
         reader = Reader(
             source=source,
             model=opened.model,

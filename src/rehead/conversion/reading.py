@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rehead.checkpoint.find import is_run
-from rehead.config import flags
+from rehead.checkpoint.find import is_run, run_data
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage
@@ -100,7 +99,8 @@ class Reader:
         if self.tokenizer is None or not is_run(self.source):
             return Texts()
         try:
-            data = flags.read([], (self.source / "config.yaml",)).data
+            data = run_data(self.source)
+            assert data is not None
             kept = self.source / TOKENS
             whole = (
                 read_ids(kept, self.tokenizer)

@@ -59,12 +59,15 @@ def _targets(batch: Pair) -> int:
 
 
 def evaluation_blocks(
-    ids: Ids, block_size: int, batch_size: int, limit: int | None = None
+    ids: Ids, block_size: int, batch_size: int, limit: int | None = None, stride: int | None = None
 ) -> Iterator[Batch]:
     """Yield inputs and targets (B, L) of consecutive blocks: every token but the first is a target once.
 
     The last block is padded with inputs 0 and targets IGNORE; the last batch may have fewer rows. `limit`
-    selects that many blocks, evenly spread over the text. Raises InvalidInput for fewer than two tokens.
+    selects that many blocks, evenly spread over the text. With a `stride` below `block_size` blocks overlap: each
+    begins `stride` tokens after the one before, and only its last `stride` tokens, all in the first block, are
+    targets, so that the others have at least `block_size - stride` tokens before them. Raises InvalidInput for
+    fewer than two tokens.
     """
     if len(ids) < 2:
         raise InvalidInput(f"a text of {len(ids)} tokens leaves nothing to predict: use a longer one.")
@@ -72,14 +75,18 @@ def evaluation_blocks(
         raise ConfigError(f"limit={limit} blocks: evaluate 1 or more, or give no limit.")
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}. Use 1 or more.")
-    starts = np.arange(0, len(ids) - 1, block_size)
+    stride = block_size if stride is None else stride
+    if not 1 <= stride <= block_size:
+        raise ConfigError(f"stride={stride}: blocks of {block_size} tokens move by 1 to {block_size}.")
+    starts = np.arange(0, max(1, len(ids) - 1 - (block_size - stride)), stride)
     if limit is not None and limit < len(starts):
         starts = starts[np.arange(limit) * len(starts) // limit]
     for first in range(0, len(starts), batch_size):
         at = starts[first : first + batch_size, None] + np.arange(block_size + 1)
         windows = torch.from_numpy(ids[np.minimum(at, len(ids) - 1)].astype(np.int64))
         beyond = torch.from_numpy(at >= len(ids))
+        seen = torch.from_numpy((at[:, :1] > 0) & (np.arange(block_size) < block_size - stride))
         yield (
             windows[:, :-1].masked_fill(beyond[:, :-1], 0),
-            windows[:, 1:].masked_fill(beyond[:, 1:], IGNORE),
+            windows[:, 1:].masked_fill(beyond[:, 1:] | seen, IGNORE),
         )

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rehead.config import ModelConfig
 from rehead.errors import ResourceError, UsageError
 from rehead.generation import stream
 from rehead.measure.memory_in_use import held_cache_bytes
@@ -99,10 +98,9 @@ class _Samples:
         )
 
 
-def usual_sizes(config: ModelConfig) -> tuple[tuple[int, int], int]:
-    """Return prompts of an eighth and half of a model's length, and 32 new tokens or as many as fit."""
-    size = config.block_size
-    return (max(size // 8, 1), max(size // 2, 1)), min(32, max(size // 2, 2))
+def usual_sizes(length: int) -> tuple[tuple[int, int], int]:
+    """Return prompts of an eighth and half of `length` tokens, and 32 new tokens or as many as fit."""
+    return (max(length // 8, 1), max(length // 2, 1)), min(32, max(length // 2, 2))
 
 
 def bench(

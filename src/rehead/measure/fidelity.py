@@ -9,10 +9,11 @@ from torch import Tensor
 
 from rehead.data import IGNORE
 from rehead.errors import NumericError
+from rehead.measure.logits import in_parts
 from rehead.model import LanguageModel, evaluating
 
-LOGITS, EXACT = 2**25, 2**19
-"""Logits held at a time, and converted to float64 at a time: a large vocabulary would fill the memory."""
+EXACT = 2**19
+"""Logits converted to float64 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,6 @@ def _logits(
     for ids, targets in blocks:
         counts = (targets != IGNORE).flatten()
         hidden = [model.hidden(ids.to(model.device)).flatten(0, 1)[counts] for model in models]
-        for first, second, wanted in _split(LOGITS // width, *hidden, targets.flatten()[counts]):
+        for first, second, wanted in in_parts(width, *hidden, targets.flatten()[counts]):
             logits = (models[0].logits(first).cpu(), models[1].logits(second).cpu())
-            yield from _split(EXACT // width, *logits, wanted)
-
-
-def _split(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(tensor.split(max(1, rows)) for tensor in tensors), strict=True)
+            yield from in_parts(width, *logits, wanted, most=EXACT)

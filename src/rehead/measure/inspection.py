@@ -74,21 +74,21 @@ class PrefixChange:
         return self.largest <= UNCHANGED
 
 
-def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: int = 256) -> Inspection:
-    """Return the maps of a text's first `max_tokens` tokens, or of as many as fit the model's context.
+def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, length: int = 256) -> Inspection:
+    """Return the maps of a text's first `length` tokens, or of as many as fit the model's context.
 
     Warns if tokens are left out. Raises InvalidInput for an empty text, UsageError for a model without
     attention.
     """
-    if max_tokens < 1:
-        raise UsageError(f"max_tokens={max_tokens}. Use 1 or more.")
+    if length < 1:
+        raise UsageError(f"length={length}. Use 1 or more.")
     ids = tokenizer.encode(text)
     if not len(ids):
         raise InvalidInput("the text is empty: attention needs at least one token.")
     context = model.config.context_limit
-    n_token = min(len(ids), max_tokens, context or len(ids))
+    n_token = min(len(ids), length, context or len(ids))
     if n_token < len(ids):
-        limit = f"the model's context is {context}" if n_token == context else f"max_tokens={max_tokens}"
+        limit = f"the model's context is {context}" if n_token == context else f"length={length}"
         message = f"the text has {len(ids):,} tokens, the first {n_token:,} are inspected: {limit}."
         warnings.warn(message, stacklevel=2)
     maps = attention_maps(model, torch.from_numpy(ids[:n_token]))

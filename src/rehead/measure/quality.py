@@ -2,19 +2,55 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rehead.data import IGNORE
-from rehead.errors import InvalidInput, NumericError, UsageError
+from rehead.data import IGNORE, evaluation_blocks, require_vocabulary, shown
+from rehead.errors import InvalidInput, NumericError
+from rehead.measure.length import text_length
+from rehead.measure.logits import cross_entropy, in_parts
 from rehead.model import LanguageModel, evaluating
 
 MOST_BLOCKS, MOST_TOKENS = 32, 8192
 """Default limits of one batch."""
-LOGITS = 2**25
-"""Logits computed at a time: 8,192 tokens of a vocabulary of 49,152 would take 1.6 GB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLoss:
+    """The mean `loss` in nats over `tokens` predicted tokens, read in blocks of `length` that move by `stride`."""
+
+    loss: float
+    tokens: int
+    length: int
+    stride: int
+
+
+def evaluate_text(
+    model: LanguageModel,
+    ids: Any,
+    *,
+    length: int | None = None,
+    stride: int | None = None,
+    batch_size: int | None = None,
+) -> TextLoss:
+    """Return how well a model predicts token ids (N,): each but the first, once.
+
+    The text is read in blocks of `length` tokens, by default as in `text_length`. Blocks follow one another, or, with a
+    `stride` below `length`, overlap: each begins `stride` tokens after the one before, and only tokens that none
+    before it had are predicted. Raises ConfigError for a length beyond the model's, InvalidInput for ids that are not
+    the model's or fewer than two.
+    """
+    text = np.asarray(ids)
+    require_vocabulary(text, model.config.vocab_size)
+    length = text_length(model.config, length)
+    many = max(1, min(MOST_BLOCKS, MOST_TOKENS // length)) if batch_size is None else batch_size
+    blocks = evaluation_blocks(text, length, many, stride=stride)
+    loss, count = evaluate(model, shown(blocks, "eval", len(text) - 1))
+    return TextLoss(loss=loss, tokens=count, length=length, stride=length if stride is None else stride)
 
 
 @torch.no_grad()
@@ -29,33 +65,18 @@ def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> t
     with evaluating(model):
         for inputs, targets in blocks:
             hidden = model.hidden(inputs.to(model.device)).flatten(0, 1)
-            rows = max(1, LOGITS // model.head.out_features)
-            for some, wanted in zip(
-                hidden.split(rows), targets.to(model.device).flatten().split(rows), strict=True
-            ):
-                losses = F.cross_entropy(
-                    model.logits(some).float(), wanted, ignore_index=IGNORE, reduction="none"
-                )
-                total += float(losses.double().sum())
-            count += int((targets != IGNORE).sum())
+            wanted = targets.to(model.device).flatten()
+            counts = wanted != IGNORE
+            if not counts.all():
+                hidden, wanted = hidden[counts], wanted[counts]
+            for some, their in in_parts(model.head.out_features, hidden, wanted):
+                total += float(cross_entropy(model.logits, some, their).double().sum())
+            count += len(wanted)
     if count == 0:
         raise InvalidInput("0 tokens to evaluate: the text needs at least two.")
     if not math.isfinite(total):
         raise NumericError(f"the loss is {total}: the model's weights are damaged, or it has diverged.")
     return total / count, count
-
-
-def blocks_of(block_size: int, length: int | None = None, batch_size: int | None = None) -> tuple[int, int]:
-    """Return tokens per block and blocks per batch for a model of `block_size`: the arguments, or defaults.
-
-    Raises UsageError for a length beyond `block_size`.
-    """
-    length = block_size if length is None else length
-    if not 1 <= length <= block_size:
-        raise UsageError(
-            f"length={length}: the model reads at most block_size={block_size}. Use 1 to {block_size}."
-        )
-    return length, max(1, min(MOST_BLOCKS, MOST_TOKENS // length)) if batch_size is None else batch_size
 
 
 def scores(loss: float, n_token: int, n_byte: int) -> dict[str, float | int]:

@@ -31,12 +31,16 @@ class OpenedModel:
 
 
 def open_model(
-    path: str | Path, *, device: torch.device | str = "cpu", in_memory: bool = True
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    in_memory: bool = True,
 ) -> OpenedModel:
     """Return the model at `path` with its tokenizer and special ids; for the arguments see `rehead.load`."""
 
     def read(folder: Path) -> OpenedModel:
-        model = load(folder, device=device, in_memory=in_memory)
+        model = load(folder, device=device, dtype=dtype, in_memory=in_memory)
         tokenizer = Tokenizer.load(folder) if os.path.lexists(folder / FILE) else None
         special = special_ids(folder)
         if not folder.exists():  # dropped by its run: what was not found may have been there

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
-from rehead.checkpoint.find import is_run
+from rehead.checkpoint.find import run_data
 from rehead.config import ModelConfig, RunOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
@@ -16,6 +16,7 @@ from rehead.conversion.texts import Passage
 from rehead.data import Ids, shown
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.fidelity import compare
+from rehead.measure.length import text_length
 from rehead.model import LanguageModel
 
 DEFAULTS = {
@@ -29,11 +30,11 @@ DEFAULTS = {
 }
 
 
-def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
+def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | None = None) -> RunOptions:
     """Return the options of the run that heals the model in `folder`, with the user's flags on top.
 
-    If the teacher is a run folder, the run reads the teacher's text, in blocks of the model's length. Its
-    folder is FOLDER-healed.
+    If the teacher is a run folder, the run reads the teacher's text. Its blocks have `length` tokens, by default as
+    in `text_length`. Its folder is FOLDER-healed.
     """
     if folder.resolve() == teacher.resolve():
         raise UsageError(
@@ -47,15 +48,17 @@ def heal_options(folder: Path, teacher: Path, changes: list[str]) -> RunOptions:
         "trainer": {"teacher": str(teacher), **DEFAULTS},
     }
     names_text = any(flag.removeprefix("--").startswith(("data.path=", "data.name=")) for flag in changes)
-    run = teacher / "config.yaml"
-    if is_run(teacher) and not names_text:
-        data = flags.read([], (run,)).data
+    data = run_data(teacher)
+    if data is not None and not names_text:
         table["data"] = {"path": data.path, "name": data.name, "val_fraction": data.val_fraction}
     elif not names_text:
         raise ConfigError(
             f"{teacher} is not a run folder, so it does not name a text to heal on. Give data.path=TEXT."
         )
-    table.setdefault("data", {})["block_size"] = config.block_size
+    usual = text_length(config, length, None if data is None else data.block_size)
+    table.setdefault("data", {})["block_size"] = usual
+    if length is not None:
+        changes = [*changes, f"data.block_size={length}"]
     options = flags.read(changes, tables=(table,))
     require_apart(folder, Path(options.system.work_dir))
     begun = Path(options.system.work_dir) / "config.yaml"

@@ -16,7 +16,7 @@ from rehead.measure import memory
 from rehead.model import LanguageModel
 from rehead.model.gpt import GPT
 from rehead.system.allocator import keep_freed_memory
-from rehead.training.loss import LOGITS, cross_entropy
+from rehead.training.loss import cross_entropy, distillation, fits
 from rehead.training.optimizer import build_optimizer, learning_rate
 
 
@@ -80,8 +80,7 @@ class Trainer:
         low = self.options.dtype == "bfloat16"
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
             if self._in_parts(inputs):
-                hidden, n_token = self.model.hidden(inputs.to(device)), self.model.config.vocab_size
-                return cross_entropy(self.model.logits, hidden, targets.to(device), n_token)
+                return self._loss_in_parts(inputs.to(device), targets.to(device))
             logits = self._forward(inputs.to(device))
             wanted = None if self.teacher is None else self._teach(inputs.to(device))
         rows = logits.flatten(0, 1).float()
@@ -94,8 +93,17 @@ class Trainer:
 
     def _in_parts(self, inputs: Tensor) -> bool:
         """Return True if there are too many logits to hold at once, and only the loss needs them."""
-        plain = self.teacher is None and not self.options.compile and isinstance(self.model, GPT)
-        return plain and inputs.numel() * self.model.config.vocab_size > LOGITS
+        plain = not self.options.compile and isinstance(self.model, GPT)
+        return plain and not fits(inputs.numel(), self.model.config.vocab_size)
+
+    def _loss_in_parts(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        head, hidden, n_token = self.model.logits, self.model.hidden(inputs), self.model.config.vocab_size
+        if self.teacher is None:
+            return cross_entropy(head, hidden, targets, n_token)
+        with torch.no_grad():
+            taught = self.teacher.hidden(inputs)
+        share = self.options.distillation
+        return distillation(head, hidden, targets, self.teacher.logits, taught, share, n_token)
 
     @torch.no_grad()
     def _teach(self, inputs: Tensor) -> Tensor:

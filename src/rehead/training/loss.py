@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary without holding all logits at once."""
+"""Losses over a large vocabulary without holding all logits at once."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGITS = 2**24
-"""Logits held at a time: 64 MB in float32, and the same again for their gradient."""
+from rehead.measure import logits
+from rehead.measure.logits import in_parts
+
+
+def fits(n_row: int, n_token: int) -> bool:
+    """Whether the logits of `n_row` rows over `n_token` tokens are few enough to hold at once."""
+    return n_row * n_token <= logits.LOGITS
 
 
 def cross_entropy(
@@ -20,21 +25,48 @@ def cross_entropy(
 ) -> Float[Tensor, ""]:
     """Return the mean loss in nats per token; `head` gives logits of `n_token` tokens.
 
-    More than `LOGITS` logits are computed in parts, and the backward pass recomputes each part: that costs a third
-    of the head's time and saves two copies of all logits.
+    Too many logits are computed in parts, and the backward pass recomputes each part: that costs a third of the
+    head's time and saves two copies of all logits.
     """
     rows, wanted = hidden.flatten(0, 1), targets.flatten()
-    size = max(1, LOGITS // n_token)
-    if len(rows) <= size:
-        return _loss(head, rows, wanted, "mean")
-    parts = [
-        checkpoint(_loss, head, some, their, "sum", use_reentrant=False, preserve_rng_state=False)
-        for some, their in zip(rows.split(size), wanted.split(size), strict=True)
+    if fits(len(rows), n_token):
+        return logits.cross_entropy(head, rows, wanted, "mean")
+
+    def part(some: Tensor, their: Tensor) -> Tensor:
+        return logits.cross_entropy(head, some, their, "sum")
+
+    return _mean(part, n_token, rows, wanted)
+
+
+def distillation(
+    head: Callable[[Tensor], Tensor],
+    hidden: Float[Tensor, "B L D"],
+    targets: Int[Tensor, "B L"],
+    teacher_head: Callable[[Tensor], Tensor],
+    taught: Float[Tensor, "B L C"],
+    share: float,
+    n_token: int,
+) -> Float[Tensor, ""]:
+    """Return `share` of the mean KL(teacher || model) in nats per token, and the rest of the loss on the targets.
+
+    `taught` is the input of the teacher's head. Both logits are computed, and recomputed, in parts.
+    """
+
+    def part(some: Tensor, their: Tensor, known: Tensor) -> Tensor:
+        ours = head(some).float()
+        with torch.no_grad():
+            wanted = teacher_head(known).float().log_softmax(-1)
+        divergence = F.kl_div(ours.log_softmax(-1), wanted, log_target=True, reduction="sum")
+        return share * divergence + (1 - share) * F.cross_entropy(ours, their, reduction="sum")
+
+    rows = hidden.flatten(0, 1), targets.flatten(), taught.flatten(0, 1)
+    return _mean(part, n_token, *rows)
+
+
+def _mean(part: Callable[..., Tensor], n_token: int, *rows: Tensor) -> Tensor:
+    """Return the sum of `part` over parts of `rows`, divided by their number; nothing within a part is kept."""
+    sums = [
+        checkpoint(part, *some, use_reentrant=False, preserve_rng_state=False)
+        for some in in_parts(n_token, *rows)
     ]
-    return torch.stack(parts).sum() / len(rows)
-
-
-def _loss(head: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    logits = head(rows)
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(exact), targets, reduction=reduction)
+    return torch.stack(sums).sum() / len(rows[0])

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rehead.checkpoint.find import is_run
-from rehead.config import flags
+from rehead.checkpoint.find import run_data
 from rehead.data import TOKENS, Ids, read_ids, split
 from rehead.tokenizer import Tokenizer
 
@@ -16,9 +15,9 @@ WINDOW, PLACES = 256, 16
 def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool | None:
     """Return whether `ids` contain a part of the training text; None if no run folder has that text."""
     run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    if not is_run(run) or not (run / TOKENS).is_file():
+    data = run_data(run)
+    if data is None or not (run / TOKENS).is_file():
         return None
-    data = flags.read([], (run / "config.yaml",)).data
     trained = split(read_ids(run / TOKENS, tokenizer), data.block_size, data.val_fraction).train
     size = min(WINDOW, len(trained))
     text = ids.astype(trained.dtype).tobytes()

@@ -1,0 +1,25 @@
+"""How many tokens of a text a model reads at once, where nobody says."""
+
+from numbers import Integral
+
+from rehead.config import ModelConfig
+from rehead.errors import ConfigError
+
+USUAL = 2048
+"""Tokens at most, where no length is given: time and memory of a text grow with the length of its blocks."""
+
+
+def text_length(config: ModelConfig, length: int | None = None, trained: int | None = None) -> int:
+    """Return the tokens of a block: `length` or, where it is None, the length a run `trained` with.
+
+    Where both are None, it is the smaller of the model's length and 2,048. Raises ConfigError for a length beyond the
+    model's.
+    """
+    if length is None:
+        length = min(config.block_size, USUAL if trained is None else trained)
+    if isinstance(length, bool) or not isinstance(length, Integral) or not 1 <= length <= config.block_size:
+        raise ConfigError(
+            f"length={length!r:.40}: the model reads at most block_size={config.block_size} tokens at once. "
+            f"Use 1 to {config.block_size}."
+        )
+    return length

@@ -1,0 +1,109 @@
+"""`rehead eval` against a plain loop over transformers' own model: at a length, sliding, in a dtype."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from rehead import tokenizer
+from rehead.cli import main
+
+TEXT = "Ünïcödé and plain: it droppeth as the gentle rain\nfrom heaven upon the place beneath. " * 20
+PADDED = 5000
+"""Tokens of the model, beyond those of its tokenizer, so that a batch's logits are computed in several parts."""
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """A random Llama for long texts in a stock folder with a tokenizer, the ids of a text, and that text."""
+    transformers.utils.logging.disable_progress_bar()
+    place = tmp_path_factory.mktemp("stock")
+    words = tokenizer.train("bpe", TEXT, 290)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        torch.set_default_dtype(torch.float32)
+        config = transformers.LlamaConfig(
+            vocab_size=PADDED, hidden_size=36, intermediate_size=52, num_hidden_layers=2, num_attention_heads=6,
+            num_key_value_heads=2, max_position_embeddings=131_072, tie_word_embeddings=True, initializer_range=0.2,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(place / "llama")
+    (place / "llama" / "tokenizer.json").write_text(words.to_json())
+    (place / "text.txt").write_text(TEXT)
+    return model, torch.from_numpy(words.encode(TEXT)).long(), place
+
+
+def plain(model, ids, length, stride):
+    """Mean loss, and how many tokens: windows moved by hand, each token where it is first read."""
+    losses, done = [], 0
+    for start in range(0, len(ids), stride):
+        if done == len(ids) - 1:
+            break
+        stop = min(start + length, len(ids) - 1)
+        with torch.no_grad():
+            logits = model(ids[None, start:stop]).logits[0, done - start :].float()
+        losses.append(F.cross_entropy(logits, ids[done + 1 : stop + 1], reduction="none"))
+        done = stop
+    return torch.cat(losses).mean().item(), sum(map(len, losses))
+
+
+def typed(place, *words):
+    done = subprocess.run(
+        [sys.executable, "-m", "rehead", "eval", "llama", "--data", "text.txt", *map(str, words), "--json"],
+        cwd=place, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.process
+def test_eval_is_the_loop_anyone_would_write(stock):
+    model, ids, place = stock
+    loss, tokens = plain(model, ids, 2048, 2048)
+    found = typed(place)
+    assert (found["length"], found["stride"], found["tokens"], found["dtype"]) == (
+        2048,
+        2048,
+        tokens,
+        "float32",
+    )
+    assert found["loss"] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(50, None), (50, 17), (300, 299), (64, 64)])
+def test_of_any_length_and_stride(stock, capsys, monkeypatch, length, stride):
+    torch.set_default_dtype(torch.float32)
+    model, ids, place = stock
+    monkeypatch.chdir(place)
+    words = ["--length", str(length)] + ([] if stride is None else ["--stride", str(stride)])
+    assert main(["eval", "llama", "--data", "text.txt", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    loss, tokens = plain(model, ids, length, stride or length)
+    assert (found["length"], found["stride"], found["tokens"]) == (length, stride or length, tokens)
+    assert found["loss"] == pytest.approx(loss, abs=1e-5)
+    assert found["loss"] != pytest.approx(
+        plain(model, ids, length - 1, min(length - 1, stride or 99))[0], abs=1e-5
+    )
+
+
+@pytest.mark.filterwarnings("default:.*not in the tokenizer's vocabulary")
+def test_in_another_dtype(stock, capsys, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    model, ids, place = stock
+    monkeypatch.chdir(place)
+    assert main(["eval", "llama", "--data", "text.txt", "--dtype", "bf16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dtype"] == "bfloat16"
+    exact = plain(model, ids, 2048, 2048)[0]
+    assert 1e-6 < abs(found["loss"] - exact) < 0.05
+    assert (
+        main(["generate", "llama", "--prompt", "it", "--max-new-tokens", "9", "--dtype", "bf16", "--json"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["results"]
+    assert main(["generate", "llama", "--prompt", "it", "--dtype", "int4"]) == 2
+    assert "--dtype int4" in capsys.readouterr().err
