@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from rehead.nn import linear as module
 from rehead.nn.few_rows import JoinedLinear
-from rehead.nn.linear import Linear
+from rehead.nn.linear import Linear, WideLinear
 
 onednn = pytest.mark.skipif(
     not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="oneDNN is used on x86 only"
@@ -63,3 +64,31 @@ def test_decoding_joins_them_as_it_joins_others():
 
     assert JoinedLinear(Linear(4, 3), nn.Linear(4, 5)).joined is not None
     assert JoinedLinear(Linear(4, 3), Other(4, 5)).joined is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 50), (64,)])
+def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
+    """As near to float64 as nn.Linear's, in every part of the weight; gradients and few rows are nn.Linear's."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(module, "WIDENED", 5 * 37 + 1)
+    layer, plain = (kind(37, 53, bias=bias, dtype=dtype) for kind in (WideLinear, nn.Linear))
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(*shape, 37, dtype=dtype)
+    with torch.no_grad():
+        ours, theirs = layer(x), plain(x)
+        gold = copy.deepcopy(plain).double()(x.double())
+        assert ours.dtype == dtype
+        assert (ours - gold).abs().max() <= 1.01 * (theirs - gold).abs().max()
+        assert (ours != theirs).double().mean() < 0.05
+        assert torch.equal(layer(x.flatten(0, -2)[:63]), plain(x.flatten(0, -2)[:63]))
+        assert "aten::_to_copy" in operators(layer, x)
+    assert "aten::_to_copy" not in operators(layer, x)
+
+
+def test_processors_with_such_instructions_use_them(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    layer, x = WideLinear(37, 53, dtype=torch.bfloat16), torch.randn(99, 37, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert "aten::_to_copy" not in operators(layer, x)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rehead.nn.linear import linear
 from rehead.system.device import synchronize
 
 SAMPLE = 0.02
@@ -39,7 +40,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Return FLOPs per second of a product of two square matrices of `dtype`."""
     side = SIDE.get(device.type, 2048)
     matrix = torch.full((side, side), 1 / side, device=device, dtype=dtype)
-    return 2 * side**3 * _rate(lambda: matrix @ matrix, device)
+    return 2 * side**3 * _rate(lambda: linear(matrix, matrix), device)
 
 
 def _rate(run: Callable[[], object], device: torch.device) -> float:

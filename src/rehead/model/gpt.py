@@ -15,6 +15,7 @@ from rehead.model.caches import require_caches, require_next
 from rehead.model.init import initialise
 from rehead.model.layers import Block
 from rehead.nn.dropout import Dropout
+from rehead.nn.linear import WideLinear
 from rehead.nn.norm import NORMS
 
 
@@ -32,7 +33,7 @@ class GPT(LanguageModel):
         self.embd_dropout = Dropout(config.embd_pdrop)
         self.layers = nn.ModuleList([Block(config, attention) for attention in config.attention])
         self.norm = NORMS[config.norm](config.n_embd, config.norm_eps)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = WideLinear(config.n_embd, config.vocab_size, bias=False)
         initialise(self, config.n_layer)
         self.tie()
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rehead.nn.linear import Linear
+from rehead.nn.linear import Linear, WideLinear
 
 JOIN_BELOW = 2**23
 """Weights read by the same input are joined in one copy up to that many bytes: a call costs more than the copy."""
@@ -19,7 +19,7 @@ PACKED_FROM = 2**22
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is its weight and bias and nothing else."""
-    return type(layer) in (nn.Linear, Linear) and "forward" not in vars(layer)
+    return type(layer) in (nn.Linear, WideLinear, Linear) and "forward" not in vars(layer)
 
 
 class JoinedLinear:
