@@ -124,7 +124,9 @@ def test_what_is_no_measurement():
     }.items():
         with pytest.raises(UsageError, match=words):
             bench(model, **sizes)
-    with pytest.raises(ResourceError, match=r"batch_size=1000000000 reads .* GB.*smaller batch"):
+    with pytest.raises(
+        ResourceError, match=r"batch_size=1000000000 .* needs about .* GB .* are free. .*smaller --batch"
+    ):
         bench(model, 3, 10**9, 2)
 
 

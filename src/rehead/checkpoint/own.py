@@ -24,7 +24,9 @@ from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput
 from rehead.model import LanguageModel, skeleton
 from rehead.model.base import require_model
+from rehead.stages import staged
 from rehead.system.device import choose_device
+from rehead.system.memory import require_memory
 
 FORMAT = "rehead-1"
 LARGEST_CONFIG = 4 * 2**20
@@ -184,7 +186,11 @@ def assign(
         if not weight.is_floating_point():
             raise InvalidInput(f"{where}: {name} holds {weight.dtype}, expected floating point.")
     held = dtype or functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
-    for name, weight in weights.items():
+    if in_memory:
+        n_bytes = sum(weight.numel() for weight in weights.values()) * held.itemsize
+        way_out = "Free some memory" + (", or use --dtype bf16." if held.itemsize > 2 else ".")
+        require_memory(f"loading {where}", {f"weights in {str(held)[6:]}": n_bytes}, way_out)
+    for name, weight in staged(weights.items(), "reading the weights", len(weights), "tensors"):
         owner, _, leaf = name.rpartition(".")
         same = weight if weight.dtype == held else map_deferred(lambda other: other.to(held), weight)
         setattr(
@@ -195,8 +201,12 @@ def assign(
 
 def _warn_of_damage(model: LanguageModel, folder: Path) -> None:
     """Warn about weights that hold NaN or infinity; generation and measurements refuse them."""
-    ranges = ((name, torch.stack(materialise(weight).aminmax())) for name, weight in model.named_parameters())
-    damaged = [name for name, range_ in ranges if not range_.isfinite().all()]
+    weights = list(model.named_parameters())
+    damaged = [
+        name
+        for name, weight in staged(weights, "looking over the weights", len(weights), "tensors")
+        if not torch.stack(materialise(weight).aminmax()).isfinite().all()
+    ]
     if damaged:
         listed = ", ".join(sorted(damaged)[:10])
         warnings.warn(f"{folder}: {len(damaged)} weights hold NaN or infinity: {listed:.300}", stacklevel=2)

@@ -33,6 +33,8 @@ def inspect(
 
         rehead inspect out/run --text "Hope is a waking dream" --compare "Hope is a waking dream and"
     """
+    import torch
+
     from rehead.checkpoint.files.publish import require_folders
     from rehead.data.files import write_whole
     from rehead.measure import inspection
@@ -44,10 +46,10 @@ def inspect(
 
     if html is not None and html.is_file() and not is_page(html):
         raise InvalidInput(f"--html {html} exists and was not written by rehead: choose another name.")
-    opened = open_model(model)
-    read, tokenizer = opened.model.float(), opened.require_tokenizer()
     texts = [text] if compare is None else [text, compare]
     with Board(f"inspecting {model}"):
+        opened = open_model(model, dtype=torch.float32)
+        read, tokenizer = opened.model, opened.require_tokenizer()
         inspections = [inspection.inspect(read, tokenizer, each, length) for each in texts]
     change = None if compare is None else inspection.compare(*inspections)
     document = inspection.document(inspections, change, layer, head)

@@ -1,6 +1,7 @@
 """`rehead generate`, `rehead eval` and `rehead env`."""
 
 import tempfile
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -52,9 +53,11 @@ def generate(
 
     from rehead.decoding import prepare
     from rehead.generation import stream
+    from rehead.measure.forecast import generation_bytes
     from rehead.report.progress import Board
     from rehead.stages import staged
     from rehead.system.device import choose_device
+    from rehead.system.memory import require_memory
     from rehead.tokenizer import open_model
 
     if not 1 <= samples <= MOST_SAMPLES:
@@ -62,7 +65,8 @@ def generate(
     if not 0 <= seed < 2**63 - samples:
         raise UsageError(f"--seed {seed}. Use 0 to {2**63 - 1 - samples}.")
     chosen = choose_device(device)
-    opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
+    with Board():
+        opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
     model, tokenizer = opened.model, opened.require_tokenizer()
     prompt = tuple(text for text in prompt for _ in range(samples))
     ids = [torch.from_numpy(tokenizer.encode(text, special_tokens=True)) for text in prompt]
@@ -70,10 +74,20 @@ def generate(
     tokens = stream(
         model, ids, max_new_tokens, temperature, top_k=top_k, top_p=top_p, seed=seeds, use_cache=cache
     )
+    longest = max(map(len, ids))
+    parts = generation_bytes(
+        model.config, len(ids), longest, max_new_tokens, model.head.weight.dtype, use_cache=cache
+    )
+    work = f"{len(ids)} texts of {longest:,} tokens and {max_new_tokens:,} new ones"
+    require_memory(work, parts, "Use fewer prompts, or a smaller --max-new-tokens.", model.device)
     prepare(model)
     if len(prompt) == 1 and not json:
+        with Board():
+            first = list(
+                staged(islice(tokens, 1), "reading the prompt", longest, "tokens", lambda _: longest)
+            )
         print(prompt[0], end="", flush=True)
-        for piece in tokenizer.stream((int(token[0]) for token in tokens), after=ids[0]):
+        for piece in tokenizer.stream((int(token[0]) for token in chain(first, tokens)), after=ids[0]):
             print(piece, end="", flush=True)
         print()
         return

@@ -4,14 +4,28 @@ import numpy as np
 
 from rehead.config import GPTConfig
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
+from rehead.measure.forecast import forward_bytes, loss_bytes
 from rehead.measure.length import text_length
 from rehead.model import LanguageModel
+from rehead.system.memory import require_memory
 
 CALIBRATION_TOKENS = 49_152
 TEST_TOKENS = 65_536
 """Tokens read of all texts together, at most; windows are spread evenly over each."""
 BATCH_TOKENS, BATCH_LOGITS = 4096, 2**27
 RANDOM_BLOCKS, RANDOM_TOKENS = 4, 4096
+
+
+def require_windows(model: LanguageModel, length: int) -> None:
+    """Raise ResourceError where the windows that are read at once do not fit the memory."""
+    many, dtype = max(1, BATCH_TOKENS // length), model.head.weight.dtype
+    parts = {
+        "activations": forward_bytes(model.config, many, length, dtype),
+        "logits": 2 * loss_bytes(model.config, many * length, dtype),
+    }
+    require_memory(
+        f"reading {many} x {length:,} tokens at once", parts, "Use a smaller --length.", model.device
+    )
 
 
 def blocks_of(

@@ -18,7 +18,13 @@ from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
 from rehead.config import GPTConfig
 from rehead.conversion.base import Converted, Statistics, Step, Weights, require_method
-from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of, random_blocks
+from rehead.conversion.blocks import (
+    CALIBRATION_TOKENS,
+    TEST_TOKENS,
+    blocks_of,
+    random_blocks,
+    require_windows,
+)
 from rehead.conversion.certificate import Certificate, LayerRecord, Text, certify, require_different
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
@@ -129,6 +135,7 @@ class Converter:
         self.calibration, self.seed = calibration, seed
         self.config = require_heads(model)
         self.length = text_length(self.config, length)
+        require_windows(model, self.length)
         _require_finite(model)
         self.blocks = self.read(CALIBRATION_TOKENS)
         self._statistics: dict[bool, list[Statistics]] = {}

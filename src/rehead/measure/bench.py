@@ -12,15 +12,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rehead.errors import ResourceError, UsageError
+from rehead.errors import UsageError
 from rehead.generation import stream
+from rehead.measure.forecast import generation_bytes
 from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.roofline import Roofline, matmul_rate, read_rate
 from rehead.measure.size import cache_bytes, decode_bytes, decode_flops, prefill_flops
 from rehead.model import LanguageModel
 from rehead.stages import staged
 from rehead.system.device import synchronize
-from rehead.system.machine import physical_memory
+from rehead.system.memory import require_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,19 +129,24 @@ def bench(
         )
     config, device, dtype = model.config, model.device, model.head.weight.dtype
     to_read = decode_bytes(config, whole, batch_size, dtype)
-    if to_read > physical_memory():
-        raise ResourceError(
-            f"a step of batch_size={batch_size} reads {to_read / 1e9:,.1f} GB of weights and cache, this machine has "
-            f"{physical_memory() / 1e9:,.1f} GB. Use a smaller batch or shorter prompts."
+    parts = {
+        use: generation_bytes(config, batch_size, prompt_length, new_tokens, dtype, use_cache=use)
+        for use in (True, False)
+    }
+    for held in ({"a block to time reading": to_read}, *parts.values()):
+        work = f"batch_size={batch_size} with prompts of {prompt_length:,} tokens"
+        require_memory(
+            work, held, "Use a smaller --batch, or a smaller --length or --prompt-lengths.", device
         )
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator)
     arms = {True: _Samples(), False: _Samples()}
-    for use_cache in arms:
-        _generate(model, prompts, 2, use_cache, _Samples())
     roofs = []
     title = f"timing prompts of {prompt_length:,} tokens, batch {batch_size}"
     for index in staged(range(rounds), title, rounds, "rounds"):
+        if index == 0:
+            for use_cache in arms:
+                _generate(model, prompts, 2, use_cache, _Samples())
         roofs.append(Roofline(read=read_rate(to_read, device), matmul=matmul_rate(dtype, device)))
         for use_cache in (True, False) if index % 2 == 0 else (False, True):
             _generate(model, prompts, new_tokens, use_cache, arms[use_cache])

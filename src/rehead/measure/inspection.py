@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rehead.errors import InvalidInput, UsageError
 from rehead.measure.attention_maps import HeadSpread, attention_maps, head_spread, prefix_change
+from rehead.measure.forecast import forward_bytes, map_bytes
 from rehead.model import GPT, LanguageModel
+from rehead.system.memory import require_memory
 from rehead.tokenizer import Tokenizer
 
 UNCHANGED = 1e-5
@@ -91,6 +93,12 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, length: int =
         limit = f"the model's context is {context}" if n_token == context else f"length={length}"
         message = f"the text has {len(ids):,} tokens, the first {n_token:,} are inspected: {limit}."
         warnings.warn(message, stacklevel=2)
+    if isinstance(model, GPT):
+        parts = {
+            "maps": map_bytes(model.config, n_token),
+            "activations": forward_bytes(model.config, 1, n_token, model.head.weight.dtype),
+        }
+        require_memory(f"a text of {n_token:,} tokens", parts, "Use a smaller --length.", model.device)
     maps = attention_maps(model, torch.from_numpy(ids[:n_token]))
     assert isinstance(model, GPT)
     return Inspection(

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rehead.data import IGNORE, evaluation_blocks, require_vocabulary, shown
 from rehead.errors import InvalidInput, NumericError
+from rehead.measure.forecast import batch_of
 from rehead.measure.length import text_length
 from rehead.measure.logits import cross_entropy, in_parts
 from rehead.model import LanguageModel, evaluating
-
-MOST_BLOCKS, MOST_TOKENS = 32, 8192
-"""Default limits of one batch."""
+from rehead.system.device import free_memory
+from rehead.system.memory import require_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,18 @@ def evaluate_text(
 
     The text is read in blocks of `length` tokens, by default as in `text_length`. Blocks follow one another, or, with a
     `stride` below `length`, overlap: each begins `stride` tokens after the one before, and only tokens that none
-    before it had are predicted. Raises ConfigError for a length beyond the model's, InvalidInput for ids that are not
-    the model's or fewer than two.
+    before it had are predicted. Without a `batch_size`, as many blocks are read at once as suit the memory.
+
+    Raises ConfigError for a length beyond the model's, InvalidInput for ids that are not the model's or fewer than two,
+    ResourceError for blocks that do not fit the memory.
     """
     text = np.asarray(ids)
     require_vocabulary(text, model.config.vocab_size)
     length = text_length(model.config, length)
-    many = max(1, min(MOST_BLOCKS, MOST_TOKENS // length)) if batch_size is None else batch_size
+    dtype, device = model.head.weight.dtype, model.device
+    many, parts = batch_of(model.config, length, dtype, free_memory(device), batch_size)
+    way_out = "Use a smaller --length." if many == 1 else "Use a smaller --batch-size or --length."
+    require_memory(f"reading {many} x {length:,} tokens at once", parts, way_out, device)
     blocks = evaluation_blocks(text, length, many, stride=stride)
     loss, count = evaluate(model, shown(blocks, "eval", len(text) - 1))
     return TextLoss(loss=loss, tokens=count, length=length, stride=length if stride is None else stride)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rehead.stages import Stage
 
-SOON, EVERY, TICK = 3.0, 30.0, 0.5
+SOON, EVERY, TICK = 2.0, 30.0, 0.5
 """Seconds: a stage shorter than SOON is not shown; after that no silence is longer than EVERY."""
 Record = dict[str, Any]
 

@@ -158,6 +158,7 @@ class Job:
             words = ["rehead", "heal", str(self.parent.model), f"--teacher={teacher}"]
             default["trainer"] |= DEFAULTS
             default["data"]["block_size"] = None  # the model's own, unless given
+            default["trainer"]["batch_size"] = None  # follows from it
             del table["model"]["folder"], table["trainer"]["teacher"]
             if not is_run(teacher) and not self.parent.parent.is_trained:
                 table["data"]["name"] = self.options.data.name or (

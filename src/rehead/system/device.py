@@ -3,6 +3,7 @@
 import torch
 
 from rehead.errors import UsageError
+from rehead.system.machine import available_memory
 
 
 def choose_device(name: str) -> torch.device:
@@ -28,3 +29,11 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on a device; mps has the machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_memory()

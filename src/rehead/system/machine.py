@@ -2,14 +2,71 @@
 
 import os
 import platform
+import re
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+CACHED = re.compile(r"^(?:total_)?(?:in)?active_file (\d+)$", re.MULTILINE)
+"""Pages of files in memory.stat, which a control group gives up when it needs memory (total_: with its subgroups)."""
 
 
 def physical_memory() -> int:
     """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process can still allocate without swapping or being killed.
+
+    The least of what is free on the machine, in the control groups of this process (both versions) and below its own
+    limit of address space (`ulimit -v`). `root` is where /proc and /sys are.
+    """
+    return max(0, min([_free(root), *_left_in_groups(root), *_left_of_addresses(root)]))
+
+
+def _free(root: Path) -> int:
+    """Return what is free or can be freed, or all memory where the system does not say."""
+    info = root / "proc/meminfo"
+    found = re.search(r"^MemAvailable: +(\d+) kB", info.read_text(), re.MULTILINE) if info.exists() else None
+    return int(found[1]) * 1024 if found else physical_memory()
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield what each control group with a limit has left: this process's and those around it."""
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts, limit, used = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            mounts, limit, used = ("sys/fs/cgroup/memory",), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        for mount in mounts:
+            inner = Path(path.lstrip("/"))
+            for group in (inner, *inner.parents):
+                yield from _left(root / mount / group, limit, used)
+
+
+def _left(group: Path, limit: str, used: str) -> Iterator[int]:
+    """Yield the limit of a group less what it uses, without pages that it can give up; nothing without a limit."""
+    try:
+        most, now = (group / limit).read_text().strip(), int((group / used).read_text())
+        kept = sorted(map(int, CACHED.findall((group / "memory.stat").read_text())))
+    except OSError:
+        return
+    if most != "max":
+        yield int(most) - now + sum(kept[-2:])
+
+
+def _left_of_addresses(root: Path) -> Iterator[int]:
+    """Yield how many more bytes of addresses this process may use, if that is limited."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    sizes = root / "proc/self/statm"
+    if most != resource.RLIM_INFINITY and sizes.exists():
+        yield most - int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def processor() -> str:

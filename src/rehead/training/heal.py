@@ -7,7 +7,7 @@ from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
-from rehead.config import ModelConfig, RunOptions, decode, flags
+from rehead.config import ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.folder import require_apart
@@ -28,6 +28,10 @@ DEFAULTS = {
     "weight_decay": 0.0,
     "sample_every": 0,
 }
+
+
+STEP_TOKENS = 16_384
+"""Tokens of a step, at most, where no batch size is given: long blocks make small batches."""
 
 
 def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | None = None) -> RunOptions:
@@ -57,6 +61,7 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
         )
     usual = text_length(config, length, None if data is None else data.block_size)
     table.setdefault("data", {})["block_size"] = usual
+    table["trainer"]["batch_size"] = max(1, min(TrainerOptions.batch_size, STEP_TOKENS // usual))
     if length is not None:
         changes = [*changes, f"data.block_size={length}"]
     options = flags.read(changes, tables=(table,))

@@ -22,7 +22,7 @@ from rehead.training.folder import RunFolder
 from rehead.training.heal import healed_files
 from rehead.training.interrupt import Stop, stop_signals
 from rehead.training.loop import Trainer
-from rehead.training.start import located, read_teacher, read_text, start_model
+from rehead.training.start import located, read_teacher, read_text, require_step, start_model
 
 PROMPT_TOKENS = 8
 """Samples continue this many tokens of the validation text, unless a prompt is given."""
@@ -71,7 +71,9 @@ class Run:
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
         teacher = read_teacher(options, model, device)
-        self.trainer = Trainer(model.to(device), options.trainer, teacher)
+        model = model.to(device)
+        require_step(options, model)
+        self.trainer = Trainer(model, options.trainer, teacher)
         if checkpoint is not None and numbers is not None:
             self.trainer.step = numbers["step"]
             self.best = numbers["best_val_loss"]

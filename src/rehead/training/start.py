@@ -12,10 +12,11 @@ from rehead.checkpoint import load, resolve
 from rehead.checkpoint.hub import pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions
 from rehead.data import Tokens, source_of, tokenize
-from rehead.errors import ConfigError, ResourceError
+from rehead.errors import ConfigError
 from rehead.measure import parameters
+from rehead.measure.forecast import FLOAT, loss_bytes, step_bytes
 from rehead.model import LanguageModel, build
-from rehead.system.machine import physical_memory
+from rehead.system.memory import require_memory
 from rehead.tokenizer import Tokenizer, train
 from rehead.training.heal import require_same_vocabulary
 
@@ -64,7 +65,6 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
         options.require_folder_only()
         model = load(options.folder).float()  # bfloat16 would round most steps away
         limit = model.config.block_size
-        _require_memory(model.config)
         if block_size > limit:
             raise ConfigError(
                 f"data.block_size={block_size} is above the {limit} of {options.folder}: use {limit} or less."
@@ -92,12 +92,29 @@ def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device
 
 def _require_memory(config: ModelConfig) -> None:
     """Raise ResourceError, before allocating, for a model too large to train in this machine's memory."""
-    need, have = parameters(config) * TRAINING_BYTES, physical_memory()
-    if need > have:
-        raise ResourceError(
-            f"{parameters(config):,} parameters need {need / 1e9:,.0f} GB to train ({TRAINING_BYTES} bytes each), this "
-            f"machine has {have / 1e9:,.0f} GB: use a smaller model.n_embd or model.n_layer."
-        )
+    n_parameter = parameters(config)
+    parts = {"weights, gradients and AdamW's moments": n_parameter * TRAINING_BYTES}
+    require_memory(
+        f"training {n_parameter:,} parameters", parts, "Use a smaller model.n_embd or model.n_layer."
+    )
+
+
+def require_step(options: RunOptions, model: LanguageModel) -> None:
+    """Raise ResourceError, before the first step, for batches that do not fit the memory beside the weights."""
+    config, size, length = model.config, options.trainer.batch_size, options.data.block_size
+    if not isinstance(config, GPTConfig):
+        return
+    n_parameter = sum(weight.numel() for weight in model.parameters())
+    require_memory(
+        f"a step of {size} x {length:,} tokens",
+        {
+            "gradients and moments": n_parameter * (TRAINING_BYTES - FLOAT),
+            "activations": step_bytes(config, size, length),
+            "logits": 2 * loss_bytes(config, size * length, torch.float32),
+        },
+        "Use a smaller trainer.batch_size (with trainer.grad_accumulation for as many tokens) or data.block_size.",
+        model.device,
+    )
 
 
 def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from rehead.checkpoint.files.shards import require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
+from rehead.stages import staged
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -112,7 +113,8 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
 
 def _require_recorded(folder: Path, files: dict[str, tuple[int, str]]) -> None:
     """Refuse a file that is missing or changed."""
-    for name, (size, digest) in files.items():
+    checked = staged(files.items(), f"checking {folder}", len(files), "files")
+    for name, (size, digest) in checked:
         path = folder / name
         if Path(name).name != name or not os.path.isfile(path):  # False where Path's would raise
             raise IntegrityError(f"{path} is missing: {MANIFEST} lists it. {AGAIN}")

@@ -1,0 +1,98 @@
+"""Bytes that work will take, from the config, before it begins.
+
+Tests compare these estimates with what a process takes: they are within a factor of 1.5 of it.
+"""
+
+import torch
+
+from rehead.attention import AttentionConfig, GroupedConfig
+from rehead.attention.score import ScaledDot
+from rehead.config import GPTConfig, ModelConfig, RNNConfig
+from rehead.measure import logits
+from rehead.measure.size import cache_bytes
+
+FLOAT = 4
+"""Bytes of a number in float32, in which kernels and losses compute."""
+KEPT = 1.5
+"""What a process takes, relative to its tensors: an allocator keeps some of what was freed."""
+MOST_BLOCKS, MOST_TOKENS = 32, 8192
+"""Default limits of one batch; more are not faster."""
+BATCH_BYTES = 2**29
+"""Activations and logits of one batch, by default."""
+
+
+def forward_bytes(config: ModelConfig, batch_size: int, length: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a forward pass over (B, L) tokens without gradients, beside weights, cache and logits.
+
+    At the peak these are the largest part of one layer (queries, keys, values and what was attended to, or the hidden
+    layer of the MLP) and three times the residual stream. Narrow dtypes have copies in float32, and a learned score
+    has the weights of all pairs of tokens.
+    """
+    n_token, size = batch_size * length, dtype.itemsize
+    copy = FLOAT if size < FLOAT else 0
+    if isinstance(config, GPTConfig):
+        mlp = config.n_hidden * max((3 if config.mlp == "swiglu" else 2) * size, size + copy)
+        heads = max(layer.attention_flops(1) for layer in config.attention)  # at least what all four have
+        pairs = max(_pair_bytes(layer) for layer in config.attention)
+        stream = 3 * config.n_embd * size
+        return int(KEPT * n_token * (stream + max(mlp, heads * (size + copy)))) + n_token * length * pairs
+    assert isinstance(config, RNNConfig)
+    return int(KEPT * n_token * size * (config.n_embd + 4 * config.n_hidden))
+
+
+def loss_bytes(config: ModelConfig, n_token: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the logits that are held at a time to compute the loss of `n_token` tokens."""
+    size = dtype.itemsize
+    return min(logits.LOGITS, n_token * config.vocab_size) * (size + 2 * FLOAT if size < FLOAT else 2 * size)
+
+
+def batch_of(
+    config: ModelConfig, length: int, dtype: torch.dtype, free: int, batch_size: int | None = None
+) -> tuple[int, dict[str, int]]:
+    """Return how many blocks of `length` tokens are read at once, and the bytes this takes by what holds them.
+
+    Without a `batch_size`, as many as fit 8,192 tokens, 0.5 GB and half of what is `free`, but at least one.
+    """
+    if batch_size is None:
+        rest = min(BATCH_BYTES, free // 2) - loss_bytes(config, MOST_TOKENS, dtype)
+        one = max(1, forward_bytes(config, 1, length, dtype))
+        batch_size = max(1, min(MOST_BLOCKS, MOST_TOKENS // length, rest // one))
+    return batch_size, {
+        "activations": forward_bytes(config, batch_size, length, dtype),
+        "logits": loss_bytes(config, batch_size * length, dtype),
+    }
+
+
+def generation_bytes(
+    config: ModelConfig, batch_size: int, prompt: int, new: int, dtype: torch.dtype, *, use_cache: bool = True
+) -> dict[str, int]:
+    """Return the bytes of generating `new` tokens after a prompt, beside the weights, by what holds them."""
+    whole = min(prompt + new, config.context_limit or prompt + new)
+    return {
+        "activations": forward_bytes(config, batch_size, prompt if use_cache else whole, dtype),
+        "cache": cache_bytes(config, whole, batch_size, dtype) if use_cache else 0,
+        "logits": batch_size * config.vocab_size * (dtype.itemsize + 2 * FLOAT),
+    }
+
+
+def map_bytes(config: GPTConfig, length: int) -> int:
+    """Return the bytes of the attention maps of all layers of one text, and of computing those of a layer."""
+    numbers = [layer.n_map * length**2 for layer in config.attention]
+    return FLOAT * (sum(numbers) + 3 * max(numbers))
+
+
+def step_bytes(config: GPTConfig, batch_size: int, length: int) -> int:
+    """Return the bytes that a forward pass in float32 over (B, L) tokens keeps for its gradients, without logits."""
+    kept = 4 * config.n_embd + config.n_hidden * (4 if config.mlp == "swiglu" else 2)
+    per_token = sum(
+        kept + layer.attention_flops(1) + length * (_pair_bytes(layer) // FLOAT) for layer in config.attention
+    )
+    return int(KEPT * FLOAT * batch_size * length * per_token)
+
+
+def _pair_bytes(attention: AttentionConfig) -> int:
+    """Return the bytes that a learned score takes per pair of tokens; 0 for the dot product."""
+    if not isinstance(attention, GroupedConfig) or isinstance(attention.score, ScaledDot):
+        return 0
+    units = getattr(attention.score, "width", 0)
+    return attention.n_query_head * FLOAT * (4 + 2 * units)
