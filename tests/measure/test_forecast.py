@@ -99,7 +99,7 @@ def limited(place, gigabytes, *words):
     [
         ("eval llama --data text.txt --length 100000", "reading 1 x 100,000 tokens at once needs about"),
         ("eval llama --data text.txt --batch-size 40", "Use a smaller --batch-size or --length."),
-        ("inspect llama --length 50000 --text $(yes to be or not to be | head -1500 | tr -d '\\n')", "a text of"),
+        ('inspect llama --length 50000 --text "$(cut -c -26000 text.txt)"', "a text of 26,000 tokens"),
         ("bench llama --prompt-lengths 90000", "with prompts of 90,000 tokens needs about"),
         ("generate llama --prompt a --samples 300 --max-new-tokens 9000", "300 texts of 1 tokens and 9,000 new ones"),
         ("convert llama new --to mla --kv-fraction 0.5 --length 90000", "Use a smaller --length."),
