@@ -9,6 +9,10 @@ import torch
 import rehead
 from rehead.checkpoint import resolve
 from rehead.cli import main
+from rehead.config import ModelOptions, TrainerOptions
+from rehead.measure.forecast import step_bytes
+from rehead.training import frozen, run
+from rehead.training.heal import _usual_batch
 
 TINY = [
     "data.path=input.txt",
@@ -84,6 +88,66 @@ def test_the_length_of_the_blocks(capsys):
     assert "data.block_size is given twice" in capsys.readouterr().err
     assert heal("--length", "17") == 2
     assert "--length 17: the model reads at most block_size=16" in capsys.readouterr().err
+
+
+def test_only_attentions_learn_and_the_teacher_shares_the_rest(monkeypatch):
+    """The other weights stay bit for bit; recomputing changes nothing; a resumed run is the same."""
+    trainers = []
+    real = run.Trainer
+    monkeypatch.setattr(run, "Trainer", lambda *a: trainers.append(real(*a)) or trainers[-1])
+    words = ("trainer.train=attention", "trainer.schedule=constant", "trainer.learning_rate=1e-2")
+    assert heal(*words, "trainer.max_iters=4", "system.work_dir=some") == 0
+    student, teacher = trainers[0].model, trainers[0].teacher
+    for name, weight in student.named_parameters():
+        assert weight.requires_grad == (".self_attn." in name)
+        shared = weight is dict(teacher.named_parameters()).get(name)
+        assert shared == (not weight.requires_grad)
+    before, after = rehead.load("mqa").state_dict(), rehead.load("some").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".self_attn." in name}
+    assert heal(*words, "trainer.max_iters=4", "system.work_dir=again", "trainer.recompute=True") == 0
+    assert heal(*words, "trainer.max_iters=2", "system.work_dir=two") == 0
+    assert heal("trainer.resume=True", "trainer.max_iters=4", "system.work_dir=two") == 0
+    for other in ("again", "two"):
+        assert all(
+            torch.equal(after[name], weight) for name, weight in rehead.load(other).state_dict().items()
+        )
+    assert heal("trainer.resume=True", "trainer.train=all", "trainer.max_iters=5", "system.work_dir=two") == 2
+
+
+def test_a_teacher_of_other_weights_keeps_its_own():
+    """An embedding that differs is not shared, and what the teacher says does not change."""
+    student, teacher = rehead.load("mqa"), rehead.load("source")
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        student.embed_tokens.weight[3] += 1
+        wanted = teacher(ids)
+    frozen.freeze(student, TrainerOptions(train="attention"))
+    lazy = rehead.load("source", in_memory=False)
+    frozen.share_frozen(student, lazy)
+    assert lazy.embed_tokens.weight is not student.embed_tokens.weight
+    assert lazy.layers[0].mlp.up_proj.weight is student.layers[0].mlp.up_proj.weight
+    assert torch.equal(lazy(ids), wanted)
+
+
+def test_long_blocks_are_recomputed_and_batches_follow_the_memory(monkeypatch):
+    large = ModelOptions(n_layer=16, n_embd=2048, n_query_head=32).resolve(1000, 2048)
+    small = ModelOptions(n_layer=2, n_embd=24, n_query_head=4).resolve(1000, 2048)
+    assert _usual_batch(small, 16) == {"batch_size": 64}
+    monkeypatch.setattr("rehead.training.heal.available_memory", lambda: 2**35)
+    found = _usual_batch(large, 2048)
+    assert found["recompute"]
+    assert 1 <= found["batch_size"] < 8
+    assert step_bytes(large, found["batch_size"], 2048, recompute=True) <= 2**32 < step_bytes(large, 8, 2048)
+    monkeypatch.setattr("rehead.training.heal.available_memory", lambda: 2**30)
+    assert _usual_batch(large, 2048) == {"batch_size": 1, "recompute": True}
+
+
+@pytest.mark.parametrize("flag", ["train=attention", "recompute=True"])
+def test_an_rnn_has_no_attention_to_train(flag, capsys):
+    words = ["data.path=input.txt", "model.type=rnn", "system.work_dir=rnn", f"trainer.{flag}"]
+    assert main(["train", *words, "trainer.max_iters=1"]) == 2
+    assert f"trainer.{flag} needs a model.type=gpt" in capsys.readouterr().err
 
 
 def test_interrupted_and_resumed_is_uninterrupted():

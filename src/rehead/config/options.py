@@ -90,6 +90,10 @@ class TrainerOptions:
     """float32, or bfloat16 for autocast: the weights stay in float32"""
     compile: bool = False
     """compile the model with torch.compile"""
+    recompute: bool = False
+    """keep only the inputs of layers, and recompute the rest in the backward pass: less memory, a third more time"""
+    train: Literal["all", "attention"] = "all"
+    """weights that learn: all, or those of the attentions; a teacher then shares the others where they are equal"""
     eval_every: int = 100
     """steps between validations"""
     eval_batches: int = 8
@@ -123,6 +127,8 @@ class TrainerOptions:
             raise ConfigError(
                 f"trainer.distillation={self.distillation} is not a share of the loss. Use 0 to 1."
             )
+        if self.compile and self.recompute:
+            raise ConfigError("trainer.compile=True and trainer.recompute=True: use one of them.")
         for name in ("batch_size", "grad_accumulation", "eval_every", "eval_batches", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 1 or more.")

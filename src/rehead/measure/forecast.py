@@ -81,12 +81,16 @@ def map_bytes(config: GPTConfig, length: int) -> int:
     return FLOAT * (sum(numbers) + 3 * max(numbers))
 
 
-def step_bytes(config: GPTConfig, batch_size: int, length: int) -> int:
-    """Return the bytes that a forward pass in float32 over (B, L) tokens keeps for its gradients, without logits."""
+def step_bytes(config: GPTConfig, batch_size: int, length: int, *, recompute: bool = False) -> int:
+    """Return the bytes that a forward pass in float32 over (B, L) tokens keeps for its gradients, without logits.
+
+    With `recompute` these are the inputs of all layers, and everything of one.
+    """
     kept = 4 * config.n_embd + config.n_hidden * (4 if config.mlp == "swiglu" else 2)
-    per_token = sum(
+    layers = [
         kept + layer.attention_flops(1) + length * (_pair_bytes(layer) // FLOAT) for layer in config.attention
-    )
+    ]
+    per_token = max(layers) + len(layers) * config.n_embd if recompute else sum(layers)
     return int(KEPT * FLOAT * batch_size * length * per_token)
 
 

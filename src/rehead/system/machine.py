@@ -39,9 +39,11 @@ def _left_in_groups(root: Path) -> Iterator[int]:
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mounts, limit, used = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.max", "memory.current"
+            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+            limit, used = "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            mounts, limit, used = ("sys/fs/cgroup/memory",), "memory.limit_in_bytes", "memory.usage_in_bytes"
+            mounts = ["sys/fs/cgroup/memory"]
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         for mount in mounts:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
-from rehead.config import ModelConfig, RunOptions, TrainerOptions, decode, flags
+from rehead.config import GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.folder import require_apart
@@ -16,8 +16,10 @@ from rehead.conversion.texts import Passage
 from rehead.data import Ids, shown
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.fidelity import compare
+from rehead.measure.forecast import step_bytes
 from rehead.measure.length import text_length
 from rehead.model import LanguageModel
+from rehead.system.machine import available_memory
 
 DEFAULTS = {
     "max_iters": 300,
@@ -30,8 +32,8 @@ DEFAULTS = {
 }
 
 
-STEP_TOKENS = 16_384
-"""Tokens of a step, at most, where no batch size is given: long blocks make small batches."""
+STEP_TOKENS, STEP_BYTES = 16_384, 2**32
+"""Tokens and activations of a step, at most, where no batch size is given: long blocks make small batches."""
 
 
 def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | None = None) -> RunOptions:
@@ -61,7 +63,7 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
         )
     usual = text_length(config, length, None if data is None else data.block_size)
     table.setdefault("data", {})["block_size"] = usual
-    table["trainer"]["batch_size"] = max(1, min(TrainerOptions.batch_size, STEP_TOKENS // usual))
+    table["trainer"] |= _usual_batch(config, usual)
     if length is not None:
         changes = [*changes, f"data.block_size={length}"]
     options = flags.read(changes, tables=(table,))
@@ -70,6 +72,15 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
     if options.trainer.resume and begun.is_file():
         options = flags.read([f"trainer.teacher={teacher}", *changes], (begun,), (table,))
     return options
+
+
+def _usual_batch(config: ModelConfig, length: int) -> dict[str, Any]:
+    """Return `batch_size` and `recompute` for blocks of `length`, where a user gives none."""
+    size, free = max(1, min(TrainerOptions.batch_size, STEP_TOKENS // length)), available_memory()
+    if not isinstance(config, GPTConfig) or step_bytes(config, size, length) <= min(STEP_BYTES, free // 2):
+        return {"batch_size": size}
+    one = step_bytes(config, 1, length, recompute=True)
+    return {"batch_size": max(1, min(size, min(STEP_BYTES, free // 4) // one)), "recompute": True}
 
 
 def _require_source(folder: Path, teacher: ModelConfig) -> None:

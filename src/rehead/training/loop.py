@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rehead.config import TrainerOptions
 from rehead.data import Batch
@@ -81,7 +82,11 @@ class Trainer:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
             if self._in_parts(inputs):
                 return self._loss_in_parts(inputs.to(device), targets.to(device))
-            logits = self._forward(inputs.to(device))
+            logits = (
+                self.model.logits(self._hidden(inputs.to(device)))
+                if self.options.recompute
+                else self._forward(inputs.to(device))
+            )
             wanted = None if self.teacher is None else self._teach(inputs.to(device))
         rows = logits.flatten(0, 1).float()
         loss = F.cross_entropy(rows, targets.to(device).flatten())
@@ -97,13 +102,23 @@ class Trainer:
         return plain and not fits(inputs.numel(), self.model.config.vocab_size)
 
     def _loss_in_parts(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        head, hidden, n_token = self.model.logits, self.model.hidden(inputs), self.model.config.vocab_size
+        head, hidden, n_token = self.model.logits, self._hidden(inputs), self.model.config.vocab_size
         if self.teacher is None:
             return cross_entropy(head, hidden, targets, n_token)
         with torch.no_grad():
             taught = self.teacher.hidden(inputs)
         share = self.options.distillation
         return distillation(head, hidden, targets, self.teacher.logits, taught, share, n_token)
+
+    def _hidden(self, inputs: Tensor) -> Tensor:
+        """Return the input of the head; with `recompute` only the inputs of layers are kept for the backward pass."""
+        if not self.options.recompute:
+            return self.model.hidden(inputs)
+        assert isinstance(self.model, GPT)
+        x = self.model.embed(inputs)
+        for layer in self.model.layers:
+            x = checkpoint(layer, x, None, None, use_reentrant=False)
+        return self.model.finish(x)
 
     @torch.no_grad()
     def _teach(self, inputs: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ def build_optimizer(model: nn.Module, options: TrainerOptions) -> torch.optim.Ad
     """Return an AdamW that decays the weights of linear layers, not embeddings, norms, biases or learned scores."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     embedding = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decaying = [p for p in model.parameters() if id(p) in linear - embedding]
-    others = [p for p in model.parameters() if id(p) not in linear - embedding]
+    learning = [p for p in model.parameters() if p.requires_grad]
+    decaying = [p for p in learning if id(p) in linear - embedding]
+    others = [p for p in learning if id(p) not in linear - embedding]
     groups = [
         {"params": decaying, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -19,6 +19,7 @@ from rehead.system.device import choose_device
 from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
+from rehead.training.frozen import freeze
 from rehead.training.heal import healed_files
 from rehead.training.interrupt import Stop, stop_signals
 from rehead.training.loop import Trainer
@@ -70,8 +71,9 @@ class Run:
         self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
-        teacher = read_teacher(options, model, device)
         model = model.to(device)
+        freeze(model, options.trainer)
+        teacher = read_teacher(options, model, device)
         require_step(options, model)
         self.trainer = Trainer(model, options.trainer, teacher)
         if checkpoint is not None and numbers is not None:
@@ -231,7 +233,7 @@ class Run:
             ("model", vars(before.model)),
             ("data", ("block_size", "val_fraction", "tokenizer", "vocab_size")),
             ("system", ("seed",)),
-            ("trainer", ("batch_size", "grad_accumulation", "teacher", "distillation")),
+            ("trainer", ("batch_size", "grad_accumulation", "teacher", "distillation", "train")),
         ):
             for name in names:
                 was, now = getattr(getattr(before, group), name), getattr(getattr(given, group), name)

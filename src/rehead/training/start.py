@@ -18,6 +18,7 @@ from rehead.measure.forecast import FLOAT, loss_bytes, step_bytes
 from rehead.model import LanguageModel, build
 from rehead.system.memory import require_memory
 from rehead.tokenizer import Tokenizer, train
+from rehead.training.frozen import share_frozen
 from rehead.training.heal import require_same_vocabulary
 
 TRAINING_BYTES = 16
@@ -63,7 +64,7 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
     torch.manual_seed(seed)
     if options.folder is not None:
         options.require_folder_only()
-        model = load(options.folder).float()  # bfloat16 would round most steps away
+        model = load(options.folder, dtype=torch.float32)  # bfloat16 would round most steps away
         limit = model.config.block_size
         if block_size > limit:
             raise ConfigError(
@@ -81,12 +82,16 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:
-    """Load the teacher, if there is one, in eval mode."""
+    """Load the teacher, if there is one, in eval mode; beside a partly frozen model only what differs from it."""
     place = options.trainer.teacher
     if place is None:
         return None
-    teacher = load(place, device=device)
+    partly = options.trainer.train != "all"
+    dtype = torch.float32 if partly else None
+    teacher = load(place, device="cpu" if partly else device, dtype=dtype, in_memory=not partly)
     require_same_vocabulary(model, teacher, place)
+    if partly:
+        share_frozen(model, teacher)
     return teacher.requires_grad_(False)
 
 
@@ -104,15 +109,17 @@ def require_step(options: RunOptions, model: LanguageModel) -> None:
     config, size, length = model.config, options.trainer.batch_size, options.data.block_size
     if not isinstance(config, GPTConfig):
         return
-    n_parameter = sum(weight.numel() for weight in model.parameters())
+    n_parameter = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    recompute = options.trainer.recompute
     require_memory(
         f"a step of {size} x {length:,} tokens",
         {
             "gradients and moments": n_parameter * (TRAINING_BYTES - FLOAT),
-            "activations": step_bytes(config, size, length),
+            "activations": step_bytes(config, size, length, recompute=recompute),
             "logits": 2 * loss_bytes(config, size * length, torch.float32),
         },
-        "Use a smaller trainer.batch_size (with trainer.grad_accumulation for as many tokens) or data.block_size.",
+        "Use " + "trainer.recompute=True, or " * (not recompute) + "a smaller trainer.batch_size (with "
+        "trainer.grad_accumulation for as many tokens) or data.block_size.",
         model.device,
     )
 

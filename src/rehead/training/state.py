@@ -29,7 +29,7 @@ def write(
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
     for name, weight in model.named_parameters():
-        for key, value in optimizer.state[weight].items():
+        for key, value in optimizer.state.get(weight, {}).items():
             tensors[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
     save_file(tensors, folder / TENSORS)
     (folder / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
