@@ -130,6 +130,7 @@ def healed_files(
         "steps": step,
         "teacher": options.trainer.teacher,
         "distillation": options.trainer.distillation,
+        "train": options.trainer.train,
         "learning_rate": options.trainer.learning_rate,
         "batch_tokens": options.trainer.batch_size
         * options.trainer.grad_accumulation
