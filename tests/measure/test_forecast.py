@@ -144,6 +144,8 @@ def test_batches_follow_the_memory():
     assert sizes[2**24] == 1
     assert 1 <= sizes[2**29] <= sizes[2**30] <= sizes[2**40] <= 8
     assert batch_of(config, 128, torch.float32, 2**40)[0] <= 32
+    large = ModelOptions(n_layer=16, n_embd=2048, n_query_head=32).resolve(32_000, 4096)
+    assert [batch_of(large, length, torch.bfloat16, 2**40)[0] for length in (64, 512, 2048)] == [32, 4, 1]
     given, parts = batch_of(config, 100, torch.float32, 2**24, 7)
     assert given == 7
     assert parts["activations"] == forward_bytes(config, 7, 100, torch.float32)

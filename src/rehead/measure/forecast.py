@@ -9,14 +9,14 @@ from rehead.attention import AttentionConfig, GroupedConfig
 from rehead.attention.score import ScaledDot
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
 from rehead.measure import logits
-from rehead.measure.size import cache_bytes
+from rehead.measure.size import cache_bytes, forward_flops
 
 FLOAT = 4
 """Bytes of a number in float32, in which kernels and losses compute."""
 KEPT = 1.5
 """What a process takes, relative to its tensors: an allocator keeps some of what was freed."""
-MOST_BLOCKS, MOST_TOKENS = 32, 8192
-"""Default limits of one batch; more are not faster."""
+MOST_BLOCKS, MOST_TOKENS, MOST_FLOPS = 32, 8192, 2**42
+"""Default limits of one batch; more are not faster, and a batch is what progress counts."""
 BATCH_BYTES = 2**29
 """Activations and logits of one batch, by default."""
 
@@ -51,12 +51,13 @@ def batch_of(
 ) -> tuple[int, dict[str, int]]:
     """Return how many blocks of `length` tokens are read at once, and the bytes this takes by what holds them.
 
-    Without a `batch_size`, as many as fit 8,192 tokens, 0.5 GB and half of what is `free`, but at least one.
+    Without a `batch_size`, as many as fit 8,192 tokens, 4 TFLOP, 0.5 GB and half of what is `free`, but at least one.
     """
     if batch_size is None:
         rest = min(BATCH_BYTES, free // 2) - loss_bytes(config, MOST_TOKENS, dtype)
         one = max(1, forward_bytes(config, 1, length, dtype))
-        batch_size = max(1, min(MOST_BLOCKS, MOST_TOKENS // length, rest // one))
+        quick = int(MOST_FLOPS // (length * forward_flops(config, length)))
+        batch_size = max(1, min(MOST_BLOCKS, MOST_TOKENS // length, rest // one, quick))
     return batch_size, {
         "activations": forward_bytes(config, batch_size, length, dtype),
         "logits": loss_bytes(config, batch_size * length, dtype),
