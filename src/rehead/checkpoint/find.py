@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rehead.checkpoint import hub
 from rehead.checkpoint.files.publish import verify
-from rehead.config import DataOptions, flags
+from rehead.config import DataOptions
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
@@ -96,6 +96,8 @@ def is_run(path: Path) -> bool:
 
 def run_data(path: Path) -> DataOptions | None:
     """Return the text and block size of the run at `path`, or of the run it is a checkpoint of; None of no run."""
+    from rehead.config import flags  # needs PyYAML, which rehead.load does without
+
     run = path.parents[1] if path.parent.name == "checkpoints" else path
     return flags.read([], (run / "config.yaml",)).data if is_run(run) else None
 
