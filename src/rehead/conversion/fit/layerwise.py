@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rehead.checkpoint.files.deferred import held
@@ -27,8 +26,8 @@ from rehead.model import GPT, evaluating
 from rehead.sampling import draw, probabilities
 from rehead.stages import staged
 
-LOGITS = 2**23
-"""Logits computed at once, with a large vocabulary."""
+LOGITS, EXACT = 2**23, 2**20
+"""Logits computed, and held in float64, at once, with a large vocabulary."""
 
 
 def gather(
@@ -178,12 +177,16 @@ class _Reading:
         """Return the loss's gradient with respect to `hidden` (B, L, D), for labels drawn by `noise` (B L,)."""
         pull = torch.zeros_like(hidden).flatten(0, 1)
         flat = hidden.detach().flatten(0, 1)
-        for at in counts.nonzero()[:, 0].split(max(1, LOGITS // self.model.config.vocab_size)):
+        width = self.model.config.vocab_size
+        for at in counts.nonzero()[:, 0].split(max(1, LOGITS // width)):
             rows = flat[at].requires_grad_()
             logits = self.model.logits(rows)
-            likely = probabilities(logits.detach())
-            label = draw(likely, noise[at].to(likely.device))
-            error = likely - F.one_hot(label, likely.shape[1])
+            parts = zip(
+                logits.detach().split(max(1, EXACT // width)),
+                noise[at].split(max(1, EXACT // width)),
+                strict=True,
+            )
+            error = torch.cat([_error(*part) for part in parts])
             pull[at] = torch.autograd.grad(logits, rows, error.to(logits.dtype))[0]
         return pull.view_as(hidden)
 
@@ -219,3 +222,11 @@ class _Reading:
 
     def _place(self, index: int) -> Path:
         return self.folder / f"statistics-{index}"
+
+
+def _error(logits: Tensor, noise: Tensor) -> Tensor:
+    """Return the loss's gradient with respect to logits (T, V), for labels drawn by `noise` (T,)."""
+    likely = probabilities(logits)
+    label = draw(likely, noise.to(likely.device))
+    likely[torch.arange(len(label), device=label.device), label] -= 1
+    return likely
