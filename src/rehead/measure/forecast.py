@@ -31,7 +31,7 @@ def forward_bytes(config: ModelConfig, batch_size: int, length: int, dtype: torc
     n_token, size = batch_size * length, dtype.itemsize
     copy = FLOAT if size < FLOAT else 0
     if isinstance(config, GPTConfig):
-        mlp = config.n_hidden * max((3 if config.mlp == "swiglu" else 2) * size, size + copy)
+        mlp = config.n_hidden * max((3 if config.gated else 2) * size, size + copy)
         heads = max(layer.attention_flops(1) for layer in config.attention)  # at least what all four have
         pairs = max(_pair_bytes(layer) for layer in config.attention)
         stream = 3 * config.n_embd * size
@@ -87,7 +87,7 @@ def step_bytes(config: GPTConfig, batch_size: int, length: int, *, recompute: bo
 
     With `recompute` these are the inputs of all layers, and everything of one.
     """
-    kept = 4 * config.n_embd + config.n_hidden * (4 if config.mlp == "swiglu" else 2)
+    kept = 4 * config.n_embd + config.n_hidden * (4 if config.gated else 2)
     layers = [
         kept + layer.attention_flops(1) + length * (_pair_bytes(layer) // FLOAT) for layer in config.attention
     ]
