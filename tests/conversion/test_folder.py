@@ -410,7 +410,11 @@ MISTAKES = {
         2,
         ["--seed -1", "Use 0"],
     ),
-    "a window too long": (["--to", "mla", "--length", "17"], 2, ["--length 17", "16 at most", "Use 1 to 16"]),
+    "a window too long": (
+        ["--to", "mla", "--length", "17"],
+        2,
+        ["--length 17", "at most block_size=16", "Use 1 to 16"],
+    ),
 }
 
 
@@ -595,8 +599,8 @@ def test_a_plan_of_what_is_not_built(model, capfd):
 PLAN_MISTAKES = {
     "nowhere": (["nowhere"], 3, ["nowhere"]),
     "no JSON": (["bad.json"], 3, ["bad.json", "not JSON"]),
-    "no context": (["model", "--context", "0"], 2, ["--context 0", "Use 1 or more"]),
-    "no batch": (["model", "--batch", "0"], 2, ["--batch 0", "Use 1 or more"]),
+    "no context": (["model", "--context", "0"], 2, ["--context 0", "Use 1 to 16,777,216"]),
+    "no batch": (["model", "--batch", "0"], 2, ["--batch 0", "Use 1 to 1,048,576"]),
     "no dtype": (["model", "--dtype", "fp8"], 2, ["fp8", "bf16"]),
     "no YAML": (["bad.yaml"], 3, ["bad.yaml"]),
     "unknown option in YAML": (["other.yaml"], 2, ["n_kv_haed", "n_kv_head"]),

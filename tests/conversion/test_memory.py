@@ -87,7 +87,9 @@ def whole_of(folder):
 
 
 @pytest.mark.timeout(600)  # reads a gigabyte a few times, on a machine that may be busy
-@pytest.mark.parametrize("command", ["convert", "export", pytest.param("calibrated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "command", ["export", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convert", "calibrated"))]
+)
 def test_peak_memory(command, llama, tmp_path):
     folder, largest = llama
     text = tmp_path / "text.txt"

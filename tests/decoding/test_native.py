@@ -309,6 +309,7 @@ def test_without_a_kernel_pytorch_decodes(name, value, why, monkeypatch, tmp_pat
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 def test_the_next_compiler_is_tried_where_one_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(building, "COMPILERS", ("false", *building.COMPILERS))

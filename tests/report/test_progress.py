@@ -68,6 +68,8 @@ def test_a_conversion_names_its_stages(tmp_path, monkeypatch, capfd, talkative):
     assert all(whole.fullmatch(line) for line in said[1:]), said
     stages = [line.split("  ")[0] for line in said[1:]]
     assert stages == [
+        "reading the weights",
+        "looking over the weights",
         "tokenizing a text",
         "sampling a text from the model",
         "looking over the weights",

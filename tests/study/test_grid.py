@@ -104,7 +104,7 @@ def test_commands_say_all_of_a_job():
     assert shlex.split(found["Healed"].command()) == [
         "rehead", "heal", "runs/p/latent/seed-3407/model", "--teacher=runs/p/base/seed-3407",
         "system.work_dir=runs/p/healed/seed-3407", "data.block_size=128", "trainer.max_iters=10",
-        "trainer.learning_rate=0.001",
+        "trainer.batch_size=64", "trainer.learning_rate=0.001",
     ]  # fmt: skip
 
 

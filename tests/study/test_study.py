@@ -354,6 +354,7 @@ def test_a_torn_line_is_left_out_and_counted(tmp_path):
         read_metrics(file)
 
 
+@pytest.mark.slow
 def test_a_million_steps_are_thinned(tmp_path):
     file = tmp_path / "metrics.jsonl"
     with file.open("w") as out:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from rehead.stages import staged
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
+LONG = 2**28
+"""Bytes whose check takes some tenths of a second, and is shown."""
 READ = (".json", ".safetensors")
 """Suffixes of files that rehead reads; such a file is refused if the manifest does not list it."""
 ASIDE = ".tmp-"
@@ -113,7 +115,9 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
 
 def _require_recorded(folder: Path, files: dict[str, tuple[int, str]]) -> None:
     """Refuse a file that is missing or changed."""
-    checked = staged(files.items(), f"checking {folder}", len(files), "files")
+    checked: Iterable[tuple[str, tuple[int, str]]] = files.items()
+    if sum(size for size, _ in files.values()) >= LONG:
+        checked = staged(checked, f"checking {folder}", len(files), "files")
     for name, (size, digest) in checked:
         path = folder / name
         if Path(name).name != name or not os.path.isfile(path):  # False where Path's would raise
