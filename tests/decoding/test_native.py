@@ -33,8 +33,18 @@ EXAMPLES |= {
         n_query_head=6, n_kv_head=3, kv_lora_rank=40, qk_nope_head_dim=20, qk_rope_head_dim=18, v_head_dim=34
     ),
 }
+REBUILT = LatentConfig(
+    n_query_head=14, n_kv_head=2, kv_lora_rank=40, qk_nope_head_dim=36, v_head_dim=34, rope=RopeConfig()
+)
+EXAMPLES |= {
+    "rebuilt, wide": REBUILT,  # whole panels and a rest, groups of 4, 2 and 1
+    "rebuilt, interleaved": replace(REBUILT, rope=RopeConfig(layout="interleaved")),
+    "rebuilt, partly rotated": replace(REBUILT, rope=RopeConfig(partial_rotary_factor=0.5)),
+    "rebuilt, normed, biases": replace(REBUILT, qk_norm_eps=1e-3, qkv_bias=True),
+    "rebuilt, long window": replace(REBUILT, window=70),
+}
 LEARNED = ("multiplicative", "concatenated", "additive")
-SLOW = {name for name in EXAMPLES if "rebuilt" in name or name.endswith(LEARNED) or "gqa_sum" in name}
+SLOW = {name for name in EXAMPLES if name.endswith(LEARNED) or "gqa_sum" in name}
 each = pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in SLOW])
 alike_or_not = pytest.mark.parametrize("lengths", [None, [90, 2, 71]], ids=["alike", "ragged"])
 
@@ -134,7 +144,7 @@ def test_nothing_is_prepared_that_nobody_uses(name):
     assert bytes_beside(known) > one_layer / 4
 
 
-@pytest.mark.parametrize("name", ["wide", "mla, wide", "mqa", "gqa, rope, window"])
+@pytest.mark.parametrize("name", ["wide", "mla, wide", "mqa", "gqa, rope, window", "rebuilt, wide"])
 def test_threads_change_nothing(name):
     model, one = made(config_of(name)), None
     for n_thread in (1, 2, 3, 2, 3):
@@ -160,12 +170,16 @@ WRONG = {
     Kind.ATTEND: {"scale": 2.0},
     Kind.GATE: {"n": -1},
     Kind.EMBED: {"n": -1},
+    Kind.ATTEND_REBUILT: {"interleaved": 1},
+    Kind.JOIN: {"n": -1},
 }
+SHOWS = {Kind.EXPAND: "mla, wide", Kind.ATTEND_REBUILT: "rebuilt, wide", Kind.JOIN: "rebuilt, wide"}
+"""The example with an operation, where "wide" has none."""
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_broken_operation_is_caught(kind, monkeypatch):
-    name = "mla, wide" if kind == Kind.EXPAND else "wide"
+    name = SHOWS.get(kind, "wide")
     check(name)
     emit = NativeProgram._emit
 

@@ -117,7 +117,7 @@ class LatentAttention(Attention):
         if config.absorbs_below <= 1:
             return f"expanded, {config.n_kv_head} KV heads cost less than a latent of {config.kv_lora_rank}"
         if config.rebuilds_keys:
-            return "slow, rotated keys are rebuilt from all latents; values are absorbed"
+            return "rotated keys are rebuilt from all latents, so long contexts are slow; values are absorbed"
         if config.absorbs_below == float("inf"):
             return "absorbed, as any number of new tokens at once"
         return f"absorbed, as up to {math.ceil(config.absorbs_below) - 1} new tokens at once"

@@ -35,8 +35,9 @@ def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> S
         assert module.rotary is not None
         program.add(Store(layer, {"latent": (latent,)}))
         query = program.add(Rotate((query,), module.rotary))
-        keys, n_kv_head = module._unrotated_keys, config.n_kv_head
-        context = program.add(AttendRebuilt(layer, query, keys, module.rotary, n_kv_head, R, module.scale))
+        key_bias = None if module.kv_b_proj.bias is None else module._per_head(module.kv_b_proj.bias)[0]
+        rebuilt = AttendRebuilt(layer, query, key_up, key_bias, module.k_norm, module.rotary, module.scale)
+        context = program.add(rebuilt)
     else:
         row: tuple[Slot, ...] = (latent,)
         if module.k_norm is not None:

@@ -197,20 +197,23 @@ class Attend(Op):
 
 @dataclass(eq=False)
 class AttendRebuilt(Op):
-    """Attention over rows `latent`: `keys`, (B S R) to (B S K N), rebuilds the keys to rotate; latents are summed."""
+    """Attention over rows `latent`, of which `key_up` (K, N, R) rebuilds the keys; latents are summed.
+
+    A rebuilt key gets its `key_bias` (K, N), is normed by `key_norm` and rotated by the position of its row.
+    """
 
     layer: int
     query: Slot
-    keys: Callable[[Tensor], Tensor]
+    key_up: Tensor
+    key_bias: Tensor | None
+    key_norm: nn.RMSNorm | None
     rotary: Rotary
-    n_kv_head: int
-    width: int
     scale: float
 
     @property
     def shape(self) -> tuple[int, int]:
         """Query heads of the width of a latent."""
-        return self.query.heads, self.width
+        return self.query.heads, self.key_up.shape[2]
 
 
 @dataclass(eq=False)

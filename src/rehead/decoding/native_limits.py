@@ -25,8 +25,8 @@ def refusal(program: Program) -> str | None:
                 )
             case Call(module=module):
                 return f"it has a {type(module).__name__} that only its forward describes"
-            case AttendRebuilt():
-                return "keys to rebuild at every step"
+            case AttendRebuilt(key_norm=norm) if norm is not None:
+                modules = () if _is_plain_norm(norm) else (norm,)
             case Add(x=x) if not _can_add(previous, x):
                 return "an addition that does not follow a linear layer or a norm"
         if isinstance(op, Linear) and any(is_plain(y) and y.in_features != op.x.width for y in op.layers):

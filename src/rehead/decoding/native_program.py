@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rehead.attention.program import (
     Add,
     Attend,
+    AttendRebuilt,
     Embed,
     Gate,
     InverseRMS,
@@ -33,12 +34,16 @@ from rehead.nn.norm import ZeroCenteredRMSNorm
 class Kind(IntEnum):
     """The operations of decode.cpp, which documents their computation and fields."""
 
-    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS = range(10)
+    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS, ATTEND_REBUILT, JOIN = (
+        range(12)
+    )
 
 
+PARTS = 16
+"""Shares of the rows from which keys are rebuilt, as in decode.cpp."""
 FLAGS = ("kind", "bfloat16", "sync", "add", "gelu", "centred", "interleaved")
-POINTERS = ("w", "w2", "b", "x", "y")
-INTEGERS = ("n", "k", "heads", "group", "rows", "column", "scales")
+POINTERS = ("w", "w2", "b", "g", "cos", "sin", "x", "y")
+INTEGERS = ("n", "k", "heads", "group", "rows", "column", "scales", "rotated")
 STRIDES = ("x_row", "x_head", "x_kv", "y_row", "y_head", "y_kv", "w_head", "w_row", "w2_row", "b_head")
 
 
@@ -165,7 +170,7 @@ class NativeProgram:
         for name, value in (operands | fields).items():
             if isinstance(value, Tensor):
                 self._held.append(value.detach())  # its memory, whatever becomes of the weight
-                if name in ("w", "w2", "b"):
+                if name in ("w", "b", "g"):
                     op.bfloat16 = op.bfloat16 or value.dtype == torch.bfloat16
                 setattr(op, name, value.data_ptr())
             elif value is not None:
@@ -246,8 +251,8 @@ class NativeProgram:
         first = 0
         for x in op.xs:
             self._emit(
-                Kind.ROTATE, x, op.y.head(first, x.heads), w=cos, w2=sin, n=op.rotary.width, k=x.width, heads=x.heads,
-                interleaved=op.rotary.config.layout == "interleaved",
+                Kind.ROTATE, x, op.y.head(first, x.heads), cos=cos, sin=sin, k=x.width, heads=x.heads,
+                rotated=op.rotary.width, interleaved=op.rotary.config.layout == "interleaved",
             )  # fmt: skip
             first += x.heads
 
@@ -284,3 +289,24 @@ class NativeProgram:
             cap=op.softcap or 0.0,
             x_head=near * query.stride, x_kv=far * query.stride, y_head=near * op.width, y_kv=far * op.width,
         )  # fmt: skip
+
+    @_pack.register
+    def _(self, op: AttendRebuilt) -> None:
+        latents, (K, N, R), H = self._stores[op.layer]["latent"], op.key_up.shape, op.query.heads
+        norm, (cos, sin), width = op.key_norm, self._cos_sin(op.rotary), PARTS * H * (R + 2)
+        eps = None if norm is None else torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+        parts = Slot(-1 - op.y.source, width, 0, 1, width, width)
+        self._emit(
+            Kind.ATTEND_REBUILT, op.query, parts, (latents,), w=latents, w2=panels(op.key_up), heads=K, group=H // K,
+            rows=latents.shape[1], n=R, k=N, w_row=latents.shape[2], scale=op.scale,
+            b=op.key_bias, b_head=None if op.key_bias is None else op.key_bias.stride(0),
+            g=None if norm is None else norm.weight, eps=eps,
+            cos=cos, sin=sin, rotated=op.rotary.width, interleaved=op.rotary.config.layout == "interleaved",
+        )  # fmt: skip
+        self._emit(Kind.JOIN, parts, op.y, heads=H, n=R)
+
+
+def panels(key_up: Tensor) -> Tensor:
+    """Return (K, N, R) in float32 as decode.cpp reads it: panels of 16 columns (K, N / 16, R, 16), the last padded."""
+    padded = torch.nn.functional.pad(key_up.detach().float(), (0, 0, 0, -key_up.shape[1] % 16))
+    return padded.unflatten(1, (-1, 16)).transpose(2, 3).contiguous()

@@ -241,13 +241,16 @@ def _(op: Attend, read: Reader) -> Run:
 
 @bind.register
 def _(op: AttendRebuilt, read: Reader) -> Run:
-    query, K, R = read.heads(op.query), op.n_kv_head, op.width
-    H, N = op.query.heads, op.query.width
+    query, (K, N, R), H = read.heads(op.query), op.key_up.shape, op.query.heads
 
     def run(values: Values, token: Token) -> Tensor:
         cache, n_row, q = token.caches[op.layer], token.row(op.layer).n_used, query(values)
         latents = cache.rows_until("latent", n_row).narrow(2, 0, R)  # B S R
-        keys = op.keys(latents)
+        keys = torch.einsum("bsr,knr->bskn", latents, op.key_up)
+        if op.key_bias is not None:
+            keys = keys + op.key_bias
+        if op.key_norm is not None:
+            keys = op.key_norm(keys)
         keys = op.rotary.apply(keys, *token.key_cos_sin(op.rotary, keys.dtype, op.layer))  # B S K N
         bias = token.bias(op.layer, K, q.dtype)
         weights = token_weights(q.reshape(-1, H // K, N), keys.transpose(1, 2).flatten(0, 1), op.scale, bias)

@@ -16,10 +16,12 @@
 
 namespace {
 
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W), aligned(2), may_alias));
 constexpr int64_t TILE = 64;  // keys whose scores are computed at once
 constexpr int64_t AHEAD = 8192;  // minimum distance of prefetches in bytes
+constexpr int64_t PANEL = 16;  // columns of a panel of weights
+constexpr int64_t PARTS = 16;  // shares of the rows of attend_rebuilt, whatever the number of threads
 
 struct Bfloat16 { uint16_t bits; };
 
@@ -53,15 +55,18 @@ inline Floats sums(Floats v[W]) {
 
 inline Floats silu(Floats x) { return x / (1 + exponential(-x)); }
 
-enum Kind : int64_t { EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS };
+enum Kind : int64_t {
+    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS, ATTEND_REBUILT, JOIN
+};
 
 struct Op {  // set by native_program.py; what is not said here is said where it is read
     int64_t kind, bfloat16, sync;            // weights and cache are bfloat16; all threads wait after it
     int64_t add, gelu, centred, interleaved; // y += scale * instead of y =; GELU, 1 tanh, 2 erf; LayerNorm; pairs (2i, 2i + 1)
-    const void *w, *w2, *b;                  // weights or cache rows, a second of them, biases
+    const void *w, *w2, *b, *g;              // weights or cache rows, a second of them, biases, weights of a norm
+    const float *cos, *sin;                  // cosines and signed sines by position, `rotated` of each
     const float* x;
     float* y;
-    int64_t n, k, heads, group, rows, column, scales;  // sizes; query heads per KV head; rows of the cache, a column there
+    int64_t n, k, heads, group, rows, column, scales, rotated;  // sizes; query heads per KV head; rows of the cache, a column there
     int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w_row, w2_row, b_head;  // from one to the next, in numbers
     double eps, scale, cap;                  // of a norm; of scores, what is added, embeddings; soft cap or 0
     double offset;                           // added to a norm's weights
@@ -129,6 +134,10 @@ inline void gelu(float* x, int64_t n) {
 // addresses, since the hardware prefetcher stops at the end of each row.
 template <int I, int J, class T>
 inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float out[I][J]) {
+    if constexpr (I * J > SUMS) {
+        dots<I / 2, J>(a, lda, b, ldb, k, out);
+        return dots<I - I / 2, J>(a + I / 2 * lda, lda, b, ldb, k, out + I / 2);
+    }
     Floats s[I * J] = {};
     uintptr_t later = uintptr_t(b) + std::max(AHEAD, int64_t(2 * J * sizeof(T)) * ldb);
     int64_t at = 0;
@@ -207,20 +216,27 @@ template <class T> void expand(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
-// Rotates the first n of k numbers of every head and copies the others; w, w2: cosines and signed sines by position
+// Rotates the first numbers of a head of k by a position and copies the others
+inline void rotate_head(const Op& op, const float* __restrict x, float* __restrict y, int64_t position) {
+    const float *cos = op.cos + position * op.rotated, *sin = op.sin + position * op.rotated;
+    int64_t half = op.rotated / 2;
+    if (op.interleaved)
+        for (int64_t p = 0; p < op.rotated; p += 2) {
+            y[p] = x[p] * cos[p] + x[p + 1] * sin[p];
+            y[p + 1] = x[p + 1] * cos[p + 1] + x[p] * sin[p + 1];
+        }
+    else
+        for (int64_t p = 0, q = half; p < half; p++, q++) {
+            y[p] = x[p] * cos[p] + x[q] * sin[p];
+            y[q] = x[q] * cos[q] + x[p] * sin[q];
+        }
+    std::copy(x + op.rotated, x + op.k, y + op.rotated);
+}
+
 void rotate(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t at = id; at < call.batch * op.heads; at += n) {
-        int64_t b = at / op.heads, half = op.n / 2;
-        const float* x = op.x + b * op.x_row + at % op.heads * op.x_head;
-        float* y = op.y + b * op.y_row + at % op.heads * op.y_head;
-        const float *cos = (const float*)op.w + call.positions[b] * op.n;
-        const float *sin = (const float*)op.w2 + call.positions[b] * op.n;
-        for (int64_t i = 0; i < half; i++) {
-            int64_t p = op.interleaved ? 2 * i : i, q = op.interleaved ? p + 1 : p + half;
-            float first = x[p] * cos[p] + x[q] * sin[p], second = x[q] * cos[q] + x[p] * sin[q];
-            y[p] = first, y[q] = second;
-        }
-        std::copy(x + op.n, x + op.k, y + op.n);
+        int64_t b = at / op.heads, h = at % op.heads;
+        rotate_head(op, op.x + b * op.x_row + h * op.x_head, op.y + b * op.y_row + h * op.y_head, call.positions[b]);
     }
 }
 
@@ -333,6 +349,101 @@ template <class T> void attend(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
+// One panel of I keys: latents of n numbers times (n, PANEL)
+template <int I>
+inline void product(const float* latents, int64_t n, const float* panel, const float* start, float* key, int64_t ldk) {
+    constexpr int J = PANEL / W;
+    Floats s[I][J];
+    for (int i = 0; i < I; i++) for (int j = 0; j < J; j++) s[i][j] = load(start + j * W);
+    for (int64_t r = 0; r < n; r++) {
+        Floats row[J];
+        for (int j = 0; j < J; j++) row[j] = load(panel + r * PANEL + j * W);
+        for (int i = 0; i < I; i++) {
+            float x = latents[i * n + r];
+            for (int j = 0; j < J; j++) s[i][j] += x * row[j];
+        }
+    }
+    for (int i = 0; i < I; i++) for (int j = 0; j < J; j++) *(Floats*)(key + i * ldk + j * W) = s[i][j];
+}
+
+// The keys of KV head h for `count` latents, in rows of `ld` numbers: with biases, normed
+template <class T> void rebuild(const Op& op, const float* latents, int64_t count, int64_t h, float* keys, int64_t ld) {
+    constexpr int I = SUMS * 2 / 3 / (PANEL / W);
+    for (int64_t v = 0; v < op.k; v += PANEL) {
+        const float* panel = (const float*)op.w2 + (h * ld + v) * op.n;
+        float start[PANEL] = {};
+        for (int64_t i = 0; op.b && i < std::min(PANEL, op.k - v); i++)
+            start[i] = number(((const T*)op.b)[h * op.b_head + v + i]);
+        int64_t s = 0;
+        for (; s + I <= count; s += I) product<I>(latents + s * op.n, op.n, panel, start, keys + s * ld + v, ld);
+        for (; s < count; s++) product<1>(latents + s * op.n, op.n, panel, start, keys + s * ld + v, ld);
+    }
+    for (int64_t s = 0; op.g && s < count; s++) {
+        float *key = keys + s * ld, square = 0;
+        for (int64_t i = 0; i < op.k; i++) square += key[i] * key[i];
+        float scale = float(1 / std::sqrt(square / op.k + op.eps));
+        for (int64_t i = 0; i < op.k; i++) key[i] *= scale * number(((const T*)op.g)[i]);
+    }
+}
+
+// Attention over latents of n numbers in rows of w_row, (b, rows): keys of width k are rebuilt with w2, panels of
+// columns (heads, k / PANEL, n, PANEL), normed and rotated; latents are summed. Every part of the rows leaves in y the sums of all query
+// heads, then the maxima of their scores, then the totals of their weights, 0 if the part is empty.
+template <class T> void attend_rebuilt(const Op& op, const Call& call, int64_t id, int64_t n) {
+    int64_t n_query = op.heads * op.group, ld = (op.k + PANEL - 1) / PANEL * PANEL;
+    std::vector<float> unrotated(TILE * ld), keys(TILE * ld), latents(TILE * op.n);
+    for (int64_t at = id; at < call.batch * PARTS; at += n) {
+        int64_t b = at / PARTS, part = at % PARTS, position = call.positions[b];
+        Share mine = share(std::min(position + 1, op.rows), TILE, part, PARTS);
+        float *sums = op.y + b * op.y_row + part * n_query * (op.n + 2), *top = sums + n_query * op.n, *total = top + n_query;
+        std::fill(total, total + n_query, 0.0f);
+        if (mine.from == mine.to) continue;
+        std::fill(sums, top, 0.0f), std::fill(top, total, -INFINITY);
+        for (int64_t s = mine.from; s < mine.to; s += TILE) {
+            int64_t count = std::min(TILE, mine.to - s);
+            for (int64_t i = 0; i < count; i++) {
+                const T* row = (const T*)op.w + (b * op.rows + s + i) * op.w_row;
+                for (int64_t v = 0; v < op.n; v++) latents[i * op.n + v] = number(row[v]);
+            }
+            for (int64_t h = 0; h < op.heads; h++) {
+                rebuild<T>(op, latents.data(), count, h, unrotated.data(), ld);
+                for (int64_t i = 0; i < count; i++)
+                    rotate_head(op, &unrotated[i * ld], &keys[i * ld], position - (position - s - i) % op.rows);
+                for (int64_t g = h * op.group; g < (h + 1) * op.group;) {
+                    auto with = [&]<int I>() {
+                        meet<I>(op.x + b * op.x_row + g * op.x_head, op.x_head, keys.data(), ld, latents.data(), op.n, count,
+                                op.k, op.n, float(op.scale), (const float* const*)nullptr, 0.0f, top + g, total + g,
+                                sums + g * op.n, op.n);
+                        g += I;
+                    };
+                    int64_t left = (h + 1) * op.group - g;
+                    if (left >= 4) with.template operator()<4>();
+                    else if (left >= 2) with.template operator()<2>();
+                    else with.template operator()<1>();
+                }
+            }
+        }
+    }
+}
+
+// Joins the parts that attend_rebuilt left in x
+void join(const Op& op, const Call& call, int64_t id, int64_t n) {
+    for (int64_t at = id; at < call.batch * op.heads; at += n) {
+        int64_t b = at / op.heads, h = at % op.heads, size = op.heads * (op.n + 2);
+        const float *sums = op.x + b * op.x_row + h * op.n, *top = op.x + b * op.x_row + op.heads * op.n + h;
+        const float* total = top + op.heads;
+        float *y = op.y + b * op.y_row + h * op.y_head, high = -INFINITY, all = 0;
+        for (int64_t i = 0; i < PARTS; i++) if (total[i * size]) high = std::max(high, top[i * size]);
+        for (int64_t i = 0; i < PARTS; i++) if (total[i * size]) all += total[i * size] * std::exp(top[i * size] - high);
+        std::fill(y, y + op.n, 0.0f);
+        for (int64_t i = 0; i < PARTS; i++) {
+            if (!total[i * size]) continue;
+            float weight = std::exp(top[i * size] - high) / all;
+            for (int64_t v = 0; v < op.n; v++) y[v] += sums[i * size + v] * weight;
+        }
+    }
+}
+
 void gate(const Op& op, const Call& call, int64_t id, int64_t n) {  // y = silu(y) x, or gelu(y) x
     for (int64_t b = 0; b < call.batch; b++) {
         Share mine = share(op.n, W, id, n);
@@ -365,6 +476,8 @@ template <class T> void one(const Op& op, const Call& call, int64_t id, int64_t 
         case ATTEND: return attend<T>(op, call, id, n);
         case GATE: return gate(op, call, id, n);
         case SCALE: return scale(op, call, id, n);
+        case ATTEND_REBUILT: return attend_rebuilt<T>(op, call, id, n);
+        case JOIN: return join(op, call, id, n);
         case INVERSE_RMS: return inverse_rms(op, call, id, n);
     }
 }

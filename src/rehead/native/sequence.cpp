@@ -16,7 +16,7 @@
 
 namespace {
 
-typedef uint16_t Draws __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint16_t Draws __attribute__((vector_size(2 * W), aligned(2), may_alias));
 constexpr int64_t PANEL = 64;   // keys in a packed panel
 constexpr int64_t TILE = 32;    // queries in a tile
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
@@ -57,8 +57,9 @@ inline void rows(int64_t n_i, const float* a, int64_t a_i, int64_t a_k, const fl
 void product(int64_t n_i, int64_t n_n, int64_t n_k, const float* a, int64_t a_i, int64_t a_k, const float* b,
              int64_t b_k, float* c, int64_t c_i, bool more) {
     int64_t n = 0;
-    for (; n + 4 * W <= n_n; n += 4 * W) rows<4>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more);
-    if (n + 2 * W <= n_n) { rows<2>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more); n += 2 * W; }
+    if constexpr (6 * 4 <= SUMS)
+        for (; n + 4 * W <= n_n; n += 4 * W) rows<4>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more);
+    while (n + 2 * W <= n_n) { rows<2>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more); n += 2 * W; }
     if (n < n_n) rows<1>(n_i, a, a_i, a_k, b + n, b_k, c + n, c_i, n_k, more);
 }
 
@@ -108,7 +109,7 @@ void against(int64_t n_i, const float* x, int64_t x_i, const float* packed, int6
                 out + key - from, out_i, false);
 }
 
-// Mask of all ones where a weight is kept, for sixteen of a query's `draws`, starting at index `at`.
+// Mask of all ones where a weight is kept, for W of a query's `draws`, starting at index `at`.
 inline Integers kept(const uint16_t* draws, int64_t at, int64_t n_drawn, int64_t dropped) {
     Integers found;
     if (at >= 0 && at + W <= n_drawn) {
@@ -119,7 +120,7 @@ inline Integers kept(const uint16_t* draws, int64_t at, int64_t n_drawn, int64_t
     return found >= int32_t(dropped);
 }
 
-const Integers COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+const Integers COUNT = [] { Integers v; for (int i = 0; i < W; i++) v[i] = i; return v; }();
 
 // One tile: queries [begin, begin + n) over keys [from, to); `from` is a multiple of PANEL
 struct Tile { int64_t begin, n, from, to, columns; };

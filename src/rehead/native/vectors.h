@@ -1,4 +1,5 @@
-// Vectors of 16 floats for all kernels, as extensions of the compiler, so that they work on any processor.
+// Vectors as wide as the processor's registers, as extensions of the compiler, so that they work on any processor. Wider ones
+// would live in memory: GCC keeps no variable in registers that is wider than a register.
 
 #pragma once
 
@@ -6,9 +7,22 @@
 
 namespace {
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Integers __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
 constexpr int64_t W = 16;  // floats in a vector
+constexpr int SUMS = 24;   // vectors of sums that fit in registers, beside what is added to them
+#elif defined(__AVX2__)
+constexpr int64_t W = 8;
+constexpr int SUMS = 12;
+#elif defined(__aarch64__)
+constexpr int64_t W = 4;
+constexpr int SUMS = 24;
+#else
+constexpr int64_t W = 4;
+constexpr int SUMS = 12;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * W)));
 
 inline Floats load(const float* p) { return *(const Floats*)p; }
 inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }

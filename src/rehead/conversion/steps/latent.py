@@ -54,8 +54,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
     takes = GroupedConfig
     source, target = "mha, gqa, mqa", "mla"
     costs = (
-        "The cache shrinks to R numbers a token. With rope every step rebuilds the keys and values of the whole "
-        "past, R times K (E + V) multiplications a token and layer: it saves memory, not time."
+        "The cache shrinks to R numbers a token. With rope every step rebuilds the keys of the whole past, R K E "
+        "multiplications a token and layer: it saves memory, not time."
     )
     methods: ClassVar[dict[str, tuple[str, ...]]] = {
         "weighted": ("pair",),
