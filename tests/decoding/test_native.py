@@ -12,7 +12,8 @@ from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
 from rehead.decoding.native_engine import MOST_SEQUENCES
-from rehead.decoding.native_program import Kind, NativeOp, NativeProgram, kernel
+from rehead.decoding.native_op import Kind, NativeOp, kernel
+from rehead.decoding.native_program import NativeProgram
 from rehead.errors import NumericError, UsageError
 from rehead.generation import generate
 from rehead.model import build

@@ -14,9 +14,10 @@ from rehead.attention.program import Add, Attend, Gate, Rotate, Store
 from rehead.attention.rope import Rotary
 from rehead.attention.score import ScaledDot, SoftCapped
 from rehead.config import GPTConfig
-from rehead.decoding import native_limits, native_program
+from rehead.decoding import native_limits, native_op, native_program
 from rehead.decoding.lowering import stored_layers
-from rehead.decoding.native_program import Kind, NativeProgram
+from rehead.decoding.native_op import Kind
+from rehead.decoding.native_program import NativeProgram
 from rehead.decoding.torch_engine import registers
 from rehead.errors import InvalidInput, UsageError
 from rehead.model import GPT, build
@@ -290,7 +291,7 @@ def test_every_engine_computes_the_parts_of_a_layer(name):
     layer, other = BLOCKS[name]
     model = gpt(replace(GQA, **layer), replace(GQA, **layer), **other)
     check(model, decoding.torch_decoder(model))
-    if not isinstance(native_program.kernel(), Exception):
+    if not isinstance(native_op.kernel(), Exception):
         assert decoding.native_refusal(model) is None
         check(model, decoding.native_decoder(model))
     wanted = logits(model, forward(model))
@@ -306,7 +307,7 @@ def test_every_engine_computes_the_parts_of_a_layer(name):
 
 @pytest.mark.parametrize("name", [*MODELS, *BLOCKS])
 def test_threads_wait_for_each_other(name, monkeypatch):
-    if isinstance(native_program.kernel(), Exception):
+    if isinstance(native_op.kernel(), Exception):
         pytest.skip("no compiler")
     layer, other = BLOCKS.get(name, ({}, {}))
     layers = MODELS.get(name, (replace(GQA, **layer),) * 2)
@@ -355,7 +356,7 @@ def test_wrong_ids_and_caches_are_refused():
             [replace(kind, n_kv_head=6).cache(2) for _ in range(2)],
             model.new_cache(2)[:1],
         ):
-            if isinstance(native_program.kernel(), Exception):
+            if isinstance(native_op.kernel(), Exception):
                 pytest.skip("no compiler")
             with pytest.raises(UsageError):
                 decode(ids, caches)

@@ -1,5 +1,6 @@
 """A part of the row of numbers that an operation of a program computes or reads."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -39,3 +40,16 @@ class Slot:
         """Merge contiguous heads into one."""
         assert self.stride == self.width
         return replace(self, heads=1, stride=self.heads * self.width, width=self.heads * self.width)
+
+
+def side_by_side(slots: Sequence[Slot]) -> list[Slot]:
+    """Merge slots that follow one another in memory; return the same heads in fewer slots."""
+    merged = [slots[0]]
+    for slot in slots[1:]:
+        last = merged[-1]
+        end = last.head(last.heads, slot.heads)
+        if slot == end:
+            merged[-1] = last.head(0, last.heads + slot.heads)
+        else:
+            merged.append(slot)
+    return merged

@@ -12,7 +12,8 @@ from rehead.attention.program import Program
 from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
 from rehead.decoding.native_limits import refusal
-from rehead.decoding.native_program import NativeProgram, kernel
+from rehead.decoding.native_op import kernel
+from rehead.decoding.native_program import NativeProgram
 from rehead.decoding.token import is_gapless, is_same, next_token, stores, widest
 from rehead.decoding.torch_engine import torch_decoder
 from rehead.model import LanguageModel

@@ -1,7 +1,5 @@
 """A program packed for decode.cpp: operations over fixed buffers, one call per token."""
 
-import ctypes
-from enum import IntEnum
 from functools import singledispatchmethod
 from typing import Any, NamedTuple
 
@@ -27,47 +25,9 @@ from rehead.attention.program import (
 )
 from rehead.attention.rope import Rotary
 from rehead.attention.slot import Slot
-from rehead.native import KernelUnavailable, library
+from rehead.decoding.native_op import PARTS, Kind, NativeOp, kernel, panels
+from rehead.native import KernelUnavailable
 from rehead.nn.norm import ZeroCenteredRMSNorm
-
-
-class Kind(IntEnum):
-    """The operations of decode.cpp, which documents their computation and fields."""
-
-    EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS, ATTEND_REBUILT, JOIN = (
-        range(12)
-    )
-
-
-PARTS = 16
-"""Shares of the rows from which keys are rebuilt, as in decode.cpp."""
-FLAGS = ("kind", "bfloat16", "sync", "add", "gelu", "centred", "interleaved")
-POINTERS = ("w", "w2", "b", "g", "cos", "sin", "x", "y")
-INTEGERS = ("n", "k", "heads", "group", "rows", "column", "scales", "rotated")
-STRIDES = ("x_row", "x_head", "x_kv", "y_row", "y_head", "y_kv", "w_head", "w_row", "w2_row", "b_head")
-
-
-class NativeOp(ctypes.Structure):
-    """One operation, with the same fields as `Op` in decode.cpp."""
-
-    _fields_ = (
-        [(name, ctypes.c_int64) for name in FLAGS]
-        + [(name, ctypes.c_void_p) for name in POINTERS]
-        + [(name, ctypes.c_int64) for name in INTEGERS + STRIDES]
-        + [(name, ctypes.c_double) for name in ("eps", "scale", "cap", "offset")]
-    )
-
-
-def kernel() -> ctypes.CDLL | KernelUnavailable:
-    """Return the library of decode.cpp, or the reason why it is not available."""
-    loaded = library("decode")
-    if not isinstance(loaded, KernelUnavailable):
-        loaded.op_size.restype = ctypes.c_int64
-        assert loaded.op_size() == ctypes.sizeof(NativeOp)
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        loaded.step.argtypes = [pointer, number, pointer, pointer, number, number]
-        loaded.step.restype = None
-    return loaded
 
 
 class Span(NamedTuple):
@@ -304,9 +264,3 @@ class NativeProgram:
             cos=cos, sin=sin, rotated=op.rotary.width, interleaved=op.rotary.config.layout == "interleaved",
         )  # fmt: skip
         self._emit(Kind.JOIN, parts, op.y, heads=H, n=R)
-
-
-def panels(key_up: Tensor) -> Tensor:
-    """Return (K, N, R) in float32 as decode.cpp reads it: panels of 16 columns (K, N / 16, R, 16), the last padded."""
-    padded = torch.nn.functional.pad(key_up.detach().float(), (0, 0, 0, -key_up.shape[1] % 16))
-    return padded.unflatten(1, (-1, 16)).transpose(2, 3).contiguous()

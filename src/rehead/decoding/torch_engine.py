@@ -29,7 +29,7 @@ from rehead.attention.program import (
     SoftCap,
     Store,
 )
-from rehead.attention.slot import Slot
+from rehead.attention.slot import Slot, side_by_side
 from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers
 from rehead.decoding.token import Token, next_token
@@ -288,16 +288,3 @@ def _(op: Call, read: Reader) -> Run:
 def joined(parts: Sequence[Read], values: Values) -> Tensor:
     """Read the parts and concatenate them."""
     return parts[0](values) if len(parts) == 1 else torch.cat([part(values) for part in parts], dim=-1)
-
-
-def side_by_side(slots: Sequence[Slot]) -> list[Slot]:
-    """Merge slots that follow one another in memory; return the same heads in fewer slots."""
-    merged = [slots[0]]
-    for slot in slots[1:]:
-        last = merged[-1]
-        end = last.head(last.heads, slot.heads)
-        if slot == end:
-            merged[-1] = last.head(0, last.heads + slot.heads)
-        else:
-            merged.append(slot)
-    return merged

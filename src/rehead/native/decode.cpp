@@ -59,7 +59,7 @@ enum Kind : int64_t {
     EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS, ATTEND_REBUILT, JOIN
 };
 
-struct Op {  // set by native_program.py; what is not said here is said where it is read
+struct Op {  // set by native_program.py as a NativeOp; what is not said here is said where it is read
     int64_t kind, bfloat16, sync;            // weights and cache are bfloat16; all threads wait after it
     int64_t add, gelu, centred, interleaved; // y += scale * instead of y =; GELU, 1 tanh, 2 erf; LayerNorm; pairs (2i, 2i + 1)
     const void *w, *w2, *b, *g;              // weights or cache rows, a second of them, biases, weights of a norm
