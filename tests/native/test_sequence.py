@@ -14,7 +14,7 @@ from rehead.attention import kernels
 from rehead.attention.kernels import compiled
 from rehead.attention.kernels.blocked import Blocked
 from rehead.attention.mask import Mask
-from rehead.model.layers import gelu
+from rehead.nn.gelu import gelu
 from rehead.native import KernelUnavailable
 from rehead.native import sequence as native
 from rehead.native.build import HERE
