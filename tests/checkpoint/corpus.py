@@ -410,7 +410,10 @@ CORPUS: dict[str, Case] = {
         f"C15 {kind} {name} grown": weights(grown(name), base=folder_of(kind))
         for kind, name in kinds.SPECIAL.items()
     },
-    **{f"C31 a good {kind}": weights(dict, base=folder_of(kind), codes=(0,)) for kind in kinds.SPECIAL},
+    **{
+        f"C31 a good {kind}": weights(dict, base=folder_of(kind), codes=kinds.GOOD_CODES.get(kind, (0,)))
+        for kind in kinds.SPECIAL
+    },
     "C14 a bias more": weights(lambda whole: whole | {f"{Q}.bias": torch.zeros(24)}),
     **{f"C15 {name} grown": weights(grown(name)) for name in NAMES},
     "C16 three KV heads": weights(lambda whole: whole | {K: torch.zeros(18, 24)}),

@@ -8,6 +8,10 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
 }
+LATENT = {
+    "kv_lora_rank": 6, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5,
+    "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 9,
+}  # fmt: skip
 GOOD = {
     "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [1, 0]},
     "phi3": {"num_key_value_heads": 2},
@@ -18,6 +22,31 @@ GOOD = {
     "glm4": {"head_dim": 8},
     "gemma2": {"num_key_value_heads": 2, "head_dim": 6},
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 6},
+    "qwen3_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 9,
+        "mlp_only_layers": [0],
+    },
+    "deepseek_v2": LATENT | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT | {"n_group": 2, "topk_group": 1},
+}
+SIZES = (0, -1, 2.5, "x", None, 10**6, 10**30)
+EXPERTS = {
+    "num_experts_per_tok": (*SIZES, 4),
+    "moe_intermediate_size": (0, -1, 2.5, "x", None, 10**30),
+}
+DEEPSEEK = EXPERTS | {
+    "n_routed_experts": (0, -1, 2.5, "x", 10**6, 10**30, 5),
+    "n_shared_experts": (0, -1, 2.5, None, 10**6),
+    "first_k_dense_replace": (-1, 2.5, "x"),
+    "n_group": (0, 4, -1, 2.5, 10**6),
+    "topk_group": (0, 3, -1, 2.5),
+    "routed_scaling_factor": (0, -1, "x", 1e400),
+    "moe_layer_freq": (2, "x"),
+    "scoring_func": ("tanh", 1),
+    "topk_method": ("other", 1),
+    "norm_topk_prob": (1, "x"),
 }
 TYPES = (["other"] * 2, ["full_attention"], "full_attention", [["full_attention"], {}])
 FLAT = {"rope_theta": 500.0, "rope_type": "default"}
@@ -68,6 +97,17 @@ BAD = {
         "rope_parameters": (FLAT, {"full_attention": 3}, {"sliding_attention": {"rope_type": "x"}}),
         "layer_types": TYPES,
     },
+    "qwen3_moe": EXPERTS
+    | {
+        "num_experts": (-1, 2.5, "x", 10**6, 10**30),
+        "num_local_experts": (4, -1),
+        "decoder_sparse_step": (0, -1, 2.5),
+        "mlp_only_layers": ([2], [-1], ["0"], "0", {}, [None]),
+        "norm_topk_prob": (1, "x"),
+        "sliding_window": (2.5,),
+    },
+    "deepseek_v2": DEEPSEEK | {"num_experts": (7,), "norm_topk_prob": (True,)},
+    "deepseek_v3": DEEPSEEK | {"num_local_experts": (7,)},
 }
 SPECIAL = {
     "smollm3": "model.layers.1.self_attn.k_proj.weight",
@@ -79,8 +119,14 @@ SPECIAL = {
     "glm4": "model.layers.1.post_mlp_layernorm.weight",
     "gemma2": "model.layers.1.pre_feedforward_layernorm.weight",
     "gemma3_text": "model.layers.1.self_attn.k_norm.weight",
+    "qwen3_moe": "model.layers.1.mlp.experts.2.up_proj.weight",
+    "deepseek_v2": "model.layers.1.mlp.shared_experts.down_proj.weight",
+    "deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias",
 }
 """A tensor that Llama does not have, or that another layer has in another way."""
+
+GOOD_CODES = dict.fromkeys(("deepseek_v2", "deepseek_v3"), (0, 2))
+"""Where a good folder may be refused: no conversion leads from a normed latent to heads."""
 
 
 def config(kind):

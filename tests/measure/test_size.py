@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rehead.attention import GroupedConfig, LatentConfig, kernels, variants
-from rehead.config import GPTConfig, ModelOptions, RNNConfig
+from rehead.config import ExpertsConfig, GPTConfig, ModelOptions, RNNConfig
 from rehead.generation import generate
 from rehead.measure import cache_bytes, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.parts import parts
@@ -42,6 +42,13 @@ FLAGS = {
     "pattern": {"n_layer": 5, "layers": [{"window": 3}, {"n_kv_head": 2}, {"attention": "mla", "window": 4}]},
 }
 CONFIGS = {name: ModelOptions(**COMMON | flags).resolve(29, 16) for name, flags in FLAGS.items()}
+MIXED = {"layers": (1,), "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
+CONFIGS |= {
+    "experts": replace(CONFIGS["llama"], experts=ExpertsConfig(**MIXED)),
+    "experts, shared, corrected": replace(
+        CONFIGS["llama"], experts=ExpertsConfig(**MIXED, n_shared_experts=3, scoring_func="sigmoid")
+    ),
+}
 RNN = RNNConfig(vocab_size=29, block_size=16, n_embd=5, n_layer=2, n_hidden=7, n_output=29)
 CONFIGS |= {f"rnn, {d}": replace(RNN, direction=d) for d in ("forward", "bidirectional", "prefix")}
 each_model = pytest.mark.parametrize("name", CONFIGS)

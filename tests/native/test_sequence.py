@@ -14,11 +14,11 @@ from rehead.attention import kernels
 from rehead.attention.kernels import compiled
 from rehead.attention.kernels.blocked import Blocked
 from rehead.attention.mask import Mask
-from rehead.nn.gelu import gelu
 from rehead.native import KernelUnavailable
 from rehead.native import sequence as native
 from rehead.native.build import HERE
 from rehead.nn.dropout import STEPS
+from rehead.nn.gelu import gelu
 
 pytestmark = pytest.mark.skipif(isinstance(native.kernel(), KernelUnavailable), reason=str(native.kernel()))
 SIZES = {  # B, L, S, H, K, E, V

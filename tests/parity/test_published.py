@@ -31,6 +31,13 @@ LLAMA3 = {
 }
 FACTORS = [1.05 + 0.5 * i for i in range(16)]
 
+DEEPSEEK = {
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 1, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "moe_layer_freq": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "attention_bias": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
 
 def sizes(kind, vocab, width, hidden, layers, heads, length, **more):
     named = {"model_type": kind, "vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden}
@@ -73,6 +80,27 @@ PUBLISHED = {
             "original_max_position_embeddings": 32768,
         },
     ),
+    "Qwen3-30B-A3B": sizes(
+        "qwen3_moe", 151936, 2048, 6144, 48, 32, 40960, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-6,
+        rope_theta=1000000.0, rope_scaling=None, sliding_window=None, use_sliding_window=False, max_window_layers=48,
+        attention_bias=False, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[], num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, output_router_logits=False,
+        router_aux_loss_coef=0.001,
+    ),
+    "DeepSeek-V2-Lite": sizes(
+        "deepseek_v2", 102400, 2048, 10944, 27, 16, 163840, num_key_value_heads=16, rms_norm_eps=1e-6, **DEEPSEEK,
+        moe_intermediate_size=1408, n_group=1, topk_group=1, topk_method="greedy", scoring_func="softmax",
+        norm_topk_prob=False, routed_scaling_factor=1.0, rope_theta=10000, rope_scaling={
+            "type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "Moonlight-16B-A3B": sizes(
+        "deepseek_v3", 163840, 2048, 11264, 27, 16, 8192, num_key_value_heads=16, rms_norm_eps=1e-5, **DEEPSEEK,
+        moe_intermediate_size=1408, n_group=1, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid",
+        norm_topk_prob=True, routed_scaling_factor=2.446, rope_theta=50000.0, rope_scaling=None, ep_size=1,
+        num_nextn_predict_layers=1,
+    ),
     "Youtu-LLM-2B": sizes(
         "youtu", 128256, 2048, 6144, 32, 16, 131072, num_key_value_heads=16, rms_norm_eps=1e-6, q_lora_rank=1536,
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_theta=1600000,
@@ -89,7 +117,10 @@ def test_published_configs_are_read(name, tmp_path):
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
-    assert parameters(ours) == model.num_parameters()
+    learned = [
+        part.numel() for name, part in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
+    assert parameters(ours) == model.num_parameters() + sum(learned)
     kind = ours.attention[0]
     width = getattr(kind, "qk_rope_head_dim", 0) or kind.head_dim
     rotary = type(model.model.rotary_emb)(theirs)  # not on meta

@@ -208,8 +208,45 @@ CASES |= {
     ),
 }
 
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
+QWEN_MOE = BASE | EXPERTS | {"num_key_value_heads": 2, "head_dim": 10, "num_experts": 5}
+LATENT_MOE = BASE | LATENT | EXPERTS | {"first_k_dense_replace": 1, "n_routed_experts": 8}
+CASES |= {
+    "qwen3 moe": ("Qwen3Moe", QWEN_MOE),
+    "qwen3 moe, normed weights, some dense, window, biases, tied": (
+        "Qwen3Moe",
+        QWEN_MOE
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3]}
+        | {"use_sliding_window": True, "sliding_window": 5}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "deepseek v2, experts": (
+        "DeepseekV2",
+        LATENT_MOE | {"n_shared_experts": 2, "q_lora_rank": None, "routed_scaling_factor": 1.3},
+    ),
+    "deepseek v2, experts in groups, all layers": (
+        "DeepseekV2",
+        LATENT_MOE
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+        }
+        | {"first_k_dense_replace": 0, "n_shared_experts": 1},
+    ),
+    "deepseek, experts in groups": ("DeepseekV3", LATENT_MOE | {"n_group": 4, "topk_group": 2}),
+    "deepseek, experts, plain weights, three shared": (
+        "DeepseekV3",
+        LATENT_MOE
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 0.7}
+        | {"n_shared_experts": 3, "q_lora_rank": None},
+    ),
+}
+
 
 KINDS = {
+    "Qwen3Moe": "qwen3_moe",
     "DeepseekV3": "deepseek_v3",
     "DeepseekV2": "deepseek_v2",
     "GPTNeoX": "gpt_neox",
@@ -232,6 +269,9 @@ def made(name, fields, folder):
     model = kind(config(**fields)).eval()
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(torch.randn_like(buffer) * 0.5)
     model.save_pretrained(folder)
     return model
 

@@ -15,6 +15,7 @@ from rehead.checkpoint.huggingface import (
     minicpm3,
     olmo2,
     phi3,
+    qwen3_moe,
     smollm3,
     youtu,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "olmo2",
     "phi3",
     "publish",
+    "qwen3_moe",
     "read_at",
     "read_config",
     "resolve",

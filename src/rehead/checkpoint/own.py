@@ -23,7 +23,7 @@ from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput
 from rehead.model import LanguageModel, skeleton
-from rehead.model.base import require_model
+from rehead.model.base import keeps_dtype, require_model
 from rehead.stages import staged
 from rehead.system.device import choose_device
 from rehead.system.memory import require_memory
@@ -86,7 +86,8 @@ def load(
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.huggingface`; a path
     that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
-    Weights are converted to `dtype`; without one they keep theirs, or, if there are several, all get the widest. With
+    Weights are converted to `dtype`; without one they keep theirs, or, if there are several, all get the widest; a
+    router's correction bias always keeps its own. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
     time: slower, for models larger than the memory. Raises UsageError for a device that is not available,
     InvalidInput for a folder that is not a model and for weights that do not fit the config, IntegrityError
@@ -185,14 +186,16 @@ def assign(
             )
         if not weight.is_floating_point():
             raise InvalidInput(f"{where}: {name} holds {weight.dtype}, expected floating point.")
-    held = dtype or functools.reduce(torch.promote_types, (weight.dtype for weight in weights.values()))
+    dtypes = (weight.dtype for name, weight in weights.items() if not keeps_dtype(name))
+    held = dtype or functools.reduce(torch.promote_types, dtypes)
     if in_memory:
         n_bytes = sum(weight.numel() for weight in weights.values()) * held.itemsize
         way_out = "Free some memory" + (", or use --dtype bf16." if held.itemsize > 2 else ".")
         require_memory(f"loading {where}", {f"weights in {str(held)[6:]}": n_bytes}, way_out)
     for name, weight in staged(weights.items(), "reading the weights", len(weights), "tensors"):
         owner, _, leaf = name.rpartition(".")
-        same = weight if weight.dtype == held else map_deferred(lambda other: other.to(held), weight)
+        keeps = weight.dtype == held or keeps_dtype(name)
+        same = weight if keeps else map_deferred(lambda other: other.to(held), weight)
         setattr(
             model.get_submodule(owner), leaf, torch.nn.Parameter(materialise(same) if in_memory else same)
         )

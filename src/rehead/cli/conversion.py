@@ -179,6 +179,7 @@ def export(
             "gemma2",
             "gemma3_text",
             "gpt_neox",
+            "qwen3_moe",
         ],
         Parameter(help="the model family to write; auto takes the first that can represent the model"),
     ] = "auto",

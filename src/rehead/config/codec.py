@@ -90,7 +90,8 @@ def _decode_plain(kind: Any, value: Any, where: str) -> Any:
             raise InvalidInput(f"{where}={value!r:.80}. Use one of {', '.join(map(repr, get_args(kind)))}.")
         return value
     if get_origin(kind) is tuple:
-        return _decode_numbers(value, where) if float in get_args(kind) else _decode_layers(value, where)
+        item = get_args(kind)[0]
+        return _decode_numbers(item, value, where) if item in (float, int) else _decode_layers(value, where)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
@@ -101,10 +102,10 @@ def _decode_plain(kind: Any, value: Any, where: str) -> Any:
     raise InvalidInput(f"{where}={value!r:.80}: expected {WORDS[kind]}.")
 
 
-def _decode_numbers(value: Any, where: str) -> tuple[float, ...]:
+def _decode_numbers(kind: type, value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise InvalidInput(f"{where}={value!r:.80}: expected a list of numbers.")
-    return tuple(_decode_plain(float, item, where) for item in value)
+    return tuple(_decode_plain(kind, item, where) for item in value)
 
 
 def _decode_layers(value: Any, where: str) -> tuple[AttentionConfig, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rehead.attention import AttentionConfig
+from rehead.config.experts import ExpertsConfig
 from rehead.errors import ConfigError
 from rehead.fields import require_types
 from rehead.nn.norm import NormKind
@@ -84,7 +85,7 @@ class GPTConfig(ModelConfig):
     Norms are before attention and MLP (`norm_position` pre), on what they add (post, as in OLMo2), or both (Gemma 2,
     GLM-4). With `parallel_residual` both read the same input (GPT-NeoX). As in MiniCPM, `embed_scale` multiplies the
     embeddings, `residual_scale` what every layer adds, and `logit_scale` the output of the last norm;
-    `logit_softcap` c makes a logit z to c tanh(z / c) (Gemma 2).
+    `logit_softcap` c makes a logit z to c tanh(z / c) (Gemma 2). In the layers of `experts`, the MLP is a mixture.
     """
 
     model_type: ClassVar[str] = "gpt"
@@ -103,6 +104,7 @@ class GPTConfig(ModelConfig):
     norm_position: Literal["pre", "post", "both"] = "pre"
     parallel_residual: bool = False
     logit_softcap: float | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,6 +129,8 @@ class GPTConfig(ModelConfig):
                 "parallel_residual=True with norm_position=post: nothing norms what attention and MLP both read. Use "
                 "norm_position=pre or both."
             )
+        if self.experts is not None:
+            self._require_experts(self.experts)
         for index, attention in enumerate(self.attention):
             heads = getattr(attention, "n_query_head", 1)
             if heads > MOST_HEADS:
@@ -136,6 +140,19 @@ class GPTConfig(ModelConfig):
                     f"layer {index} of a GPT has causal={attention.causal} and d_context={attention.d_context}: a "
                     "decoder layer attends to its own past. Use causal=True and d_context=None."
                 )
+
+    def _require_experts(self, experts: ExpertsConfig) -> None:
+        if experts.layers[-1] >= self.n_layer:
+            raise ConfigError(
+                f"layer {experts.layers[-1]} has experts, and there are {self.n_layer}. Use 0 to {self.n_layer - 1}."
+            )
+        if self.mlp_bias:
+            raise ConfigError("mlp_bias=True with experts, which have none. Use mlp_bias=False.")
+        widest = experts.moe_intermediate_size * max(1, experts.n_shared_experts)
+        if widest > LARGEST["n_hidden"]:
+            raise ConfigError(
+                f"experts of {widest:,} numbers are too wide. Use at most {LARGEST['n_hidden']:,}."
+            )
 
     @property
     def scaled(self) -> bool:

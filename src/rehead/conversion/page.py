@@ -18,6 +18,7 @@ def page(certificate: Certificate) -> str:
         f"From **{first.source}** to **{first.result}**{others}. "
         + ("**Exact**: the same function but for rounding." if certificate.exact else "**Approximate.**"),
         markdown(("", "before", "after"), _figures(certificate)),
+        *_experts(certificate),
         "## How far the predictions moved",
         _measured(certificate),
         markdown(("", ""), _logits(certificate)),
@@ -54,6 +55,15 @@ def _figures(certificate: Certificate) -> list[tuple[str, str, str]]:
     if certificate.loss is not None:
         rows.insert(0, ("loss, nats per token", *(f"{loss:.4f}" for loss in certificate.loss)))
     return [(name, before, after) for name, before, after in rows]
+
+
+def _experts(certificate: Certificate) -> list[str]:
+    if certificate.source.get("experts") is None:
+        return []
+    healed = " Healing left them so." if certificate.healing else ""
+    return [
+        f"Experts and their routers are those of the source: a conversion changes the attention only.{healed}"
+    ]
 
 
 def _measured(certificate: Certificate) -> str:

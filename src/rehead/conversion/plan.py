@@ -9,7 +9,7 @@ import torch
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped_config import divisors
-from rehead.config import GPTConfig, ModelConfig, RNNConfig
+from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
 from rehead.conversion.base import CannotConvert, Step, heads_of, summary
 from rehead.conversion.export.deepseek import require_sayable, stock_target
@@ -18,7 +18,7 @@ from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
 from rehead.measure.parts import Parts, parts
-from rehead.measure.size import decode_bytes, decode_flops
+from rehead.measure.size import active_parameters, decode_bytes, decode_flops
 
 MOST_SEQUENCES = 1 << 20
 """Decoded at once, in a plan; more is a slip of the keys."""
@@ -64,6 +64,8 @@ class Variant:
 class Row:
     """One variant. Bytes are those of the planned dtype; FLOPs and read bytes of one decode step.
 
+    `active_parameters` are those that one token uses, which are fewer where there are experts.
+
     `layer` is what the first layer's attention is made of, over the whole context; None without
     attention.
     """
@@ -71,6 +73,7 @@ class Row:
     variant: str
     command: str
     parameters: int
+    active_parameters: int
     kv_bytes_per_token: int
     cache_bytes: int
     decode_flops: int
@@ -127,6 +130,7 @@ def _row(variant: Variant, context: int, batch_size: int, dtype: torch.dtype) ->
         variant=_name(config),
         command=variant.command,
         parameters=parameters(config),
+        active_parameters=active_parameters(config),
         kv_bytes_per_token=kv_bytes_per_token(config, dtype),
         cache_bytes=cache_bytes(config, context, batch_size, dtype),
         decode_flops=decode_flops(config, context) * batch_size,
@@ -256,9 +260,20 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
         yield TIED
     for step in dict.fromkeys(variant.step for variant in variants if variant.step):
         yield f"{step}: {summary(step)}"
-    limit = variants[0].config.context_limit
+    config = variants[0].config
+    if isinstance(config, GPTConfig) and config.experts is not None:
+        yield _of_experts(config, config.experts)
+    limit = config.context_limit
     if limit is not None and context > limit:
         yield (
             f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
             "trained for that many."
         )
+
+
+def _of_experts(config: GPTConfig, experts: ExpertsConfig) -> str:
+    return (
+        f"{len(experts.layers)} of {config.n_layer} layers have {experts.n_routed_experts} experts; a token uses "
+        f"{experts.num_experts_per_tok}: {active_parameters(config):,} of {parameters(config):,} parameters. FLOPs "
+        "and bytes read are of these; a larger batch reads more experts. Conversions copy them as they are."
+    )

@@ -30,6 +30,7 @@ from rehead.decoding.token import (
 from rehead.decoding.torch_engine import TorchProgram
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
+from rehead.model.experts import MixtureOfExperts
 from rehead.native import switch
 
 DEVICE = "cuda"
@@ -52,7 +53,7 @@ def graph_refusal(model: LanguageModel) -> str | None:
     if program is None:
         return why_not_lowered(model)
     for op in program.ops:
-        if isinstance(op, Call) and op.layer is not None:
+        if isinstance(op, Call) and (op.layer is not None or isinstance(op.module, MixtureOfExperts)):
             return f"a {type(op.module).__name__} that only its forward describes"
     return None
 

@@ -151,7 +151,8 @@ def bench(
         for use_cache in (True, False) if index % 2 == 0 else (False, True):
             _generate(model, prompts, new_tokens, use_cache, arms[use_cache])
     middle = prompt_length + (new_tokens + 1) // 2
-    reading = decode_bytes(config, 0, dtype=dtype), batch_size * prefill_flops(config, prompt_length)
+    weights = decode_bytes(config, 0, batch_size * prompt_length, dtype)  # experts that a prompt chooses
+    reading = weights, batch_size * prefill_flops(config, prompt_length)
     writing = decode_bytes(config, middle, batch_size, dtype), batch_size * decode_flops(config, middle)
     return Case(
         prompt_length=prompt_length,

@@ -31,7 +31,7 @@ def forward_bytes(config: ModelConfig, batch_size: int, length: int, dtype: torc
     n_token, size = batch_size * length, dtype.itemsize
     copy = FLOAT if size < FLOAT else 0
     if isinstance(config, GPTConfig):
-        mlp = config.n_hidden * max((3 if config.gated else 2) * size, size + copy)
+        mlp = _mlp_bytes(config, size, copy)
         heads = max(layer.attention_flops(1) for layer in config.attention)  # at least what all four have
         pairs = max(_pair_bytes(layer) for layer in config.attention)
         stream = 3 * config.n_embd * size
@@ -87,12 +87,38 @@ def step_bytes(config: GPTConfig, batch_size: int, length: int, *, recompute: bo
 
     With `recompute` these are the inputs of all layers, and everything of one.
     """
-    kept = 4 * config.n_embd + config.n_hidden * (4 if config.gated else 2)
+    kept = 4 * config.n_embd + _mlp_numbers(config)
     layers = [
         kept + layer.attention_flops(1) + length * (_pair_bytes(layer) // FLOAT) for layer in config.attention
     ]
     per_token = max(layers) + len(layers) * config.n_embd if recompute else sum(layers)
     return int(KEPT * FLOAT * batch_size * length * per_token)
+
+
+def _mlp_bytes(config: GPTConfig, size: int, copy: int) -> int:
+    """Return the bytes per token at the peak of the largest MLP; of a mixture, in one expert that all tokens chose."""
+    hidden = max((3 if config.gated else 2) * size, size + copy)
+    experts = config.experts
+    if experts is None:
+        return config.n_hidden * hidden
+    router = FLOAT * (4 * experts.n_routed_experts + 8 * experts.num_experts_per_tok)
+    rows = config.n_embd * (3 * size + FLOAT)  # an expert's input and output, its share, the sum
+    expert = rows + experts.moe_intermediate_size * hidden
+    shared = config.n_embd * size + experts.n_shared_experts * experts.moe_intermediate_size * hidden
+    dense = config.n_hidden * hidden if len(experts.layers) < config.n_layer else 0
+    return max(dense, router + max(expert, shared))
+
+
+def _mlp_numbers(config: GPTConfig) -> int:
+    """Return the numbers per token that the largest MLP keeps for its gradients."""
+    hidden = 4 if config.gated else 2
+    experts = config.experts
+    if experts is None:
+        return config.n_hidden * hidden
+    n_expert = experts.num_experts_per_tok + experts.n_shared_experts
+    rows = 4 * experts.n_routed_experts + 3 * config.n_embd * experts.num_experts_per_tok
+    mixture = rows + n_expert * experts.moe_intermediate_size * hidden
+    return max(mixture, config.n_hidden * hidden if len(experts.layers) < config.n_layer else 0)
 
 
 def _pair_bytes(attention: AttentionConfig) -> int:

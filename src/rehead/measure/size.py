@@ -16,17 +16,29 @@ def parameters(config: ModelConfig) -> int:
         positions = width * config.block_size * config.learned_positions
         norm = width * (2 if config.norm == "layernorm" else 1)
         norms = norm * (4 if config.norm_position == "both" else 2)
-        mlp = _mlp_products(config) // 2
+        mlps = _mlps(config)
         if config.mlp_bias:
-            mlp += width + config.n_hidden * (2 if config.gated else 1)
+            mlps += config.n_layer * (width + config.n_hidden * (2 if config.gated else 1))
+        if config.experts is not None and config.experts.has_correction:
+            mlps += len(config.experts.layers) * config.experts.n_routed_experts
         attention = sum(layer.n_parameters(width) for layer in config.attention)
-        return embeddings + positions + attention + config.n_layer * (mlp + norms) + norm
+        return embeddings + positions + attention + mlps + config.n_layer * norms + norm
     assert isinstance(config, RNNConfig)
     hidden = config.n_hidden
     inputs = config.n_embd + hidden * (config.n_layer - 1)
     layers = inputs * hidden + config.n_layer * (hidden * hidden + hidden)
     both = 0 if config.direction == "forward" else layers + (2 * hidden + 1) * hidden
     return config.vocab_size * config.n_embd + layers + both + (hidden + 1) * config.n_output
+
+
+def active_parameters(config: ModelConfig, n_token: int = 1) -> int:
+    """Return the number of parameters that `n_token` tokens use: all but those of experts that none of them chooses.
+
+    It is the most that they can use: each token chooses other experts while there are any.
+    """
+    if not isinstance(config, GPTConfig):
+        return parameters(config)
+    return parameters(config) - _mlps(config) + _mlps(config, n_token)
 
 
 def forward_flops(config: ModelConfig, n_token: int) -> int | float:
@@ -37,7 +49,7 @@ def forward_flops(config: ModelConfig, n_token: int) -> int | float:
             layer.projection_flops(config.n_embd) + layer.attention_flops(n_key)
             for layer, n_key in zip(config.attention, seen, strict=True)
         )
-        return attention + config.n_layer * _mlp_products(config) + 2 * config.n_embd * config.vocab_size
+        return attention + 2 * (_mlps(config, 1) + config.n_embd * config.vocab_size)
     assert isinstance(config, RNNConfig)
     hidden = config.n_hidden
     inputs = config.n_embd + hidden * (config.n_layer - 1)
@@ -66,18 +78,21 @@ def decode_flops(config: ModelConfig, n_token: int) -> int:
     attention = sum(
         layer.decode_flops(config.n_embd, min(n_token, layer.window or n_token)) for layer in config.attention
     )
-    return attention + config.n_layer * _mlp_products(config) + 2 * config.n_embd * config.vocab_size
+    return attention + 2 * (_mlps(config, 1) + config.n_embd * config.vocab_size)
 
 
 def decode_bytes(
     config: ModelConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Return the bytes that a decoding step reads: all weights once, and the cache of every sequence."""
+    """Return the bytes that a decoding step reads: weights once, and the cache of every sequence.
+
+    Of experts these are the ones that are chosen, if every sequence chooses others.
+    """
     tables = config.vocab_size * config.n_embd  # of which a step reads one row
     if isinstance(config, GPTConfig):
         tables *= not config.tie_embeddings
         tables += config.block_size * config.n_embd * config.learned_positions
-    weights = (parameters(config) - tables) * dtype.itemsize
+    weights = (active_parameters(config, batch_size) - tables) * dtype.itemsize
     return weights + cache_bytes(config, n_token, batch_size, dtype)
 
 
@@ -102,6 +117,16 @@ def cache_bytes(
     return numbers * batch_size * dtype.itemsize
 
 
-def _mlp_products(config: GPTConfig) -> int:
-    """Return FLOPs per token of one layer's MLP."""
-    return 2 * config.n_embd * config.n_hidden * (3 if config.gated else 2)
+def _mlps(config: GPTConfig, n_token: int | None = None) -> int:
+    """Return the numbers in the matrices of all MLPs and routers; of experts, those that so many tokens can choose."""
+    matrices = config.n_embd * (3 if config.gated else 2)
+    experts = config.experts
+    if experts is None:
+        return config.n_layer * matrices * config.n_hidden
+    n_expert = experts.n_routed_experts
+    if n_token is not None:
+        n_expert = min(n_expert, n_token * experts.num_experts_per_tok)
+    hidden = (n_expert + experts.n_shared_experts) * experts.moe_intermediate_size
+    mixture = matrices * hidden + config.n_embd * experts.n_routed_experts
+    n_mixture = len(experts.layers)
+    return (config.n_layer - n_mixture) * matrices * config.n_hidden + n_mixture * mixture

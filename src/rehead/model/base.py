@@ -142,11 +142,16 @@ class _NoInit(TorchFunctionMode):
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
+def keeps_dtype(name: str) -> bool:
+    """Return True for a weight that has its own dtype beside the others: a router's correction bias."""
+    return name.endswith(".e_score_correction_bias")
+
+
 def require_one_dtype(model: LanguageModel) -> None:
     """Refuse a model whose weights differ in dtype, where torch could not compute with it."""
     first: dict[torch.dtype, str] = {}
     for name, weight in model.named_parameters():
-        if weight.is_floating_point():
+        if weight.is_floating_point() and not keeps_dtype(name):
             first.setdefault(weight.dtype, name)
     if len(first) > 1:
         kinds = " and ".join(f"{dtype} ({name})" for dtype, name in first.items())

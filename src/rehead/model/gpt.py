@@ -31,7 +31,13 @@ class GPT(LanguageModel):
             nn.Embedding(config.block_size, config.n_embd) if config.learned_positions else None
         )
         self.embd_dropout = Dropout(config.embd_pdrop)
-        self.layers = nn.ModuleList([Block(config, attention) for attention in config.attention])
+        mixed = () if config.experts is None else config.experts.layers
+        self.layers = nn.ModuleList(
+            [
+                Block(config, attention, has_experts=index in mixed)
+                for index, attention in enumerate(config.attention)
+            ]
+        )
         self.norm = NORMS[config.norm](config.n_embd, config.norm_eps)
         self.head = WideLinear(config.n_embd, config.vocab_size, bias=False)
         initialise(self, config.n_layer)

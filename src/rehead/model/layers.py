@@ -7,6 +7,7 @@ from rehead.attention import AttentionConfig, LayerCache
 from rehead.attention.program import Add, Norm, Program
 from rehead.attention.slot import Slot
 from rehead.config import GPTConfig
+from rehead.model.experts import MixtureOfExperts
 from rehead.model.mlp import MLPS
 from rehead.nn.dropout import Dropout
 from rehead.nn.norm import NORMS
@@ -18,7 +19,7 @@ class Block(nn.Module):
     The names are Llama's in Hugging Face, and GLM-4's for norms of what is added, if there are any.
     """
 
-    def __init__(self, config: GPTConfig, attention: AttentionConfig) -> None:
+    def __init__(self, config: GPTConfig, attention: AttentionConfig, *, has_experts: bool = False) -> None:
         super().__init__()
         before, after = config.norm_position != "post", config.norm_position != "pre"
 
@@ -29,7 +30,8 @@ class Block(nn.Module):
         self.self_attn = attention.build(config.n_embd)
         self.post_self_attn_layernorm = norm(exists=after)
         self.post_attention_layernorm = norm(exists=before)
-        self.mlp = MLPS[config.mlp](config)
+        mlp = MLPS[config.mlp]
+        self.mlp = MixtureOfExperts(config, mlp) if has_experts else mlp(config)
         self.post_mlp_layernorm = norm(exists=after)
         self.resid_dropout = Dropout(config.resid_pdrop)
         self.scale, self.is_parallel = config.residual_scale, config.parallel_residual

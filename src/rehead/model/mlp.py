@@ -24,7 +24,7 @@ class GELU(nn.Module):
         self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
         self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
-    def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Apply the MLP to each position."""
         up = self.up_proj(x)
         return self.down_proj(gelu(up) if self.form == "tanh" else F.gelu(up))
@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
         self.up_proj = Linear(config.n_embd, config.n_hidden, bias=config.mlp_bias)
         self.down_proj = Linear(config.n_hidden, config.n_embd, bias=config.mlp_bias)
 
-    def forward(self, x: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Apply the MLP to each position."""
         gate = self.gate_proj(x)
         return self.down_proj((gelu(gate) if self.has_gelu else F.silu(gate)) * self.up_proj(x))

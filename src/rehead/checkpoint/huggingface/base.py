@@ -25,7 +25,8 @@ UNREAD_KEYS = """
     _attn_implementation_autoset qk_head_dim num_nextn_predict_layers moe_intermediate_size
     n_shared_experts n_routed_experts routed_scaling_factor n_group topk_group num_experts_per_tok
     norm_topk_prob output_router_logits scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha
-    seq_aux num_mtp_layers embedding_initializer_range cache_implementation classifier_dropout is_decoder
+    seq_aux num_mtp_layers router_aux_loss_coef embedding_initializer_range cache_implementation
+    classifier_dropout is_decoder
 """
 UNREAD = frozenset(UNREAD_KEYS.split())
 """Keys of config.json that do not change what a dense model computes."""
@@ -182,7 +183,7 @@ class Fields:
         )
 
 
-BLOCK = ("norm_position", "parallel_residual", "logit_softcap")
+BLOCK = ("norm_position", "parallel_residual", "logit_softcap", "experts")
 """Fields of GPTConfig that only some families can represent, beside the scales."""
 
 

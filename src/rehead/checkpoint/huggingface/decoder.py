@@ -6,6 +6,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, unusual
+from rehead.checkpoint.huggingface.experts import expert_names
 from rehead.checkpoint.huggingface.rope import RopeKeys, read_rope, write_rope
 from rehead.config import GPTConfig
 
@@ -154,9 +155,9 @@ class Decoder(Family, Generic[A]):
             assert isinstance(layer, self.attention)
             position = config.norm_position
             norms = [norm for at, names in NORMS.items() if position in (at, "both") for norm in names]
-            names = [f"{part}.weight" for part in (*norms, *MLP)]
+            names = [f"{part}.weight" for part in norms]
+            names += self.mlp_weights(config, index)
             names += [f"self_attn.{name}" for name in self.attention_weights(layer)]
-            names += [f"{part}.bias" for part in MLP] if config.mlp_bias else []
             stacked: dict[str, list[str]] = {}
             for name in names:
                 module, _, end = name.rpartition(".")
@@ -167,6 +168,13 @@ class Decoder(Family, Generic[A]):
                     ours=tuple(f"layers.{index}.{name}" for name in ours),
                     rows=self.rows(layer, theirs),
                 )
+
+    def mlp_weights(self, config: GPTConfig, index: int) -> list[str]:
+        """Return the names of the weights and biases of the MLP of a layer, or of its experts."""
+        if config.experts is not None and index in config.experts.layers:
+            return list(expert_names(config.experts))
+        names = [f"{part}.weight" for part in MLP]
+        return names + ([f"{part}.bias" for part in MLP] if config.mlp_bias else [])
 
     def rows(self, layer: A, theirs: str) -> tuple[int, ...]:
         """Return the numbers of rows of ours in a tensor of theirs that are not equal."""

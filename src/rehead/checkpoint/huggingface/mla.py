@@ -13,7 +13,7 @@ from rehead.errors import InvalidInput
 
 
 class LatentLike(Decoder[LatentConfig]):
-    """A decoupled rotary part, an RMSNorm on the latent, no biases; every layer dense and alike.
+    """A decoupled rotary part, an RMSNorm on the latent, no biases; every layer alike but for experts.
 
     The families differ in the defaults of missing keys, the layout of the rotary part, keys of experts,
     and MiniCPM's scales.
@@ -94,12 +94,3 @@ def has_layout(first: LatentConfig, layout: Layout) -> bool:
 def interleaved_or_not(fields: Fields) -> Layout:
     """Return the layout that `rope_interleave` names; interleaved where the key is missing."""
     return "interleaved" if fields.take("rope_interleave", bool, True) else "half-split"
-
-
-def require_dense(fields: Fields, n_layer: int, default: int) -> None:
-    """Refuse a model of which some layers have experts."""
-    dense = fields.take("first_k_dense_replace", int, default)
-    if dense < n_layer:
-        raise InvalidInput(
-            f"{fields.where}: first_k_dense_replace={dense} of {n_layer} layers: rehead has no experts."
-        )

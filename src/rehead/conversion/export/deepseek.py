@@ -74,6 +74,13 @@ def to_deepseek(
 
 def require_sayable(config: GPTConfig) -> None:
     """Refuse what DeepSeek's class cannot represent, apart from the attention."""
+    if config.experts is not None:
+        raise CannotConvert(
+            "Experts go out as those of their own family, while the attention is one of that family's: no conversion "
+            "turns them into DeepseekV3ForCausalLM's. Use the model with rehead (generate, eval), or convert its "
+            "source to gqa or mqa.",
+            "its experts, which no conversion changes",
+        )
     plain = config.norm == "rmsnorm" and config.mlp == "swiglu" and not config.mlp_bias
     odd = [name for name, is_odd in unusual(config).items() if is_odd]
     if not plain or config.learned_positions or odd:
