@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import rehead
 from rehead import tokenizer
-from rehead.config import ModelOptions, RNNConfig, encode
+from rehead.config import ExpertsConfig, ModelOptions, RNNConfig, encode
 from rehead.measure import evaluate_text
 from rehead.measure.attention_maps import attention_maps
 from rehead.measure.forecast import (
@@ -32,13 +33,18 @@ LLAMA = ModelOptions(n_layer=2, n_embd=512, n_query_head=8, n_kv_head=2, shape="
 MEASURE = """
 import json, sys
 import numpy, torch
-from rehead.config import ModelOptions
+from dataclasses import replace
+from rehead.config import ExpertsConfig, ModelOptions
 from rehead.data import evaluation_blocks
 from rehead.measure import evaluate
 from rehead.model import build
 
 options, vocab, batch, length, dtype = json.loads(sys.argv[1])
-model = build(ModelOptions(**options).resolve(vocab, length)).to(getattr(torch, dtype))
+experts = options.pop("experts", None)
+config = ModelOptions(**options).resolve(vocab, length)
+if experts:
+    config = replace(config, experts=ExpertsConfig(**experts | {"layers": (0, 1)}))
+model = build(config).to(getattr(torch, dtype))
 
 def read(rows, size):
     ids = numpy.zeros(rows * size + 1, dtype=int)
@@ -55,18 +61,28 @@ before = status("VmRSS")
 read(batch, length)
 print(status("VmHWM") - before)
 """
+MANY = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 256}
 CASES = {
     "activations": ({"n_layer": 2, "n_embd": 512, "n_query_head": 8, "shape": "llama"}, 900, 2, 2048, "float32"),
     "logits": ({"n_layer": 1, "n_embd": 64, "n_query_head": 2, "n_kv_head": 1}, 60_000, 1, 1024, "bfloat16"),
     "a learned score": ({"n_layer": 2, "n_embd": 64, "n_query_head": 4, "score": "additive"}, 90, 1, 600, "float32"),
 }  # fmt: skip
+LLAMA_OF_512 = {"n_layer": 2, "n_embd": 512, "n_query_head": 4, "shape": "llama"}
+CASES |= {
+    "experts": (LLAMA_OF_512 | {"experts": MANY}, 90, 2, 2048, "float32"),
+    "shared experts": (LLAMA_OF_512 | {"experts": MANY | {"n_shared_experts": 8}}, 90, 2, 2048, "float32"),
+}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("case", CASES)
 def test_a_process_takes_what_was_forecast(case):
     options, vocab, batch, length, dtype = CASES[case]
-    config, kind = ModelOptions(**options).resolve(vocab, length), getattr(torch, dtype)
+    experts = options.get("experts")
+    plain = ModelOptions(**{name: value for name, value in options.items() if name != "experts"})
+    config, kind = plain.resolve(vocab, length), getattr(torch, dtype)
+    if experts is not None:
+        config = replace(config, experts=ExpertsConfig(**experts | {"layers": (0, 1)}))
     forecast = forward_bytes(config, batch, length, kind) + loss_bytes(config, batch * length, kind)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, json.dumps(CASES[case])], capture_output=True, text=True, timeout=100
@@ -167,10 +183,13 @@ def test_maps_and_training_are_counted(llama):
     config = LLAMA.resolve(50, 64)
     maps = attention_maps(build(config), torch.arange(40))
     assert sum(each.nbytes for each in maps) < map_bytes(config, 40) < 3 * sum(each.nbytes for each in maps)
-    model = build(LLAMA.resolve(50, 256))
-    optimizer = torch.optim.AdamW(model.parameters())
-    kept = step_memory(model, optimizer, torch.zeros(4, 257, dtype=torch.long))["activations"]
-    assert step_bytes(model.config, 4, 256) / WITHIN < kept < step_bytes(model.config, 4, 256) * WITHIN
+    plain = LLAMA.resolve(50, 256)
+    few = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    for config in (plain, replace(plain, experts=ExpertsConfig(**few, layers=(0, 1)))):
+        model = build(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        kept = step_memory(model, optimizer, torch.randint(50, (4, 257)))["activations"]
+        assert step_bytes(config, 4, 256) / WITHIN < kept < step_bytes(config, 4, 256) * WITHIN
 
 
 def test_an_rnn_needs_memory_too():

@@ -20,7 +20,7 @@ KINDS = {
     "softmax, groups": {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7},
     "sigmoid": {"scoring_func": "sigmoid", "n_shared_experts": 2},
     "sigmoid, groups, normed": {
-        "scoring_func": "sigmoid", "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "n_group": 3, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     },
 }  # fmt: skip
 OPTIONS = ModelOptions(n_layer=3, n_embd=18, n_query_head=3, n_hidden=11, shape="llama", rope=True)
