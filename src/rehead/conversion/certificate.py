@@ -22,6 +22,7 @@ from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel, evaluating
+from rehead.system.allocator import keeping_freed_memory
 
 CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 LARGEST = 16 * 2**20
@@ -179,7 +180,8 @@ def certify(
     assert isinstance(before, GPTConfig)
     assert isinstance(after, GPTConfig)
     errors = _output_errors(source, result, blocks[:1])
-    logits = asdict(compare(source, result, shown(blocks, "comparing with the source")))
+    with keeping_freed_memory():
+        logits = asdict(compare(source, result, shown(blocks, "comparing with the source")))
     losses = logits.pop("losses")
     layers = [
         Layer(

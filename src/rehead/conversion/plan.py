@@ -199,8 +199,6 @@ def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Varian
             path(old, new, source.n_embd) for old, new in zip(source.attention, result.attention, strict=True)
         ]
     except CannotConvert as error:
-        if after > before:
-            return judged("pointless", f"{_share(after, before)} of the present cache")
         return judged("impossible", error.reason, error.step)
     steps = [step for steps in paths for step in steps]
     exact = all(step.promise.exact for step in steps)

@@ -4,6 +4,8 @@ By default malloc decides by thresholds that it adapts as the process runs. With
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
@@ -17,6 +19,16 @@ def keep_freed_memory() -> None:
     That took a tenth of a training step of the default model (docs/log.md). Memory freed before is returned first.
     """
     _set(mapped=LARGEST, kept=KEPT)
+
+
+@contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """Keep what is freed inside; return it at the end."""
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        return_freed_memory()
 
 
 def return_freed_memory() -> None:

@@ -25,6 +25,7 @@ from rehead.data.batches import Pair
 from rehead.model import GPT, evaluating
 from rehead.sampling import draw, probabilities
 from rehead.stages import staged
+from rehead.system.allocator import keeping_freed_memory
 
 LOGITS, EXACT = 2**23, 2**20
 """Logits computed, and held in float64, at once, with a large vocabulary."""
@@ -46,7 +47,7 @@ def gather(
     reading = _Reading(model, list(blocks), folder, seed)
     work = reading.there_and_back() if gradients else reading.there()
     total = (1 + gradients) * len(model.layers) * len(reading.blocks)
-    with _observing(model, gradients=gradients), closing(work):
+    with keeping_freed_memory(), _observing(model, gradients=gradients), closing(work):
         for _ in staged(work, "reading what to fit to", total, "batches"):
             pass
     return [reading.found(index) for index in range(len(model.layers))]

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from rehead.checkpoint.files.shards import bytes_of
 from rehead.data.files import resource
 
 ROUNDS = 4
@@ -40,10 +41,11 @@ class Kept:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x and g of some tokens at a time, in float32 or wider."""
-        size = self.width * self.dtype.itemsize
+        n_token = self.file.stat().st_size // (self.width * self.dtype.itemsize)
         with self.file.open("rb") as file:
-            while part := file.read(TOGETHER * size):
-                rows = torch.frombuffer(bytearray(part), dtype=self.dtype).view(-1, self.width)
+            for first in range(0, n_token, TOGETHER):
+                rows = torch.empty(min(TOGETHER, n_token - first), self.width, dtype=self.dtype)
+                file.readinto(bytes_of(rows))
                 rows = rows.to(torch.promote_types(self.dtype, torch.float32))
                 yield rows[:, : self.split], rows[:, self.split :]
 

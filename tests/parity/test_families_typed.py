@@ -1,0 +1,69 @@
+"""A folder of every family, written by transformers, through the commands a user types."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers as hf
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+from parity.test_stock import CASES, made
+
+TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 12
+LETTERS = sorted(set(TEXT.replace(" ", "Ġ")))
+FIRST = {}
+for label, (family, _) in CASES.items():
+    FIRST.setdefault(family, label)
+MORE = ["qwen3 moe", "deepseek v2, experts", "deepseek, experts in groups"]
+
+
+@pytest.fixture(params=sorted({*FIRST.values(), *MORE}))
+def folder(request, tmp_path):
+    """Their folder, with a tokenizer of fewer ids than the model has, and two texts."""
+    torch.manual_seed(0)
+    made(*CASES[request.param], tmp_path / "theirs")
+    inner = hf.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "fit.txt").write_text(TEXT[:700], encoding="utf-8")
+    (tmp_path / "held.txt").write_text(TEXT[700:], encoding="utf-8")
+    return tmp_path
+
+
+def typed(folder, *words):
+    done = subprocess.run(
+        [sys.executable, "-m", "rehead", *words, "--json"],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_the_plan_offers_is_made_measured_and_read_from(folder):
+    """The plan's last exact row and its last approximate one; or the advice to keep the model as it is."""
+    plan = typed(folder, "plan", "theirs")
+    rows = {row["verdict"]: row for row in plan["rows"]}
+    before = typed(folder, "eval", "theirs", "--data", "held.txt", "--length", "60")["loss"]
+    offered = {verdict: rows[verdict]["command"] for verdict in ("exact", "approximate") if verdict in rows}
+    if not offered:
+        assert "keep it as it is" in plan["advice"]
+    for verdict, command in {"present": "", **offered}.items():
+        made_of = {"present": "theirs"}.get(verdict, verdict)
+        if command:
+            fit = ["--calibration", "fit.txt", "--test", "held.txt", "--length", "60", "--allow-loss"]
+            certificate = typed(folder, "convert", "theirs", verdict, *command.split(), *fit)
+            assert certificate["loss"][0] == pytest.approx(before, abs=1e-6)
+            after = typed(folder, "eval", verdict, "--data", "held.txt", "--length", "60")["loss"]
+            assert after == pytest.approx(certificate["loss"][1], abs=1e-6)
+            assert verdict != "exact" or after == pytest.approx(before, abs=1e-5)
+        options = ["--prompt", "To be", "--max-new-tokens", "5", "--temperature", "0"]
+        assert typed(folder, "generate", made_of, *options)["results"][0]["prompt"] == "To be"
+        lengths = ["--prompt-lengths", "5", "--new-tokens", "6", "--rounds", "1"]
+        case, *_ = typed(folder, "bench", made_of, *lengths)["cases"]
+        assert case["cache_bytes_held"] == case["cache_bytes_predicted"]
