@@ -31,7 +31,7 @@ test: $(STAMP)
 QUICK := $(addprefix tests/,attention config contract conversion model nn test_architecture.py test_fields.py)
 quick: $(STAMP)
 	$(BIN)/python -m pytest --few --jaxtyping-packages= $(QUICK) $(ARGS) \
-		-m 'not heavy and not process and not typed and not slow'
+		-m 'not heavy and not process and not slow'
 
 # In place of the pinned PyTorch, for the tests after it: the oldest that pyproject.toml allows, or the newest there is.
 torch-oldest: $(STAMP)

@@ -29,17 +29,21 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks `docs` and `browser` by folder and fixture; with --few, leaves most examples of the variants out."""
+    """Marks `docs` and `browser` by folder and fixture; leaves out `typed` without shape checks, much with --few."""
     for item in items:
         if "docs" in item.path.parts[-3:]:
             item.add_marker(pytest.mark.docs)
         if "chromium" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
+    left_out = []
+    if not config.getoption("jaxtyping_packages"):
+        left_out += [item for item in items if item.get_closest_marker("typed")]
     if config.getoption("few"):
         many = _many()
-        left_out = [item for item in items if "contract" in item.path.parts and many & _ids(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        left_out += [item for item in items if "contract" in item.path.parts and many & _ids(item)]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 def _many():

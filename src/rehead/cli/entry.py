@@ -21,6 +21,7 @@ from rehead import native
 from rehead.cli import conversion, importing, measuring, models, training  # noqa: F401 (each enters its commands)
 from rehead.cli.app import app, warn
 from rehead.cli.interrupt import WORDS
+from rehead.cli.loading import load_torch
 from rehead.cli.wording import as_typed, worded
 from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
@@ -55,7 +56,10 @@ def _run(argv: list[str], debug: bool) -> int:
         _require_text(argv)
         _require_command(argv[0])
         _require_whole(argv)
-        app(argv, exit_on_error=False, print_error=False, result_action="return_value")
+        command, given, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
+        if command.__module__.startswith("rehead."):  # not cyclopts' --help
+            load_torch()
+        command(*given.args, **given.kwargs)
         sys.stdout.flush()
     except CycloptsError as error:
         where = "rehead" if argv[0].startswith("-") else f"rehead {argv[0]}"

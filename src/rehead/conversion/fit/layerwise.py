@@ -135,12 +135,12 @@ class _Reading:
         states = (self.model.embed(ids.to(self.model.device)) for ids, _ in self.blocks)
         deque(self._states(0).write(states), maxlen=0)
 
-    @torch.no_grad()
     def _forward(self, index: int, moments: LayerMoments | None = None) -> Iterator[Tensor]:
         """Yield a layer's output; what its attention reads goes to `moments`."""
         for states, counts in zip(self._states(index), self.counts, strict=True):
             yield self._through(index, states, counts, moments)
 
+    @torch.no_grad()
     def _through(self, index: int, states: Tensor, counts: Tensor, moments: LayerMoments | None) -> Tensor:
         if moments is None:
             return self.model.layers[index](states.to(self.model.device))
