@@ -14,6 +14,7 @@ from rehead.errors import InvalidInput, UsageError
 from rehead.generation import stream
 from rehead.model import LanguageModel, skeleton
 from rehead.stages import staged
+from rehead.system.allocator import keeping_freed_memory
 
 SELF = "self"
 """Given in place of a text: sample one from the model itself."""
@@ -74,8 +75,9 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
     drawn = staged(
         chain.from_iterable(streams), "sampling a text from the model", count * (length - 1), "tokens", len
     )
-    for at in groups:
-        rows.append(torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1))
+    with keeping_freed_memory():
+        for at in groups:
+            rows.append(torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1))
     return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy())
 
 
