@@ -77,7 +77,9 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
     )
     with keeping_freed_memory():
         for at in groups:
-            rows.append(torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1))
+            rows.append(
+                torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1)
+            )
     return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy())
 
 
