@@ -5,7 +5,7 @@ operations rounds differently, so near-ties (within 2^-5 of the largest logit) m
 call on the same machine gives the same tokens in every dtype.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -116,6 +116,19 @@ def stream(
                 yield token
 
     return tokens()
+
+
+def until(tokens: Iterable[Int[Tensor, " B"]], stop: Collection[int]) -> Iterator[Int[Tensor, " B"]]:
+    """Yield the tokens of `stream` until every row has had an id in `stop`; a row that has had one repeats it."""
+    last: dict[int, Tensor] = {}
+    for token in tokens:
+        token = token.clone()
+        for row, end in last.items():
+            token[row] = end
+        yield token
+        last |= {row: token[row] for row, id in enumerate(token.tolist()) if id in stop}
+        if len(last) == len(token):
+            return
 
 
 class Contexts:

@@ -1,7 +1,7 @@
 """`rehead generate`, `rehead eval` and `rehead env`."""
 
 import tempfile
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +35,9 @@ def generate(
     cache: Annotated[
         bool, Parameter(help="cache keys and values; otherwise every step recomputes the whole text")
     ] = True,
+    ignore_eos: Annotated[
+        bool, Parameter(negative="", help="write on after the ids that end a text, as the folder names them")
+    ] = False,
     dtype: Annotated[
         Dtype | None,
         Parameter(help="number format of the weights, and of what is computed [default: as saved]"),
@@ -45,14 +48,15 @@ def generate(
     """Generate text after one or more prompts.
 
     Temperature 0 always takes the likeliest token. The same seed gives the same
-    text, even with several prompts at once. For example:
+    text, even with several prompts at once. A text ends before an id that ends
+    texts (eos_token_id of the folder) or after --max-new-tokens. For example:
 
         rehead generate out/run --prompt "O God, O God!" --max-new-tokens 100 --temperature 0.8
     """
     import torch
 
     from rehead.decoding import prepare
-    from rehead.generation import stream
+    from rehead.generation import stream, until
     from rehead.measure.forecast import generation_bytes
     from rehead.report.progress import Board
     from rehead.stages import staged
@@ -81,21 +85,32 @@ def generate(
     work = f"{len(ids)} texts of {longest:,} tokens and {max_new_tokens:,} new ones"
     require_memory(work, parts, "Use fewer prompts, or a smaller --max-new-tokens.", model.device)
     prepare(model)
+    ends = frozenset[int]() if ignore_eos else opened.ends
+    tokens = until(tokens, ends)
     if len(prompt) == 1 and not json:
         with Board():
             first = list(
                 staged(islice(tokens, 1), "reading the prompt", longest, "tokens", lambda _: longest)
             )
         print(prompt[0], end="", flush=True)
-        for piece in tokenizer.stream((int(token[0]) for token in chain(first, tokens)), after=ids[0]):
+        only = (int(token[0]) for token in chain(first, tokens))
+        for piece in tokenizer.stream(takewhile(lambda token: token not in ends, only), after=ids[0]):
             print(piece, end="", flush=True)
         print()
         return
     with Board():
         written = [token.tolist() for token in staged(tokens, "generate", max_new_tokens, "tokens")]
-    rows = list(zip(*written, strict=True)) or [()] * len(prompt)
+    whole = list(zip(*written, strict=True)) or [()] * len(prompt)
+    rows = [list(takewhile(lambda token: token not in ends, row)) for row in whole]
     texts = ["".join(tokenizer.stream(row, after=begin)) for row, begin in zip(rows, ids, strict=True)]
-    results = [{"prompt": text, "completion": more} for text, more in zip(prompt, texts, strict=True)]
+    results = [
+        {
+            "prompt": text,
+            "completion": more,
+            "finish_reason": "length" if len(row) == max_new_tokens else "stop",
+        }
+        for text, more, row in zip(prompt, texts, rows, strict=True)
+    ]
     say(
         {"results": results},
         "\n---\n".join(text + more for text, more in zip(prompt, texts, strict=True)),

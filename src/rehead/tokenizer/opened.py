@@ -29,6 +29,12 @@ class OpenedModel:
             raise missing(self.folder / FILE)
         return self.tokenizer
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text: one or several, or none that the folder names."""
+        named = self.special.get("eos_token_id", [])
+        return frozenset(id for id in (named if isinstance(named, list) else [named]) if type(id) is int)
+
 
 def open_model(
     path: str | Path,
