@@ -240,7 +240,7 @@ def test_a_run_is_healed_from_any_folder(run, monkeypatch):
     )
 
 
-PROGRESS = r"converting .+|[a-z ]+  [\d,]+(/[\d,]+)? [a-z]+(  \d+:\d\d:\d\d left)?"
+PROGRESS = r"rehead: self: .+|converting .+|[a-z ]+  [\d,]+(/[\d,]+)? [a-z]+(  \d+:\d\d:\d\d left)?"
 
 
 @pytest.mark.process

@@ -70,7 +70,7 @@ def test_decoding_joins_them_as_it_joins_others():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(3, 50), (64,)])
 def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
-    """As near to float64 as nn.Linear's, in every part of the weight; gradients and few rows are nn.Linear's."""
+    """As near to float64 as nn.Linear's, in every part of the weight; few rows are nn.Linear's."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(module, "WIDENED", 5 * 37 + 1)
     layer, plain = (kind(37, 53, bias=bias, dtype=dtype) for kind in (WideLinear, nn.Linear))
@@ -84,7 +84,32 @@ def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
         assert (ours != theirs).double().mean() < 0.05
         assert torch.equal(layer(x.flatten(0, -2)[:63]), plain(x.flatten(0, -2)[:63]))
         assert "aten::_to_copy" in operators(layer, x)
-    assert "aten::_to_copy" not in operators(layer, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("shape", [(3, 50), (64,)])
+def test_their_gradients_are_too(monkeypatch, dtype, bias, frozen, shape):
+    """Rounded once from float64's, of inputs, weights and biases; frozen weights get none and keep no input."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(module, "WIDENED", 5 * 37 + 1)
+    layer = WideLinear(37, 53, bias=bias, dtype=dtype).requires_grad_(not frozen)
+    gold = copy.deepcopy(layer).double()
+    x = torch.randn(*shape, 37, dtype=dtype)
+    pull = torch.randn(*shape, 53, dtype=dtype)
+    inputs = x.clone().requires_grad_(), x.double().requires_grad_()
+    for each, given in zip((layer, gold), inputs, strict=True):
+        each(given).backward(pull.to(given.dtype))
+    pairs = [(inputs[0].grad, inputs[1].grad)]
+    pairs += [
+        (one.grad, other.grad) for one, other in zip(layer.parameters(), gold.parameters(), strict=True)
+    ]
+    for one, other in pairs[: 1 if frozen else None]:
+        assert one.dtype == dtype
+        assert (one - other).abs().max() <= torch.finfo(dtype).eps * other.abs().max()
+    assert not frozen or all(one is None for one, _ in pairs[1:])
+    assert (layer(inputs[0]).grad_fn.saved_tensors[0] is None) is frozen
 
 
 def test_processors_with_such_instructions_use_them(monkeypatch):
