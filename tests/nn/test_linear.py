@@ -89,7 +89,7 @@ def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("shape", [(3, 50), (64,)])
+@pytest.mark.parametrize("shape", [(3, 50), (64,), (7,)])
 def test_their_gradients_are_too(monkeypatch, dtype, bias, frozen, shape):
     """Rounded once from float64's, of inputs, weights and biases; frozen weights get none and keep no input."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")

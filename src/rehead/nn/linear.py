@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 WIDEN_FROM = 64
-"""Rows from which widening the weight takes less time than it saves."""
+"""Rows from which widening the weight takes less time than it saves; with gradients it always does."""
 WIDENED = 2**22
 """Numbers of a weight that are widened at a time, so that there is never a copy of a whole vocabulary."""
 
@@ -54,7 +54,8 @@ class Linear(WideLinear):
 def _widens(x: Tensor, weight: Tensor) -> bool:
     """Whether the product is faster in float32."""
     narrow = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    if not narrow or x.device.type != "cpu" or x[..., 0].numel() < WIDEN_FROM:
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not narrow or x.device.type != "cpu" or (x[..., 0].numel() < WIDEN_FROM and not learns):
         return False
     if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
