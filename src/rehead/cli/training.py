@@ -69,11 +69,13 @@ def heal(
     from rehead.checkpoint import resolve
     from rehead.conversion.certificate import CERTIFICATE, Certificate
     from rehead.report.conversion import present_certificate
+    from rehead.report.progress import Board
     from rehead.training.heal import heal_options
 
     options = heal_options(folder, teacher, list(flags), length)
     last = _train(options)
-    healed = resolve(Path(options.system.work_dir))
+    with Board(f"checking {options.system.work_dir}"):
+        healed = resolve(Path(options.system.work_dir))
     certificate = Certificate.read(healed) if (healed / CERTIFICATE).exists() else None
     say(last | {"certificate": None if certificate is None else asdict(certificate)}, _ending(last), json)
     if not json and certificate is not None:
