@@ -37,6 +37,15 @@ TARGETS = [
         qk_rope_head_dim=20,
         rope=RopeConfig(),
     ),
+    LatentConfig(
+        n_query_head=6,
+        kv_lora_rank=3,
+        qk_nope_head_dim=4,
+        v_head_dim=5,
+        qk_rope_head_dim=2,
+        rope=RopeConfig(),
+        latent_norm=False,
+    ),
 ]
 
 
@@ -97,7 +106,7 @@ def test_every_conversion_says_what_it_does(name):
     assert conversion.source
     assert conversion.target
     assert conversion.costs.endswith(".")
-    assert set().union(*conversion.methods.values(), set()) <= {"inputs", "pair"}
+    assert set().union(*conversion.methods.values(), set()) <= {"inputs", "pair", "turns"}
     if conversion.methods:
         assert not list(conversion.methods.values())[-1]  # one does without a text
 
@@ -130,7 +139,8 @@ def test_methods_that_are_of_no_use(gpt):
     ):
         rehead.convert(model, to="mqa", method="average")
     with pytest.raises(
-        ConfigError, match=r"method='svd' is of factor, not of pool-heads. Use one of procrustes"
+        ConfigError,
+        match=r"method='svd' is of factor, keep-rotations, narrow, not of pool-heads. Use one of procrustes",
     ):
         rehead.convert(model, to="mqa", method="svd")
     modular = replace(model.config.attention[0], head_map="modular")

@@ -11,7 +11,7 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, scores
 from rehead.attention.rope import LinearScaling
 from rehead.attention.score import ScaledDot
-from rehead.conversion import conversions
+from rehead.conversion import Target, conversions
 from rehead.generation import generate
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
@@ -59,6 +59,7 @@ CASES = {  # source, target, the steps between
     "mha to mla": (MHA, latent(MHA, 23), ["factor"]),
     "modular gqa to mla": (replace(GQA, head_map="modular"), latent(GQA, FULL), ["head-map", "factor"]),
     "wider latent": (MLA, replace(MLA, kv_lora_rank=14), ["pad-rank"]),
+    "a latent that is too wide": (replace(MLA, kv_lora_rank=25), replace(MLA, kv_lora_rank=23), ["narrow"]),
     "mla to gqa": (MLA, replace(GQA, n_kv_head=3), ["expand"]),
     "mla to mha": (MLA, MHA, ["repeat-heads", "expand"]),
 }
@@ -169,6 +170,13 @@ def varied():
         for case, (source, target, steps) in {"wider deepseek": WIDER, "heads of deepseek": HEADS}.items():
             pair = replace(source, **change), replace(target, **change)
             yield pytest.param(*pair, steps, id=f"{case}, {name}")
+    for window in (None, 5):
+        for layout in ("half-split", "interleaved"):
+            rotated = replace(GQA, rope=RopeConfig(theta=100.0, layout=layout), window=window)
+            target = Target(to="mla", target="uneven").attention(rotated, 23)
+            yield pytest.param(
+                rotated, target, ["keep-rotations"], id=f"all rotations, {layout}, window {window}"
+            )
     for window in (None, 5):
         for case, (source, target, steps) in TO_STOCK.items():
             pair = replace(source, window=window, o_bias=True), replace(target, window=window, o_bias=True)

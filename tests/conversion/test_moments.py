@@ -39,7 +39,7 @@ def blocks_of(ids, length=16, batch=3):
 
 def statistics_of(model, blocks, *, gradients, seed=0):
     with tempfile.TemporaryDirectory() as folder:
-        found = gather(model, iter(blocks), Path(folder), gradients=gradients, seed=seed)
+        found = gather(model, iter(blocks), Path(folder), needs={"pair"} if gradients else (), seed=seed)
         return [statistics.in_memory() for statistics in found]
 
 

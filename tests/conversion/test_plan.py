@@ -41,7 +41,7 @@ models = pytest.mark.parametrize("attention", MODELS.values(), ids=MODELS)
 def wish_of(command):
     words = shlex.split(command)
     pairs = dict(zip(words[::2], words[1::2], strict=True))
-    kinds = {"--to": str, "--n-kv-head": int, "--kv-fraction": float}
+    kinds = {"--to": str, "--n-kv-head": int, "--kv-fraction": float, "--target": str}
     return {name[2:].replace("-", "_"): kinds[name](value) for name, value in pairs.items()}
 
 
@@ -187,9 +187,9 @@ def test_rebuilding_is_pointed_out_where_keys_rotate(gpt):
 def test_notes_explain_the_words_of_the_rows(gpt):
     """Nothing but words that occur; `reduce` stands in the way of a rotated model alone."""
     rotated, plain = (plan(gpt(layer).config, 11) for layer in (replace(GQA, rope=ROPE), GQA))
-    assert [note.partition(":")[0] for note in rotated.notes[1:]] == ["tied", "reduce"]
+    assert [note.partition(":")[0] for note in rotated.notes[1:]] == ["uneven", "tied", "reduce"]
     assert any(row.why.startswith("reduce: ") for row in rotated.rows)
-    assert "reduce: The reduced form of MLA" in rotated.notes[2]
+    assert "reduce: The reduced form of MLA" in rotated.notes[3]
     assert [note.partition(":")[0] for note in plain.notes] == ["tied"]
     assert any(row.variant.endswith(", tied") for row in plain.rows)
     assert (

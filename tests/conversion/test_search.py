@@ -49,7 +49,7 @@ WAYS = {  # source, target, steps, how many are approximations
     "small mla to a smaller one": (
         replace(MLA, kv_lora_rank=10),
         replace(MLA, kv_lora_rank=7),
-        ["expand", "factor"],
+        ["narrow"],
         1,
     ),
     "mla to mqa": (MLA, MQA, ["expand", "pool-heads"], 1),
@@ -69,6 +69,12 @@ WAYS = {  # source, target, steps, how many are approximations
         replace(MLA, rope=replace(ROPE, layout="interleaved")),
         ["factor", "rope-layout"],
         0,
+    ),
+    "rotations kept rather than heads pooled": (
+        replace(GQA, rope=ROPE),
+        replace(MLA, kv_lora_rank=12, n_kv_head=2, qk_rope_head_dim=4, rope=ROPE),
+        ["keep-rotations", "narrow"],
+        2,
     ),
     "gqa of 2 to gqa of 3": (GQA, replace(GQA, n_kv_head=3), ["repeat-heads", "pool-heads"], 1),
 }

@@ -16,11 +16,12 @@ from rehead.conversion import conversions
 
 PAGE = Path(__file__).parents[2] / "docs" / "convert.md"
 LIST = re.compile(r"(?<=<!-- generated from the registry -->\n).*(?=<!-- end -->)", re.DOTALL)
-NEEDS = {(): "no text", ("inputs",): "a text", ("pair",): "a text and its gradients"}
+NEEDS = {(): "no text", ("inputs",): "a text"}
+NEEDS |= {(kind,): "a text and its gradients" for kind in ("pair", "turns")}
 SEEDS = re.compile(r" \([A-E]\d+(, [A-E]\d+)*\)")
 LINE = "O God, O God! How weary, stale, flat and unprofitable\n"
 TRAIN = """train data.path=input.txt data.block_size=32 system.work_dir=out/gqa model.n_query_head=6
-    model.n_kv_head=3 model.rope=True model.n_layer=1 trainer.max_iters=2 trainer.batch_size=2
+    model.n_kv_head=3 model.rope=True model.bias=False model.n_layer=1 trainer.max_iters=2 trainer.batch_size=2
     trainer.eval_batches=1 trainer.sample_tokens=4"""
 
 

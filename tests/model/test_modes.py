@@ -36,7 +36,7 @@ def modes(model):
 
 def in_moments(model):
     with tempfile.TemporaryDirectory() as folder:
-        gather(model, BLOCKS, Path(folder), gradients=True)
+        gather(model, BLOCKS, Path(folder), needs={"pair"})
 
 
 def in_maps(model):

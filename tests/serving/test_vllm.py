@@ -109,6 +109,26 @@ def test_a_wrong_query_scale_is_seen(case, vllm, tmp_path):
     assert case.written.apart(answer) > 1e-2
 
 
+def test_a_canonical_latent_of_eight_kv_heads(tmp_path, vllm):
+    """Approximate, with one rotary part of DeepSeek's angles: vLLM's own class writes what rehead does with it."""
+    sizes = {"n_query_head": 8, "n_kv_head": 8, "head_dim": 64, "n_embd": 300}
+    config = ModelOptions(shape="llama", n_layer=2, rope=True, **sizes).resolve(53, 96)
+    torch.manual_seed(1)
+    model = build(replace(config, learned_positions=False)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    text = torch.randint(53, (400,), generator=torch.Generator().manual_seed(2))
+    half, _ = rehead.convert(model, "mla", target="canonical", kv_rank=280, calibration=text)
+    rehead.save(half, tmp_path / "half")
+    assert main(["export", str(tmp_path / "half"), str(tmp_path / "out"), "--for", "vllm"]) == 0
+    written = Written(half.double())
+    answer = vllm(tmp_path / "out", PROMPTS)
+    assert written.lead > 1e-3
+    assert answer["tokens"] == written.tokens
+    assert written.apart(answer) < 1e-4
+
+
 def test_weights_in_bfloat16(tmp_path, vllm):
     """Computed in float32 the folder's own tokens; in bfloat16 nearly as near to float64 as its source.
 

@@ -54,6 +54,17 @@ def convert(
         Parameter(help="the attention to convert to [default: the kind it is]"),
     ] = None,
     n_kv_head: Annotated[int | None, Parameter(help="number of KV heads, with --to gqa or mla")] = None,
+    target: Annotated[
+        Literal["canonical", "uneven", "rebuilt"] | None,
+        Parameter(
+            help="with --to mla, how rotary keys are kept: rebuilt and rotated at every step; a decoupled rotary "
+            "part of the frequencies that matter (uneven) or of DeepSeek's (canonical) [default: rebuilt]"
+        ),
+    ] = None,
+    rope_dim: Annotated[
+        int | None,
+        Parameter(help="numbers of the rotary part of --target uneven [default: a third of the cache]"),
+    ] = None,
     kv_rank: Annotated[
         int | None,
         Parameter(help="width of the latent, with --to mla or reduced [default: what is needed to be exact]"),
@@ -118,8 +129,10 @@ def convert(
     from rehead.report.conversion import present_certificate
     from rehead.report.progress import Board
 
-    target = Target(
+    wanted = Target(
         to=to,
+        target=target,
+        rope_dim=rope_dim,
         n_kv_head=n_kv_head,
         kv_rank=kv_rank,
         kv_fraction=kv_fraction,
@@ -130,7 +143,7 @@ def convert(
         certificate = convert_folder(
             source,
             destination,
-            target,
+            wanted,
             method=method,
             calibration=calibration,
             test=test,

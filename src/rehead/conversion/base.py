@@ -55,17 +55,20 @@ class Statistics:
     `inputs` is E[x x^T] of x, what the keys and values are made from, with a constant 1 as its last
     number, which biases multiply. `pair` is that of `rehead.conversion.fit.pair`, of x without the constant
     and of the loss's gradient g with respect to the stacked keys and values: how much an error in each
-    of them matters, and on which inputs.
+    of them matters, and on which inputs. `turns` is that of `rehead.conversion.fit.turns`: how much the
+    rotation of each pair of a head's numbers matters.
     """
 
     inputs: Float64[Tensor, "C C"] | None = None
     pair: tuple[Float64[Tensor, "D D"], Float64[Tensor, "N N"]] | None = None
+    turns: Float64[Tensor, "3 H F"] | None = None
 
     def in_memory(self) -> "Statistics":
         """Return them with their moments read from the file that they are kept in, if they are."""
         inputs = None if self.inputs is None else materialise(self.inputs)
         pair = None if self.pair is None else (materialise(self.pair[0]), materialise(self.pair[1]))
-        return Statistics(inputs=inputs, pair=pair)
+        turns = None if self.turns is None else materialise(self.turns)
+        return Statistics(inputs=inputs, pair=pair, turns=turns)
 
     def weighing(self, needs: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
         """Return the moments of inputs and outputs by which a method weighs an error; None for equal weights.

@@ -2,7 +2,7 @@
 
 import copy
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -28,8 +28,9 @@ from rehead.conversion.blocks import (
 from rehead.conversion.certificate import Certificate, LayerRecord, Text, certify, require_different
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
+from rehead.conversion.frequencies import are_open, with_frequencies
 from rehead.conversion.search import path
-from rehead.conversion.target import layers_of
+from rehead.conversion.target import Target, layers_of
 from rehead.conversion.texts import Passage, passage, passages
 from rehead.data import Batch, Ids
 from rehead.errors import ConfigError, NumericError
@@ -59,7 +60,7 @@ def convert(
     """Turn every layer of a GPT into the attention asked for; the source is left as it is.
 
     `to` is a config for all layers, one per layer, a model config, or a name: mha, gqa, mqa, mla or
-    reduced, with the fields of `Target` (`n_kv_head`, `kv_rank`, `kv_fraction`, `head_map`,
+    reduced, with the fields of `Target` (`n_kv_head`, `kv_rank`, `kv_fraction`, `target`, `rope_dim`, `head_map`,
     `rope_layout`) beside it. `calibration` and `test` are token ids (N,); approximations fit themselves to
     the first, the certificate measures on the second (without it, logits on random tokens). Instead of
     ids, `calibration` may be "self", a text sampled from the model, or a list of texts, read in equal
@@ -75,6 +76,8 @@ def convert(
     layers = layers_of(config, to, options)
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed)
     converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
+    if isinstance(to, str):
+        layers = converter.attentions(Target(to=to, **options))
     measured = None if test is None else passage(test, model)
     return converter.convert(layers, measured)
 
@@ -138,7 +141,19 @@ class Converter:
         require_windows(model, self.length)
         _require_finite(model)
         self.blocks = self.read(CALIBRATION_TOKENS)
-        self._statistics: dict[bool, list[Statistics]] = {}
+        self._statistics: dict[str, list[Statistics]] = {}
+
+    def attentions(self, target: Target) -> Sequence[AttentionConfig]:
+        """Return the attention that replaces each layer's; of an uneven target, the frequencies are chosen here."""
+        layers = self.config.attention
+        wanted = [target.attention(layer, self.config.n_embd) for layer in layers]
+        if target.target != "uneven" or not any(map(are_open, layers, wanted)):
+            return wanted
+        for layer, to in zip(layers, wanted, strict=True):
+            path(layer, to, self.config.n_embd)  # refuses before minutes are spent
+        fitted = self.blocks and self.method != "svd"
+        seen = self.statistics(["turns"]) if fitted else [Statistics()] * len(layers)
+        return with_frequencies(self.model, wanted, seen)
 
     def read(self, limit: int) -> list[Batch]:
         """Return equal shares of all calibration texts, at most `limit` tokens together."""
@@ -206,7 +221,7 @@ class Converter:
             chosen = {i: step.method(self.method, calibrated=bool(self.blocks)) for i, step in at.items()}
             readers = {index for index, step in at.items() if step.is_fitted(chosen[index])}
             needs = {need for i in readers for need in at[i].conversion.methods[chosen[i]]}
-            found = self._gather(layers, turn, gradients="pair" in needs) if readers else []
+            found = self._gather(layers, turn, needs) if readers else []
             for index, step in staged(at.items(), "converting", len(at), "layers"):
                 seen = found[index] if index in readers else Statistics()
                 done = self._take(step, layers[index][1], seen, chosen[index])
@@ -227,16 +242,21 @@ class Converter:
             shards = Shards(Path(folder))
         return replace(done, weights={name: shards.deferred(name) for name in shards.entries})
 
-    def _gather(self, layers: Layers, turn: int, *, gradients: bool) -> list[Statistics]:
+    def statistics(self, needs: Collection[str]) -> list[Statistics]:
+        """Return the statistics of every layer of the source; gathered once."""
+        name = "-".join(sorted(set(needs) & {"pair", "turns"})) or "inputs"
+        if name not in self._statistics:
+            with self._kept(name) as folder:
+                self._statistics[name] = self._seen(self.model, needs, folder)
+        return self._statistics[name]
+
+    def _gather(self, layers: Layers, turn: int, needs: Collection[str]) -> list[Statistics]:
         if not self.blocks:
             return [Statistics()] * len(layers)
-        if turn > 0:
-            with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
-                return self._seen(with_layers(self.model, layers), gradients, Path(folder))
-        if gradients not in self._statistics:
-            with self._kept("gradients" if gradients else "inputs") as folder:
-                self._statistics[gradients] = self._seen(self.model, gradients, folder)
-        return self._statistics[gradients]
+        if turn == 0:
+            return self.statistics(needs)
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            return self._seen(with_layers(self.model, layers), needs, Path(folder))
 
     @contextmanager
     def _kept(self, name: str) -> Iterator[Path]:
@@ -248,9 +268,9 @@ class Converter:
             (self.scratch / name).mkdir(exist_ok=True)
             yield self.scratch / name
 
-    def _seen(self, model: LanguageModel, gradients: bool, folder: Path) -> list[Statistics]:
+    def _seen(self, model: LanguageModel, needs: Collection[str], folder: Path) -> list[Statistics]:
         assert isinstance(model, GPT)
-        return gather(model, self.blocks, folder, gradients=gradients, seed=self.seed)
+        return gather(model, self.blocks, folder, needs=needs, seed=self.seed)
 
 
 def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:

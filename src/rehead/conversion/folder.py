@@ -169,6 +169,11 @@ def require_apart(source: Path, destination: Path) -> None:
 
 def _require_measurable(target: Target, max_loss: float | None) -> None:
     """Refuse a target that leaves no ranks to measure, or sets them twice."""
+    if target.target in ("uneven", "canonical"):
+        raise UsageError(
+            f"ranks are measured of latents with rebuilt keys. Leave out --target {target.target}, or give "
+            "--kv-fraction alone."
+        )
     if max_loss is not None:
         require_loss(max_loss)
     if target.to != "mla" or target.kv_rank is not None or (target.kv_fraction is None) == (max_loss is None):
@@ -182,7 +187,7 @@ def _layers(
 ) -> Sequence[AttentionConfig]:
     """Return the attention of each layer: all alike, or each with a rank of its own."""
     if not measured and max_loss is None:
-        return [target.attention(layer, converter.config.n_embd) for layer in converter.config.attention]
+        return converter.attentions(target)
     if not converter.calibration:
         raise UsageError("ranks are measured on a text: give --calibration TEXT.")
     allocation = Allocation(converter, target.n_kv_head)

@@ -30,6 +30,10 @@ REBUILDING = (
     "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
     "them into all keys and values."
 )
+DECOUPLED = (
+    "uneven: some directions of the keys keep their rotation, the others lose it, so that nothing is rebuilt. It loses "
+    "more than rebuilt keys do, and decodes with fewer FLOPs than its source where the context is long."
+)
 TIED = (
     "tied: keys and values are the same numbers, cached once, as in the reduced form of MLA (--to reduced)."
 )
@@ -181,6 +185,8 @@ def _candidates(config: GPTConfig) -> Iterator[Candidate]:
     yield candidate(to="mla")
     for fraction in map(float, FRACTIONS):
         yield candidate(to="mla", kv_fraction=fraction)
+    for fraction in map(float, FRACTIONS if heads.rope is not None else ()):
+        yield candidate(to="mla", target="uneven", kv_fraction=fraction)
     yield candidate(to="reduced")
     yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
 
@@ -254,6 +260,8 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     layers = [variant.attention for variant in variants]
     if any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in layers):
         yield REBUILDING
+    if any("uneven" in variant.command for variant in variants):
+        yield DECOUPLED
     if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
         yield TIED
     for step in dict.fromkeys(variant.step for variant in variants if variant.step):

@@ -16,23 +16,23 @@ KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 
 
 def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list[Step]:
-    """Return the steps from `source` to `target`: fewest approximations, then fewest steps.
+    """Return the steps from `source` to `target`: exact ones, or those whose smallest cache on the way is largest.
 
-    Between equals, the one whose smallest intermediate cache is largest. Raises CannotConvert, with the obstacle,
-    where there is none.
+    Between equals, those with the fewest approximations, then the fewest. Raises CannotConvert, with the obstacle,
+    where there are none.
     """
     order = count()
     frontier: list[tuple[int, int, int, int, AttentionConfig, list[Step]]] = [
-        (0, 0, NARROWEST, next(order), source, [])
+        (NARROWEST, 0, 0, next(order), source, [])
     ]
-    done: set[AttentionConfig] = set()
+    done: dict[AttentionConfig, int] = {}  # with how many approximations
     while frontier:
-        approximate, _, narrowest, _, config, steps = heapq.heappop(frontier)
+        narrowest, approximate, _, _, config, steps = heapq.heappop(frontier)
         if config == target:
             return steps
-        if config in done:
+        if approximate >= done.get(config, approximate + 1):
             continue
-        done.add(config)
+        done[config] = approximate
         for name, conversion in _starting(config, target):
             if conversion.refusal(config):
                 continue
@@ -41,9 +41,9 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 step = Step(name=name, source=config, result=result, promise=promise)
                 lossy = approximate + (not promise.exact)
                 least = narrowest if promise.exact else max(narrowest, -result.kv_numbers())
-                way = (lossy, len(steps) + 1, least, next(order), result, [*steps, step])
+                way = (least, lossy, len(steps) + 1, next(order), result, [*steps, step])
                 heapq.heappush(frontier, way)
-    obstacles = _obstacles(source, target, done, d_model)
+    obstacles = _obstacles(source, target, set(done), d_model)
     texts = [f"{step}: {why}" if step else why for step, why in obstacles]
     raise CannotConvert(
         f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.",

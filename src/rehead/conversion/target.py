@@ -3,17 +3,20 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.grouped_config import HeadMap, divisors
 from rehead.attention.rope import Layout
 from rehead.config import GPTConfig
+from rehead.conversion import rotary
 from rehead.conversion.base import common, heads_of
 from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.fields import require_types
 from rehead.registry import Registry, nearest
+
+Kind = Literal["canonical", "uneven", "rebuilt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +24,14 @@ class Target:
     """The attention to convert to; what is None stays as it is.
 
     `to` is one of `targets`, `n_kv_head` the number of KV heads, `kv_rank` or `kv_fraction` (of the source's
-    cache) the width of the latent.
+    cache) the width of the latent. `target` is the kind of MLA that rotary attention becomes: `rebuilt` keys, rotated
+    as a whole; a decoupled rotary part of `rope_dim` numbers, with those frequencies that matter most (`uneven`) or
+    those that every engine knows (`canonical`). The latent and that part together are then `kv_fraction`.
     """
 
     to: str | None = None
+    target: Kind | None = None
+    rope_dim: int | None = None
     n_kv_head: int | None = None
     kv_rank: int | None = None
     kv_fraction: float | None = None
@@ -55,7 +62,7 @@ class Target:
         return made
 
     def _refuse_unread(self) -> None:
-        for name, readers in (("n_kv_head", ("gqa", "mla")), ("kv_rank", LATENT), ("kv_fraction", LATENT)):
+        for name, readers in READERS.items():
             value = getattr(self, name)
             if value is not None and self.to not in readers:
                 instead = "without --to" if self.to is None else f"with --to {self.to}"
@@ -81,6 +88,14 @@ class Target:
 
 
 LATENT = ("mla", "reduced")
+READERS = {
+    "n_kv_head": ("gqa", "mla"),
+    "kv_rank": LATENT,
+    "kv_fraction": LATENT,
+    "target": ("mla",),
+    "rope_dim": ("mla",),
+}
+"""Which values of `to` read the other fields."""
 targets: Registry[Callable[[Target, AttentionConfig, int], AttentionConfig]] = Registry("target")
 
 
@@ -127,6 +142,15 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
         exact = target.kv_rank is None and target.kv_fraction is None
         rank = heads.kv_lora_rank if exact else target.rank(heads, n_kv_head, d_model)
         return replace(heads, n_kv_head=n_kv_head, kv_lora_rank=rank)
+    if target.target in ("uneven", "canonical") and heads.rope is not None:
+        return rotary.decoupled(
+            heads, target.target, target.rope_dim, target.kv_rank, target.kv_fraction, d_model
+        )
+    if target.rope_dim is not None:
+        raise ConfigError(
+            f"rope_dim={target.rope_dim} means nothing for rebuilt keys, which rotate as a whole. Use it with "
+            "--target uneven or canonical."
+        )
     return LatentConfig(
         **common(heads),
         n_kv_head=n_kv_head,

@@ -36,6 +36,8 @@ HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256))
 """Cache rows, and heads (rebuilt, rotated, of values), that vLLM's MLA kernels are built for."""
 RANK, HEAD, ROPE = 512, 128, 64
 """DeepSeek's own sizes, the ones every engine's MLA kernels know: vLLM's on a CPU know no others."""
+SMALL_RANK = 256
+"""A smaller latent, which kernels on GPUs know as well."""
 
 
 def to_deepseek(
@@ -103,6 +105,9 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """Return the attention of DeepSeek's class that can hold `layer`, with the sizes of vLLM's kernels."""
     _require_served(layer)
     layer = heads_of(layer)
+    rank = RANK
+    if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
+        rank = _require_canonical(layer)
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
         rotated, still = layer.rope.rotated(layer.head_dim), unrotated(layer)
@@ -128,7 +133,7 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
         )
     return LatentConfig(
         n_query_head=layer.n_query_head,
-        kv_lora_rank=RANK,
+        kv_lora_rank=rank,
         qk_nope_head_dim=HEAD,
         qk_rope_head_dim=ROPE,
         v_head_dim=HEAD,
@@ -139,6 +144,17 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     )
 
 
+def _require_canonical(layer: LatentConfig) -> int:
+    """Return the rank that kernels know for a latent beside a rotary part; refuse angles they do not compute."""
+    assert layer.rope is not None
+    if layer.rope.scaling is not None or ROPE % layer.qk_rope_head_dim:
+        raise ConfigError(
+            f"{layer.describe()}: vLLM's DeepseekV3ForCausalLM has {ROPE} rotated numbers of frequencies of its own. "
+            "Use --for transformers, or convert the source with --target canonical."
+        )
+    return SMALL_RANK if layer.kv_lora_rank <= SMALL_RANK else RANK
+
+
 def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """Return the smallest such attention, for an engine that takes any sizes and angles, which transformers does.
 
@@ -147,6 +163,8 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """
     _require_served(layer)
     layer = heads_of(layer)
+    if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
+        return replace(layer, n_kv_head=layer.n_query_head, latent_norm=True)
     width = layer.head_dim if isinstance(layer, GroupedConfig) else layer.qk_nope_head_dim
     least, rope, rotated = width, RopeConfig(), 2  # that part is there, and zero
     rank = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)

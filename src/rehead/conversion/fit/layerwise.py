@@ -5,7 +5,7 @@ lie on disk. In memory are the weights of one layer and the activations of one b
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import repeat
 from pathlib import Path
@@ -32,9 +32,9 @@ LOGITS, EXACT = 2**23, 2**20
 
 
 def gather(
-    model: GPT, blocks: Iterable[Pair], folder: Path, *, gradients: bool, seed: int = 0
+    model: GPT, blocks: Iterable[Pair], folder: Path, *, needs: Collection[str], seed: int = 0
 ) -> list[Statistics]:
-    """Return the statistics of every layer over a text, deferred; `pair` only with `gradients`.
+    """Return the statistics of every layer over a text, deferred: `inputs`, and `pair` and `turns` if in `needs`.
 
     The gradient is that of the summed loss, so a key also counts for every later token that reads it. Labels
     are drawn from the model's own predictions, seeded, and not taken from the text: this gives the true Fisher
@@ -44,7 +44,8 @@ def gather(
     inputs, keys and values. `folder` keeps what is done: called again with the same arguments, an interrupted
     gathering goes on after the last layer that it completed, and gives the same numbers.
     """
-    reading = _Reading(model, list(blocks), folder, seed)
+    gradients = not {"pair", "turns"}.isdisjoint(needs)
+    reading = _Reading(model, list(blocks), folder, seed, needs)
     work = reading.there_and_back() if gradients else reading.there()
     total = (1 + gradients) * len(model.layers) * len(reading.blocks)
     with keeping_freed_memory(), _observing(model, gradients=gradients), closing(work):
@@ -69,8 +70,10 @@ def _observing(model: GPT, *, gradients: bool) -> Iterator[None]:
 class _Reading:
     """A text on its way through a model. `there` and `there_and_back` yield after every batch of a layer."""
 
-    def __init__(self, model: GPT, blocks: Sequence[Pair], folder: Path, seed: int) -> None:
-        self.model, self.blocks, self.folder, self.seed = model, blocks, folder, seed
+    def __init__(
+        self, model: GPT, blocks: Sequence[Pair], folder: Path, seed: int, needs: Collection[str]
+    ) -> None:
+        self.model, self.blocks, self.folder, self.seed, self.needs = model, blocks, folder, seed, needs
         self.counts = [(targets != IGNORE).flatten() for _, targets in blocks]
         self.attentions, self.n_layer = attentions(model), len(model.layers)
 
@@ -95,7 +98,8 @@ class _Reading:
         yield from self._skip(self.n_layer - last)
         for index in reversed(range(last)):
             tokens = self._unwritten(f"tokens-{index}")
-            moments = LayerMoments(self.attentions[index], tokens)
+            file = tokens if "pair" in self.needs else None
+            moments = LayerMoments(self.attentions[index], file, turning="turns" in self.needs)
             with held(self.model.layers[index]):
                 yield from self._pulls(index).write(self._backward(index, moments))
             self._keep(index, moments)
@@ -125,7 +129,7 @@ class _Reading:
         shards = Shards(self._place(index))
         parts = {name: shards.deferred(name) for name in shards.entries}
         pair = (parts["pair.inputs"], parts["pair.outputs"]) if "pair.inputs" in parts else None
-        return Statistics(inputs=parts["inputs"], pair=pair)
+        return Statistics(inputs=parts["inputs"], pair=pair, turns=parts.get("turns"))
 
     def _skip(self, layers: int) -> Iterator[None]:
         """Count layers that were done before an interruption."""
@@ -182,13 +186,11 @@ class _Reading:
         for at in counts.nonzero()[:, 0].split(max(1, LOGITS // width)):
             rows = flat[at].requires_grad_()
             logits = self.model.logits(rows)
-            parts = zip(
-                logits.detach().split(max(1, EXACT // width)),
-                noise[at].split(max(1, EXACT // width)),
-                strict=True,
-            )
-            error = torch.cat([_error(*part) for part in parts])
-            pull[at] = torch.autograd.grad(logits, rows, error.to(logits.dtype))[0]
+            error = logits.detach()  # written over, the largest tensor here
+            rows_at_once = max(1, EXACT // width)
+            for part, drawn in zip(error.split(rows_at_once), noise[at].split(rows_at_once), strict=True):
+                part.copy_(_error(part, drawn))
+            pull[at] = torch.autograd.grad(logits, rows, error)[0]
         return pull.view_as(hidden)
 
     def _keep(self, index: int, moments: LayerMoments) -> None:
@@ -197,6 +199,8 @@ class _Reading:
         weights = {"inputs": found.inputs}
         if found.pair is not None:
             weights |= {"pair.inputs": found.pair[0], "pair.outputs": found.pair[1]}
+        if found.turns is not None:
+            weights["turns"] = found.turns
         aside = self.folder / f"statistics-{index}.part"
         aside.mkdir(exist_ok=True)
         write_weights(aside, weights)

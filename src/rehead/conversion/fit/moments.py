@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rehead.attention import Attention, GroupedAttention
+from rehead.attention import Attention, GroupedAttention, LatentAttention
 from rehead.conversion.base import Statistics
 from rehead.conversion.fit.pair import Kept, kronecker_pair
+from rehead.conversion.fit.turns import Turns
 from rehead.model import LanguageModel
 
 
@@ -41,22 +42,29 @@ class LayerMoments:
     """Accumulates the statistics of one layer over a text, batch by batch.
 
     With a `file`, also its inputs x and the gradients g of its stacked keys and values, until they are weighed:
-    (C + N) numbers per token.
+    (C + N) numbers per token. With `turning`, also what the rotation of its keys matters.
     """
 
-    def __init__(self, attention: Attention, file: Path | None) -> None:
+    def __init__(self, attention: Attention, file: Path | None, *, turning: bool = False) -> None:
         self.attention, self.inputs = attention, SecondMoment()
         self.kept = None if file is None else Kept(file)
+        self.turns = Turns() if turning and _can_turn(attention) else None
 
     @contextmanager
     def watching(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Record the inputs of the attention, and its keys and values before rotation, which get gradients."""
+        """Record the inputs of the attention, and what gets gradients.
+
+        That is its keys and values before rotation, and for `turns`, last, the input of its output projection.
+        """
         seen: list[Tensor] = []
         stack: list[Tensor] = []
         hooks = [self.attention.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))]
-        if self.kept is not None and isinstance(self.attention, GroupedAttention):
-            parts = self.attention.k_proj, self.attention.v_proj
-            hooks += [_note(part, stack) for part in parts if part is not None]
+        if self.kept is not None:
+            hooks += [_note(part, stack) for part in _expanding(self.attention)]
+        if self.turns is not None:
+            assert isinstance(self.attention, GroupedAttention)
+            output = self.attention.o_proj
+            hooks.append(output.register_forward_pre_hook(lambda _, args: stack.append(args[0])))
         try:
             yield seen, stack
         finally:
@@ -65,6 +73,10 @@ class LayerMoments:
 
     def add(self, inputs: Tensor, gradients: list[Tensor], counts: Tensor) -> None:
         """Add the tokens of a batch that count, (B L,)."""
+        if self.turns is not None and gradients:
+            assert isinstance(self.attention, GroupedAttention)
+            *gradients, pull = gradients
+            self.turns.add(self.attention, inputs, pull)
         rows = inputs.flatten(0, 1)[counts]
         self.inputs.add(torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))
         if self.kept is not None and gradients:
@@ -73,7 +85,19 @@ class LayerMoments:
     def statistics(self) -> Statistics:
         """Return what was found. The file is no longer needed afterwards."""
         pair = kronecker_pair(self.kept) if self.kept is not None and self.kept.width else None
-        return Statistics(inputs=self.inputs.mean(), pair=pair)
+        turns = None if self.turns is None else self.turns.mean()
+        return Statistics(inputs=self.inputs.mean(), pair=pair, turns=turns)
+
+
+def _expanding(attention: Attention) -> list[nn.Module]:
+    """Return the modules that make keys and values, which are then rotated."""
+    if isinstance(attention, GroupedAttention):
+        return [part for part in (attention.k_proj, attention.v_proj) if part is not None]
+    return [attention.kv_b_proj] if isinstance(attention, LatentAttention) else []
+
+
+def _can_turn(attention: Attention) -> bool:
+    return isinstance(attention, GroupedAttention) and attention.rotary is not None
 
 
 def _note(part: nn.Module, stack: list[Tensor]) -> torch.utils.hooks.RemovableHandle:

@@ -1,0 +1,112 @@
+"""How much it matters that scores turn with the distance of their tokens, for every pair of rotated numbers.
+
+As complex numbers, pair f of a query and of a key adds Re(conj(q) k e^(i t (n - m))) to the score of tokens m
+and n, t the angle per position. A pair that is no longer rotated adds Re(conj(q) c k) instead, with a constant c. The
+error in the score costs the square of the loss's gradient with respect to it, to second order.
+"""
+
+import torch
+from jaxtyping import Complex128, Float, Float64
+from torch import Tensor
+
+from rehead.attention import GroupedAttention, kernels
+from rehead.attention.mask import visible
+from rehead.attention.rope import Layout
+
+TOKENS = 8192
+"""Tokens read at most: every pair of them counts."""
+
+
+class Turns:
+    """Sums, over pairs of tokens of a text, g^2 |q|^2 |k|^2 (1, cos t (n - m), sin t (n - m)) per head and pair.
+
+    g is the gradient of the loss with respect to the score. A head is one of the queries'; its key is that of its
+    KV head, contiguous.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def add(
+        self, attention: GroupedAttention, inputs: Float[Tensor, "B L D"], pull: Float[Tensor, "B L HV"]
+    ) -> None:
+        """Add texts: what the attention reads, and the loss's gradient with respect to what `o_proj` reads."""
+        for x, gradient in zip(inputs.split(1), pull.split(1), strict=True):
+            if self.count < TOKENS:
+                found = _of_text(attention, x, gradient)
+                self.total = found if self.total is None else self.total + found
+                self.count += x.shape[1]
+
+    def mean(self) -> Float64[Tensor, "3 H F"] | None:
+        """Return the sums per token, None if nothing was added."""
+        return None if self.total is None else self.total / self.count
+
+
+@torch.no_grad()
+def _of_text(attention: GroupedAttention, x: Tensor, gradient: Tensor) -> Tensor:
+    config, rotary = attention.config, attention.rotary
+    assert rotary is not None
+    assert attention.v_proj is not None
+    group, layout = config.group, rotary.config.layout
+    query = rotary(attention.q_proj(x).unflatten(2, (config.n_query_head, -1)))
+    key = rotary(attention.k_proj(x).unflatten(2, (config.n_kv_head, -1)))
+    value = attention.v_proj(x).unflatten(2, (config.n_kv_head, -1))
+    pulled = gradient.unflatten(2, (config.n_query_head, -1))
+    place = torch.arange(x.shape[1], device=x.device)
+    seen = visible(place[None], place[None], config.window)
+    angle = place[:, None] * rotary.config.frequencies(config.head_dim).to(x.device)
+    turn = torch.stack([torch.ones_like(angle), angle.cos(), angle.sin()]).to(key.dtype)
+    found = []
+    for head in range(config.n_kv_head):
+        of = slice(head * group, (head + 1) * group)
+        read = kernels.weights(query[:, :, of], key[:, :, head, None], seen, scale=config.scale)[0, 0]
+        slope = torch.einsum("lgv,sv->gls", pulled[0, :, of], value[0, :, head])
+        slope = (read * (slope - (read * slope).sum(-1, keepdim=True))).square()
+        asked, held = (energy(part, layout, rotary.width) for part in (query[0, :, of], key[0, :, head]))
+        one, cos, sin = (torch.einsum("gls,sf->lgf", slope, held * part) for part in turn)
+        both = asked * one, asked * (turn[1][:, None] * cos + turn[2][:, None] * sin)
+        across = asked * (turn[1][:, None] * sin - turn[2][:, None] * cos)
+        found.append(torch.stack([part.double().sum(0) for part in (*both, across)]))
+    return torch.cat(found, dim=1).cpu()
+
+
+def energy(heads: Float[Tensor, "*N E"], layout: Layout, rotated: int) -> Float[Tensor, "*N F"]:
+    """Return the squared length of every pair that rotates."""
+    first, second = pairs(heads[..., :rotated], layout)
+    return first.square() + second.square()
+
+
+def pairs(rotated: Float[Tensor, "*N E"], layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return the first and the second numbers of all pairs."""
+    if layout == "half-split":
+        first, second = rotated.chunk(2, dim=-1)
+        return first, second
+    return rotated[..., 0::2], rotated[..., 1::2]
+
+
+class Directions:
+    """Directions across KV heads, for every pair of rotated numbers, by how much their rotation matters.
+
+    The keys z of all KV heads in pair f, K complex numbers, are `made` (F K K) times `taken` (F K K) times z. Column j
+    of `made` and row j of `taken` are a direction; `matters` (F, K) is what it costs not to rotate it, the largest
+    first: the first j are the best j. `constant` (H, F) is the number c in place of the rotation that costs least.
+    """
+
+    def __init__(self, turns: Float64[Tensor, "3 H F"], keys: Complex128[Tensor, "F K K"]) -> None:
+        """`keys` is E[z z^H]."""
+        total, cos, sin = turns
+        n_kv_head = keys.shape[1]
+        floor = total.max().clamp(min=TINY) * TINY_SHARE
+        self.constant = torch.complex(cos, sin) / total.clamp(min=floor)
+        cost = total * (1 - self.constant.abs().square()).clamp(min=0)
+        held = keys.diagonal(dim1=1, dim2=2).real
+        cost = cost.unflatten(0, (n_kv_head, -1)).sum(1).mT / held.clamp(min=held.max() * TINY_SHARE + TINY)
+        root = cost.clamp(min=cost.max() * TINY_SHARE + TINY).sqrt()  # F K
+        matters, basis = torch.linalg.eigh(root[:, :, None] * keys * root[:, None, :])
+        self.matters, basis = matters.flip(-1).clamp(min=0), basis.flip(-1)
+        self.taken, self.made = basis.mH * root[:, None], basis / root[:, :, None]
+
+
+TINY, TINY_SHARE = 1e-300, 1e-12
+"""Keep zeros from being divided by: absolute, and as a share of the largest."""

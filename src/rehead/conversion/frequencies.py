@@ -1,0 +1,66 @@
+"""The frequencies of an uneven rotary part: those whose rotation matters most, over all layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.checkpoint.files.deferred import materialise
+from rehead.conversion.base import Statistics, heads_of
+from rehead.conversion.fit.moments import attentions
+from rehead.conversion.rotary import repeated
+from rehead.conversion.steps.rotations import directions
+from rehead.errors import ConfigError
+from rehead.model import LanguageModel
+
+
+def are_open(layer: AttentionConfig, wanted: AttentionConfig) -> bool:
+    """Whether the frequencies of `wanted` can be chosen: its rotary part is made from rotary heads."""
+    is_decoupled = isinstance(wanted, LatentConfig) and wanted.qk_rope_head_dim > 0
+    return is_decoupled and isinstance(heads_of(layer), GroupedConfig)
+
+
+def with_frequencies(
+    model: LanguageModel, wanted: Sequence[AttentionConfig], statistics: Sequence[Statistics]
+) -> list[AttentionConfig]:
+    """Return `wanted`, an attention per layer, with the frequencies that matter most in every rotary part.
+
+    They are the same in all layers, as stock classes have one rope per model. `statistics` are those of the layers of
+    `model`, with `turns`. Raises ConfigError where layers rotate in different ways.
+    """
+    matters: dict[tuple[object, ...], Tensor] = {}
+    at = []
+    for index, module in enumerate(attentions(model)):
+        source = heads_of(module.config)
+        if not are_open(module.config, wanted[index]):
+            continue
+        assert isinstance(source, GroupedConfig)
+        at.append((index, source))
+        parts = dict(module.named_parameters())
+        weights = {
+            name: materialise(parts[name]).double().cpu() for name in ("q_proj.weight", "k_proj.weight")
+        }
+        kind = source.rope, source.head_dim, source.n_kv_head
+        found = directions(weights, source, statistics[index].in_memory()).matters
+        matters[kind] = matters[kind] + found if kind in matters else found
+    if len(matters) != 1:
+        raise ConfigError(
+            "its layers rotate in different ways: one rotary part cannot serve them all. Use --target rebuilt."
+        )
+    (total,) = matters.values()
+    chosen = list(wanted)
+    for index, source in at:
+        chosen[index] = _with_best(wanted[index], total, source)
+    return chosen
+
+
+def _with_best(wanted: AttentionConfig, matters: Tensor, source: GroupedConfig) -> AttentionConfig:
+    """Return `wanted` with the pairs that matter most."""
+    assert isinstance(wanted, LatentConfig)
+    assert source.rope is not None
+    n_pair, n_kv_head = wanted.qk_rope_head_dim // 2, matters.shape[1]
+    order = torch.sort(matters.flatten(), descending=True, stable=True).indices
+    pairs = sorted((order[:n_pair] // n_kv_head).tolist())
+    return replace(wanted, rope=repeated(source.rope, source.head_dim, wanted.qk_rope_head_dim, pairs))

@@ -1,0 +1,109 @@
+"""The rotary part of an MLA made from rotary heads: how wide it is, and which frequencies it has."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention.rope import LongRopeScaling
+from rehead.conversion.base import common
+from rehead.conversion.steps.latent import full_rank
+from rehead.errors import ConfigError
+
+SHARE = 3
+"""The rotary part is a third of the cache where no width is given: the best of 1/8 to 2/3 on SmolLM2-135M."""
+SERVED, RANKS = 64, (512, 256)
+"""The rotary part and the latents that native MLA kernels know."""
+
+
+def decoupled(
+    heads: GroupedConfig,
+    kind: Literal["canonical", "uneven"],
+    rope_dim: int | None,
+    kv_rank: int | None,
+    kv_fraction: float | None,
+    d_model: int,
+) -> LatentConfig:
+    """Return an MLA with a rotary part for rotary `heads`.
+
+    The frequencies of `uneven` are placeholders: as many of the fastest as fit, alike for all KV heads. Those that
+    matter are chosen on a text.
+    """
+    assert heads.rope is not None
+    if heads.qk_norm_eps is not None:
+        raise ConfigError(
+            "norms on queries and keys are on whole heads, which a rotary part shared by all of them is not. Use "
+            "--target rebuilt."
+        )
+    if kv_rank is not None and kv_fraction is not None:
+        raise ConfigError(f"kv_rank={kv_rank} and kv_fraction={kv_fraction} say the same thing. Give one.")
+    rotated, numbers = heads.rope.rotated(heads.head_dim), heads.kv_numbers()
+    most, full = heads.n_kv_head * rotated, full_rank(heads, d_model)
+    total = None if kv_fraction is None else max(4, int(kv_fraction * numbers))
+    if kind == "canonical":
+        width, rope = _canonical(heads, rope_dim)
+        if total is None and kv_rank is None:
+            kv_rank = next((rank for rank in RANKS if rank + SERVED < numbers), None)
+            if kv_rank is None:
+                raise ConfigError(
+                    f"{RANKS[-1]} + {SERVED} numbers, the least that engines' MLA kernels know, are no fewer than the "
+                    f"{numbers} that this attention caches. Use --kv-fraction for a smaller one, or --target uneven."
+                )
+    else:
+        width = most if rope_dim is None else rope_dim
+        if rope_dim is None and total is not None:
+            width = min(most, max(2, total // SHARE // 2 * 2))
+        elif rope_dim is None and kv_rank is not None:  # a third of both together
+            width = min(most, max(2, kv_rank // (SHARE - 1) // 2 * 2))
+        if not (2 <= width <= most and width % 2 == 0):
+            raise ConfigError(
+                f"rope_dim={width}: pairs of the {most} numbers that rotate in all KV heads. Use an even number, 2 to "
+                f"{most}."
+            )
+        rope = repeated(heads.rope, heads.head_dim, width)
+    rank = kv_rank if kv_rank is not None else full if total is None else total - width
+    if not rank >= 1:
+        raise ConfigError(
+            f"kv_fraction={kv_fraction} is {total} numbers, of which {width} are the rotary part: none are left for "
+            "the latent. Use a larger --kv-fraction, or a smaller --rope-dim."
+        )
+    return LatentConfig(
+        **common(heads) | {"rope": rope},
+        n_kv_head=heads.n_kv_head,
+        kv_lora_rank=min(rank, full),
+        qk_nope_head_dim=heads.head_dim,
+        qk_rope_head_dim=width,
+        latent_norm=False,
+    )
+
+
+def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeConfig]:
+    """Return the width and the angles of a rotary part that engines know: every c-th pair of a head."""
+    assert heads.rope is not None
+    if rope_dim is not None:
+        raise ConfigError(
+            f"rope_dim={rope_dim}: the rotary part of --target canonical is {SERVED} wide. Leave it out."
+        )
+    rotated = heads.rope.rotated(heads.head_dim)
+    width = min(SERVED, rotated)
+    if rotated % width or SERVED % width:
+        raise ConfigError(
+            f"heads of which {rotated} numbers rotate have no angles of a rotary part of {SERVED}. Use --target uneven."
+        )
+    if heads.rope.scaling is not None:
+        raise ConfigError("scaled rope: native MLA kernels compute other angles. Use --target uneven.")
+    return width, replace(heads.rope, partial_rotary_factor=1.0)
+
+
+def repeated(rope: RopeConfig, head_dim: int, width: int, pairs: list[int] | None = None) -> RopeConfig:
+    """Return the rope of a part of `width`: these `pairs` of the heads, or all in turn from the fastest on.
+
+    With base 1 the factors alone determine every angle, with one rounding less.
+    """
+    frequencies = rope.frequencies(head_dim)
+    chosen = pairs or sorted(index % len(frequencies) for index in range(width // 2))
+    magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
+    factors = (1 / frequencies[torch.tensor(chosen)]).tolist()
+    scaling = LongRopeScaling(factors=tuple(factors), attention_factor=magnitude)
+    return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)

@@ -1,0 +1,67 @@
+"""A latent made narrower."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from rehead.attention import AttentionConfig, LatentConfig
+from rehead.conversion.base import Conversion, Converted, Promise, Statistics, Weights, conversions
+from rehead.conversion.fit.factor import factor
+from rehead.conversion.steps.latent import TINY, full_rank, rank_on_the_way
+
+
+@conversions.add("narrow")
+class Narrow(Conversion[LatentConfig, LatentConfig]):
+    """Make a latent narrower; a rotary part beside it stays as it is.
+
+    The product of the two projections around the latent is factored anew. `weighted`, `whitened` and `svd` are those of
+    `factor`.
+    """
+
+    takes = LatentConfig
+    source, target = "mla without latent norm", "mla of lower rank"
+    costs = "The cache shrinks to the new rank and the rotary part."
+    methods: ClassVar[dict[str, tuple[str, ...]]] = {
+        "weighted": ("pair",),
+        "whitened": ("inputs",),
+        "svd": (),
+    }
+    fitted = frozenset({"weighted", "whitened"})
+
+    def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
+        """Yield the target's rank, if it is lower."""
+        if 0 < rank_on_the_way(target) < source.kv_lora_rank:
+            yield replace(source, kv_lora_rank=rank_on_the_way(target))
+
+    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
+        """Promise exactness while the rank is enough for all that the latent is expanded to."""
+        full = full_rank(source, d_model)
+        if result.kv_lora_rank >= full:
+            return Promise(exact=True, why=f"rank {full} holds all keys and values")
+        return Promise(exact=False, why=f"rank {result.kv_lora_rank} instead of {source.kv_lora_rank}")
+
+    def refusal(self, source: LatentConfig) -> str:
+        """Refuse a latent norm, which no product of weights contains."""
+        return "latent_norm=True: the norm is between the two factors" if source.latent_norm else ""
+
+    def convert(
+        self,
+        weights: Weights,
+        source: LatentConfig,
+        result: LatentConfig,
+        statistics: Statistics,
+        method: str,
+    ) -> Converted:
+        """Factor the product of expansion and projection; biases are added after the expansion."""
+        down, up = weights["kv_a_proj_with_mqa.weight"], weights["kv_b_proj.weight"]
+        latent, rope = down.split([source.kv_lora_rank, source.qk_rope_head_dim])
+        whole = up @ latent
+        factors = factor(whole, result.kv_lora_rank, *statistics.weighing(self.methods.get(method, ())))
+        made = {
+            "kv_a_proj_with_mqa.weight": torch.cat([factors.down, rope]),
+            "kv_b_proj.weight": factors.up,
+        }
+        error = (whole - factors.up @ factors.down).square().sum() / whole.square().sum().clamp(min=TINY)
+        return Converted(weights=weights | made, lost=factors.lost, residual=float(error))

@@ -1,0 +1,208 @@
+"""Some directions of the keys rotated, for all heads together, and the others not: MLA with a decoupled rotary part."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from jaxtyping import Complex128, Float64
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention.score import ScaledDot
+from rehead.conversion.base import (
+    Conversion,
+    Converted,
+    Promise,
+    Statistics,
+    Weights,
+    common,
+    conversions,
+    projections,
+)
+from rehead.conversion.fit.turns import Directions, pairs
+
+SAME = 1e-6
+"""Relative difference of two angles that are the same."""
+NEAR = 256
+"""Distances that count where no text says which do."""
+
+
+def slots_of(source: GroupedConfig, rope: RopeConfig, width: int) -> list[int] | None:
+    """Return which pair of the source's heads each pair of a rotary part continues; None if one is no such pair.
+
+    A pair can be continued as often as there are KV heads.
+    """
+    assert source.rope is not None
+    have = source.rope.frequencies(source.head_dim)
+    wanted = rope.frequencies(width)
+    distance, nearest = (wanted[:, None] / have - 1).abs().min(dim=1)
+    slots = nearest.tolist()
+    fits = bool((distance < SAME).all()) and max(Counter(slots).values()) <= source.n_kv_head
+    return slots if fits else None
+
+
+@conversions.add("keep-rotations")
+class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
+    """Rotate some directions of the keys, shared by all heads, and leave the rest unrotated in a latent.
+
+    For every frequency the keys of all KV heads are one vector of complex numbers, and rotation multiplies it by one
+    number, whatever the basis. The directions whose rotation moves the predictions most (by gradients on a
+    text) become MLA's rotary part, as many of each frequency as the target repeats it. In the scores of the
+    others a constant replaces the rotation: its mean over the distances that matter. Queries change with the keys.
+    `weighted` asks the text what matters, `svd` takes what is large in the weights, at all near distances alike.
+    """
+
+    takes = GroupedConfig
+    source, target = "mqa, gqa or mha with rope", "mla with a decoupled rotary part and an unfactored latent"
+    costs = "The rotary part is added to the cache; what is not rotated decodes absorbed and can be made narrower."
+    methods: ClassVar[dict[str, tuple[str, ...]]] = {"weighted": ("turns",), "svd": ()}
+    fitted = frozenset({"weighted"})
+
+    def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
+        """Yield the target's rotary part beside a latent that holds all the rest."""
+        if not isinstance(target, LatentConfig) or source.rope is None or target.rope is None:
+            return
+        width = target.qk_rope_head_dim
+        if not width or source.head_map != "contiguous" or target.rope.layout != source.rope.layout:
+            return
+        if slots_of(source, target.rope, width) is None:
+            return
+        yield LatentConfig(
+            **common(source) | {"rope": target.rope},
+            n_kv_head=source.n_kv_head,
+            kv_lora_rank=_rank(source, d_model),
+            qk_nope_head_dim=source.head_dim,
+            qk_rope_head_dim=width,
+            latent_norm=False,
+        )
+
+    def serves(self, target: AttentionConfig) -> bool:
+        """Whether the target has a decoupled rotary part."""
+        return isinstance(target, LatentConfig) and target.qk_rope_head_dim > 0
+
+    def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
+        """Promise exactness where all pairs of all KV heads keep their rotation."""
+        assert source.rope is not None
+        every = source.n_kv_head * source.rope.rotated(source.head_dim)
+        if result.qk_rope_head_dim == every:
+            return Promise(exact=True, why="all keys keep their rotation")
+        return Promise(
+            exact=False, why=f"{result.qk_rope_head_dim} of the {every} rotated numbers keep their rotation"
+        )
+
+    def refusal(self, source: GroupedConfig) -> str:
+        """Refuse biases, norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
+        if not isinstance(source.score, ScaledDot):
+            return f"mla has the scaled dot product only, not {type(source.score).__name__}"
+        if source.qkv_bias:
+            return "qkv_bias=True: MLA's rotary part has no bias"
+        if source.qk_norm_eps is not None:
+            return "qk_norm_eps: MLA's rotary part has no norm"
+        return "tie_kv=True" if source.tie_kv else ""
+
+    def convert(
+        self,
+        weights: Weights,
+        source: GroupedConfig,
+        result: LatentConfig,
+        statistics: Statistics,
+        method: str,
+    ) -> Converted:
+        """Change the basis of the keys, and of the queries with them; the rest and the values become the latent."""
+        assert source.rope is not None
+        assert result.rope is not None
+        n_kv_head, layout = source.n_kv_head, source.rope.layout
+        slots = slots_of(source, result.rope, result.qk_rope_head_dim)
+        assert slots is not None
+        query = _complex(weights["q_proj.weight"], source.n_query_head, source.rope)  # H F D
+        key = _complex(weights["k_proj.weight"], n_kv_head, source.rope)  # K F D
+        every = n_kv_head * source.rope.rotated(source.head_dim)
+        seen = statistics if method in self.fitted else Statistics()
+        found = directions(weights, source, seen, exact=result.qk_rope_head_dim == every)
+        used: Counter[int] = Counter()
+        order = torch.tensor([[f, used.update([f]) or used[f] - 1] for f in slots])
+        frequency, rank = order.T
+        taken, made = found.taken[frequency, rank], found.made[frequency, :, rank]  # P/2 K
+        turned = torch.einsum("pk,kpd->pd", taken, key[:, frequency])
+        own = torch.arange(source.n_query_head) // source.group
+        asking = query[:, frequency] * made[:, own].mT.conj()[:, :, None]
+        rest = key.index_add(1, frequency, torch.einsum("pk,pd->kpd", made, turned), alpha=-1)
+        magnitude = 1.0 if source.rope.scaling is None else source.rope.scaling.magnitude
+        still = query * found.constant.conj()[:, :, None] * magnitude**2
+        unrotated = slice(source.rope.rotated(source.head_dim), None)
+        others = [
+            weights[f"{name}.weight"].unflatten(0, (heads, -1))[:, unrotated]
+            for name, heads in (("q_proj", source.n_query_head), ("k_proj", n_kv_head))
+        ]
+        queries = torch.cat([_real(still, layout), others[0], _real(asking, layout)], dim=1)
+        width = source.head_dim + result.qk_rope_head_dim
+        queries = queries * (source.relative_scale * (width / source.head_dim) ** 0.5)
+        keys = torch.cat([_real(rest, layout), others[1]], dim=1)
+        values = weights["v_proj.weight"].unflatten(0, (n_kv_head, -1))
+        stack = torch.cat([keys, values], dim=1).flatten(0, 1)
+        identity = torch.eye(result.kv_lora_rank, dtype=stack.dtype)
+        up, down = (identity, stack) if len(stack) == result.kv_lora_rank else (stack, identity)
+        made_of = {
+            "q_proj.weight": queries.flatten(0, 1),
+            "kv_a_proj_with_mqa.weight": torch.cat([down, _real(turned[None], layout)[0]]),
+            "kv_b_proj.weight": up,
+        }
+        lost = _lost(found.matters, used)
+        return Converted(weights=made_of | projections(weights, "o_proj"), lost=lost, residual=lost)
+
+
+def directions(
+    weights: Weights, source: GroupedConfig, statistics: Statistics, *, exact: bool = False
+) -> Directions:
+    """Return the directions of a layer's keys, without statistics by its weights; any if all are kept (`exact`)."""
+    assert source.rope is not None
+    key = _complex(weights["k_proj.weight"], source.n_kv_head, source.rope)
+    if exact:
+        each = torch.eye(source.n_kv_head, dtype=key.dtype).expand(key.shape[1], -1, -1)
+        return Directions(_constant(source, 1.0, 0.0, 0.0), each)
+    if statistics.turns is None or statistics.inputs is None:
+        return Directions(_by_weights(weights, source), torch.einsum("kfd,jfd->fkj", key, key.conj()))
+    seen = statistics.inputs[:-1, :-1].to(key.dtype)
+    return Directions(statistics.turns, torch.einsum("kfd,de,jfe->fkj", key, seen, key.conj()))
+
+
+def _constant(source: GroupedConfig, *values: float) -> Float64[Tensor, "3 H F"]:
+    assert source.rope is not None
+    n_pair = source.rope.rotated(source.head_dim) // 2
+    return torch.tensor(values, dtype=torch.float64)[:, None, None].expand(-1, source.n_query_head, n_pair)
+
+
+def _by_weights(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "3 H F"]:
+    """Return turns without a text: inputs of all directions alike, distances up to `NEAR` alike."""
+    assert source.rope is not None
+    query = _complex(weights["q_proj.weight"], source.n_query_head, source.rope)
+    key = _complex(weights["k_proj.weight"], source.n_kv_head, source.rope)
+    size = query.abs().square().sum(-1) * key.abs().square().sum(-1).repeat_interleave(source.group, dim=0)
+    angle = torch.arange(NEAR) * source.rope.frequencies(source.head_dim)[:, None]
+    return torch.stack([size, size * angle.cos().mean(1), size * -angle.sin().mean(1)])
+
+
+def _rank(source: GroupedConfig, d_model: int) -> int:
+    return min(source.n_kv_head * (source.head_dim + source.v_head_dim), source.d_context or d_model)
+
+
+def _complex(rows: Float64[Tensor, "HE D"], n_head: int, rope: RopeConfig) -> Complex128[Tensor, "H F D"]:
+    """Return the rotated rows of every head as complex numbers."""
+    heads = rows.unflatten(0, (n_head, -1))
+    rotated = heads[:, : rope.rotated(heads.shape[1])].mT
+    return torch.complex(*(part.contiguous() for part in pairs(rotated, rope.layout))).mT
+
+
+def _real(rows: Complex128[Tensor, "H F D"], layout: str) -> Float64[Tensor, "H E D"]:
+    """Undo `_complex`."""
+    if layout == "half-split":
+        return torch.cat([rows.real, rows.imag], dim=1)
+    return torch.stack([rows.real, rows.imag], dim=2).flatten(1, 2)
+
+
+def _lost(matters: Float64[Tensor, "F K"], used: Counter[int]) -> float:
+    """Return what is not rotated, as a share of what all rotations matter."""
+    kept = sum(float(matters[f, :n].sum()) for f, n in used.items())
+    total = float(matters.sum())
+    return max(0.0, 1 - kept / total) if total else 0.0

@@ -1,0 +1,333 @@
+"""Rotary heads into MLA with a decoupled rotary part: against sums over all pairs of tokens, written out."""
+
+import cmath
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import rehead
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention.rope import LongRopeScaling
+from rehead.conversion.base import Statistics
+from rehead.conversion.fit.layerwise import gather
+from rehead.conversion.fit.turns import Directions, Turns
+from rehead.conversion.steps.narrow import Narrow
+from rehead.conversion.steps.rotations import KeepRotations, directions
+from rehead.conversion.target import Target
+from rehead.errors import ConfigError
+
+WIDTH, VOCAB = 23, 29
+ROPE = RopeConfig(theta=100.0)
+GQA = GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, v_head_dim=5, rope=ROPE)
+SOURCES = {
+    "wider than the model": GQA,
+    "narrower than the model": GroupedConfig(
+        n_query_head=4, n_kv_head=2, head_dim=6, v_head_dim=3, rope=ROPE
+    ),
+    "interleaved": GroupedConfig(
+        n_query_head=6, n_kv_head=3, head_dim=8, v_head_dim=5, rope=RopeConfig(layout="interleaved")
+    ),
+    "partial": GroupedConfig(
+        n_query_head=6, n_kv_head=2, head_dim=8, v_head_dim=5, rope=RopeConfig(partial_rotary_factor=0.5)
+    ),
+    "scaled": GroupedConfig(
+        n_query_head=4,
+        n_kv_head=2,
+        head_dim=6,
+        rope=RopeConfig(
+            scaling=LongRopeScaling(factors=(1.0, 2.0), attention_factor=1.3), partial_rotary_factor=0.67
+        ),
+    ),
+    "mqa, window": GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=8, v_head_dim=5, rope=ROPE, window=7),
+}
+
+
+@pytest.fixture
+def text():
+    return torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(params=SOURCES)
+def source(request):
+    return SOURCES[request.param]
+
+
+def rotated(source):
+    return source.rope.rotated(source.head_dim)
+
+
+def complex_heads(rows, n_head, rope):
+    """The rotated numbers of each head of a token as complex numbers, by definition."""
+    heads = rows.reshape(n_head, -1)[:, : rope.rotated(rows.size // n_head)]
+    if rope.layout == "half-split":
+        first, second = heads[:, : heads.shape[1] // 2], heads[:, heads.shape[1] // 2 :]
+    else:
+        first, second = heads[:, 0::2], heads[:, 1::2]
+    return first + 1j * second
+
+
+@torch.no_grad()
+def divergence(model, other, ids):
+    """KL of the predictions of `other` from those of `model`, in nats per token."""
+    ours, theirs = (each(ids).log_softmax(-1) for each in (model, other))
+    return float((ours.exp() * (ours - theirs)).sum(-1).mean())
+
+
+def test_all_rotations_kept_are_exact(gpt, apart, source):
+    model = gpt(source)
+    result, certificate = rehead.convert(model, "mla", target="uneven", calibration=torch.arange(60) % VOCAB)
+    assert result.config.attention[0].qk_rope_head_dim == source.n_kv_head * rotated(source)
+    assert certificate.exact
+    assert apart(model, result) < 1e-12
+
+
+def test_fewer_rotations_lose_more(gpt, text, source):
+    """By the loss's own measure: KL to the source, on the text it was fitted to."""
+    model = gpt(source)
+    lost = []
+    for width in range(2, source.n_kv_head * rotated(source) + 1, 2):
+        asked = {"rope_dim": width, "kv_rank": WIDTH}
+        result, _ = rehead.convert(model, "mla", target="uneven", calibration=text, **asked)
+        lost.append(divergence(model, result, text[:48].view(3, 16)))
+    assert lost[-1] < 1e-12 < lost[0]
+    assert min(lost[:-1]) > 0
+    assert lost[0] == max(lost)
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_sums_are_those_over_all_pairs_of_tokens(source):
+    """Gradients of scores from autograd, with the attention written out."""
+    torch.manual_seed(3)
+    module = source.build(WIDTH).requires_grad_(False)
+    for weight in module.parameters():
+        weight.copy_(0.3 * torch.randn_like(weight))
+    x, pull = torch.randn(2, 9, WIDTH), torch.randn(2, 9, source.n_query_head * source.v_head_dim)
+    turns = Turns()
+    turns.add(module, x, pull)
+    expected = np.zeros((3, source.n_query_head, rotated(source) // 2))
+    angles = source.rope.frequencies(source.head_dim).tolist()
+    for row, gradient in zip(x, pull, strict=True):
+        query = module.rotary(module.q_proj(row).view(1, 9, source.n_query_head, -1))[0]
+        key = module.rotary(module.k_proj(row).view(1, 9, source.n_kv_head, -1))[0]
+        value = module.v_proj(row).view(9, source.n_kv_head, -1)
+        for head in range(source.n_query_head):
+            own = head // source.group
+            scores = (query[:, head] @ key[:, own].T * source.head_dim**-0.5).requires_grad_()
+            far = torch.arange(9)[:, None] - torch.arange(9)
+            unseen = (far < 0) | (far >= (source.window or 9))
+            out = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, own]
+            wanted = gradient.view(9, source.n_query_head, -1)[:, head]
+            (slope,) = torch.autograd.grad((out * wanted).sum(), scores)
+            asked = [
+                complex_heads(q.flatten().numpy(), source.n_query_head, source.rope)[head] for q in query
+            ]
+            held = [complex_heads(k.flatten().numpy(), source.n_kv_head, source.rope)[own] for k in key]
+            for m in range(9):
+                for n in range(9):
+                    for f, angle in enumerate(angles):
+                        size = float(slope[m, n]) ** 2 * abs(asked[m][f]) ** 2 * abs(held[n][f]) ** 2
+                        turn = cmath.exp(1j * angle * (n - m))
+                        expected[:, head, f] += size, size * turn.real, size * turn.imag
+    np.testing.assert_allclose(turns.mean().numpy(), expected / 18, rtol=1e-10, atol=1e-14)
+
+
+def test_directions_are_the_best_ones():
+    """No other basis of two directions costs less, and its cost is the sum of what is left out."""
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(500, 3, dtype=torch.complex128, generator=generator)
+    z = z @ torch.randn(3, 3, dtype=torch.complex128, generator=generator)
+    keys = (z.mT @ z.conj() / 500)[None]  # one pair, F = 1
+    total = torch.tensor([[4.0], [1.0], [2.0], [0.5], [3.0], [1.5]])
+    turns = torch.stack([total, 0.5 * total, -0.2 * total])
+    found = Directions(turns, keys)
+    torch.testing.assert_close(found.made @ found.taken, torch.eye(3, dtype=torch.complex128)[None])
+    torch.testing.assert_close(found.constant, torch.full((6, 1), 0.5 - 0.2j, dtype=torch.complex128))
+    assert found.matters[0].tolist() == sorted(found.matters[0].tolist(), reverse=True)
+    held = keys[0].diagonal().real
+    cost = (total[:, 0] * (1 - 0.29)).view(3, 2).sum(1) / held
+
+    def left_out(kept):
+        rest = torch.eye(3, dtype=torch.complex128) - kept
+        return float((cost * (rest @ keys[0] @ rest.mH).diagonal().real).sum())
+
+    best = left_out(found.made[0, :, :2] @ found.taken[0, :2])
+    assert best == pytest.approx(float(found.matters[0, 2:].sum()))
+    for _ in range(200):
+        made, taken = (torch.randn(3, 2, dtype=torch.complex128, generator=generator) for _ in range(2))
+        assert left_out(made @ torch.linalg.lstsq(made, torch.eye(3, dtype=made.dtype)).solution) >= best
+        assert left_out(made @ taken.mH) >= best
+
+
+def test_scores_are_those_of_the_formula(source):
+    """Kept directions turn, and the rest is multiplied by a constant: every score written out in complex numbers."""
+    torch.manual_seed(4)
+    module = source.build(WIDTH).requires_grad_(False)
+    weights = {
+        name: weight.copy_(0.3 * torch.randn_like(weight)) for name, weight in module.named_parameters()
+    }
+    n_pair, n_query_head = rotated(source) // 2, source.n_query_head
+    size = torch.rand(n_query_head, n_pair)
+    statistics = Statistics(inputs=torch.eye(WIDTH + 1), turns=torch.stack([size, 0.6 * size, -0.3 * size]))
+    target = Target(to="mla", target="uneven", rope_dim=2 * max(1, n_pair - 1)).attention(source, WIDTH)
+    (result,) = KeepRotations().steps(source, target, WIDTH)
+    done = KeepRotations().convert(weights, source, result, statistics, "weighted")
+    other = result.build(WIDTH).requires_grad_(False)
+    other.load_state_dict(done.weights)
+    found = directions(weights, source, statistics)
+    x = torch.randn(7, WIDTH)
+    query, key = (module.q_proj(x).numpy(), module.k_proj(x).numpy())
+    angles = source.rope.frequencies(source.head_dim).tolist()
+    squared = 1.0 if source.rope.scaling is None else source.rope.scaling.magnitude**2
+    scores = np.full((n_query_head, 7, 7), -np.inf)
+    for m in range(7):
+        for n in range(max(0, m + 1 - (source.window or 7)), m + 1):
+            q = complex_heads(query[m], n_query_head, source.rope)
+            k = complex_heads(key[n], source.n_kv_head, source.rope)
+            plain = query[m].reshape(n_query_head, -1)[:, rotated(source) :]
+            still = key[n].reshape(source.n_kv_head, -1)[:, rotated(source) :]
+            for head in range(n_query_head):
+                own, total = head // source.group, 0.0
+                for f, angle in enumerate(angles):
+                    n_kept = 1 if f < max(1, n_pair - 1) else 0
+                    taken, made = found.taken[f, :n_kept].numpy(), found.made[f, :, :n_kept].numpy()
+                    kept = (made @ (taken @ k[:, f]))[own]
+                    constant = found.constant[head, f].item()
+                    turned = kept * cmath.exp(1j * angle * (n - m)) + constant * (k[own, f] - kept)
+                    total += squared * (np.conj(q[head, f]) * turned).real
+                scores[head, m, n] = total + plain[head] @ still[own]
+    expected = torch.from_numpy(scores * source.head_dim**-0.5).softmax(-1)
+    torch.testing.assert_close(other.weights(x[None])[0], expected)
+
+
+def test_the_frequencies_are_those_that_matter(gpt, text):
+    """One pair of a KV head is large in each layer, two more in both: the sum over layers decides."""
+    model = gpt(GQA, std=0.02)
+    for layer, (pair, size) in zip(model.layers, ((1, 4.0), (3, 1.0)), strict=True):
+        for projection, head in ((layer.self_attn.k_proj, 1), (layer.self_attn.q_proj, 2)):
+            rows = projection.weight.data.view(-1, 8, WIDTH)
+            rows[head, [pair, pair + 4]] += size * torch.randn(2, WIDTH)
+        layer.self_attn.v_proj.weight.data += torch.randn(15, WIDTH)
+        layer.self_attn.o_proj.weight.data += torch.randn(WIDTH, 30)
+    for method in ("weighted", "svd"):
+        for rope_dim, pairs in ((2, [1]), (4, [1, 3])):
+            result, _ = rehead.convert(
+                model, "mla", target="uneven", rope_dim=rope_dim, kv_rank=20, calibration=text, method=method
+            )
+            for attention in result.config.attention:
+                torch.testing.assert_close(attention.rope.frequencies(rope_dim), ROPE.frequencies(8)[pairs])
+
+
+def test_a_narrower_latent_is_the_best_of_its_rank_and_the_rotary_part_stays():
+    torch.manual_seed(6)
+    source = LatentConfig(
+        n_query_head=6,
+        n_kv_head=3,
+        kv_lora_rank=20,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=5,
+        rope=ROPE,
+        latent_norm=False,
+    )
+    weights = {name: torch.randn_like(weight) for name, weight in source.build(WIDTH).named_parameters()}
+    (result,) = Narrow().steps(source, replace(source, kv_lora_rank=7), WIDTH)
+    done = Narrow().convert(weights, source, result, Statistics(), "svd")
+    latent, rope = done.weights["kv_a_proj_with_mqa.weight"].split([7, 4])
+    assert torch.equal(rope, weights["kv_a_proj_with_mqa.weight"][20:])
+    whole = (weights["kv_b_proj.weight"] @ weights["kv_a_proj_with_mqa.weight"][:20]).numpy()
+    u, s, v = np.linalg.svd(whole, full_matrices=False)
+    made = (done.weights["kv_b_proj.weight"] @ latent).numpy()
+    np.testing.assert_allclose(made, (u[:, :7] * s[:7]) @ v[:7], atol=1e-10)
+    assert done.residual == pytest.approx((s[7:] ** 2).sum() / (s**2).sum())
+
+
+def test_a_latent_beside_a_rotary_part_is_fitted_where_it_is(gpt, text):
+    """The second step reads the gradients of the model with fewer rotations, not those of the source."""
+    model = gpt(GQA, n_step=20)
+    result, certificate = rehead.convert(
+        model, "mla", target="uneven", kv_fraction=0.4, calibration=text, method="weighted"
+    )
+    assert certificate.layers[0].steps == ["keep-rotations", "narrow"]
+    attention = result.config.attention[0]
+    assert attention.kv_numbers() == int(0.4 * 39) == 15
+    assert attention.qk_rope_head_dim == 4
+    losses = {}
+    for method in ("weighted", "svd"):
+        other, _ = rehead.convert(
+            model, "mla", target="uneven", kv_fraction=0.4, calibration=text, method=method
+        )
+        losses[method] = divergence(model, other, text[:176].view(11, 16))
+    assert losses["weighted"] < losses["svd"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rope_dim": 3}, r"rope_dim=3: pairs of the 24 numbers .* Use an even number, 2 to 24"),
+        ({"rope_dim": 26}, r"rope_dim=26: pairs of the 24 numbers"),
+        (
+            {"rope_dim": 12, "kv_fraction": 0.3},
+            r"kv_fraction=0.3 is 11 numbers, of which 12 are the rotary part",
+        ),
+        ({"kv_rank": 4, "kv_fraction": 0.3}, r"say the same thing"),
+        ({"target": "rebuilt", "rope_dim": 4}, r"rope_dim=4 means nothing for rebuilt keys"),
+        ({"target": "canonical", "rope_dim": 4}, r"the rotary part of --target canonical is 64 wide"),
+        ({"target": "canonical"}, r"256 \+ 64 numbers, .* are no fewer than the 39"),
+    ],
+)
+def test_targets_that_make_no_sense(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Target(**{"to": "mla", "target": "uneven"} | options).attention(GQA, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (
+            GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, rope=ROPE, qkv_bias=True),
+            "rotary part has no bias",
+        ),
+        (
+            GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, rope=ROPE, qk_norm_eps=1e-6),
+            "norms on queries and keys",
+        ),
+    ],
+)
+def test_what_has_no_place_is_refused(gpt, source, why):
+    with pytest.raises(ConfigError, match=why):
+        rehead.convert(gpt(source), "mla", target="uneven", kv_fraction=0.5)
+
+
+def test_without_rope_there_is_nothing_to_choose(gpt):
+    source = GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8)
+    model = gpt(source)
+    result, _ = rehead.convert(model, "mla", target="uneven", kv_fraction=0.5)
+    assert result.config.attention[0].qk_rope_head_dim == 0
+
+
+def test_canonical_is_one_pair_of_each_frequency(gpt, text):
+    """Of heads of 64: DeepSeek's own angles, half-split or interleaved."""
+    source = GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=64, rope=ROPE)
+    wanted = Target(to="mla", target="canonical", kv_fraction=0.5).attention(source, 300)
+    assert isinstance(wanted, LatentConfig)
+    assert (wanted.qk_rope_head_dim, wanted.kv_lora_rank, wanted.rope) == (64, 64, ROPE)
+    torch.testing.assert_close(wanted.rope.frequencies(64), ROPE.frequencies(64))
+
+
+def test_turns_are_gathered_with_the_text(gpt, text, tmp_path):
+    """`turns` alone leaves the pair out; both give what each gives alone."""
+    model = gpt(GQA)
+    blocks = [(text[None, :16], text[None, 1:17])]
+    found = {}
+    for needs in (("turns",), ("pair",), ("pair", "turns")):
+        folder = tmp_path / "-".join(needs)
+        folder.mkdir()
+        found[needs] = [one.in_memory() for one in gather(model, blocks, folder, needs=needs)]
+    for turns, pair, both in zip(*found.values(), strict=True):
+        assert turns.pair is None
+        assert pair.turns is None
+        torch.testing.assert_close(both.turns, turns.turns, rtol=0, atol=0)
+        torch.testing.assert_close(both.pair, pair.pair, rtol=0, atol=0)
