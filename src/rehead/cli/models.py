@@ -3,7 +3,7 @@
 import tempfile
 from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -144,6 +144,13 @@ def eval(
         Dtype | None,
         Parameter(help="number format of the weights, and of what is computed [default: as saved]"),
     ] = None,
+    stored_as: Annotated[
+        Literal["fp16", "bf16", "q8_0"] | None,
+        Parameter(
+            help="round the weights as a file of this format would, and measure by how much predictions change; "
+            "q8_0 is llama.cpp's format of 8 bits"
+        ),
+    ] = None,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
@@ -152,16 +159,19 @@ def eval(
     The text is read in blocks of --length tokens; every token but the first is
     predicted once. A --stride below the length gives each prediction more tokens to
     look back on: slower, and a lower loss. Warns if the run was trained on the text.
-    For example:
+    --stored-as shows what a smaller format of the weights costs before they are served
+    in it. For example:
 
         rehead eval out/run --data input.txt
         rehead eval out/run --data input.txt --length 128 --stride 64
+        rehead eval out/run --data input.txt --stored-as q8_0
     """
     from rehead.checkpoint.find import run_data
     from rehead.data import Source, tokenize
     from rehead.measure import evaluate_text
     from rehead.measure.length import text_length
     from rehead.measure.quality import scores
+    from rehead.measure.stored import as_stored, changed
     from rehead.report.progress import Board
     from rehead.system.device import choose_device
     from rehead.tokenizer import open_model
@@ -174,13 +184,18 @@ def eval(
         run = run_data(folder)
         length = text_length(model.config, length, None if run is None else run.block_size)
         tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
+        exact = model
+        if stored_as is not None:
+            model = as_stored(exact, stored_as)
         found = evaluate_text(model, tokens.ids, length=length, stride=stride, batch_size=batch_size)
+        change = {} if stored_as is None else changed(exact, model, tokens.ids, length)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
         **scores(found.loss, found.tokens, tokens.n_bytes),
         "length": found.length,
         "stride": found.stride,
         "dtype": str(model.head.weight.dtype)[6:],
+        **({} if stored_as is None else {"stored_as": stored_as, **change}),
     }
     if trained_on:
         warn(f"{data} contains text that {folder} was trained on: expect a higher loss on other text.")

@@ -1,8 +1,10 @@
 """A model folder as one that other software loads: stock classes, their names, a card."""
 
+import logging
 import tempfile
 from pathlib import Path
 
+from rehead.attention import LatentConfig
 from rehead.checkpoint import Family, families, publish
 from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig
@@ -11,10 +13,12 @@ from rehead.conversion.export.deepseek import Engine, for_vllm, require_vllm, to
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.errors import ConfigError
+from rehead.measure.stored import LOST, lost_rows
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
+log = logging.getLogger("rehead")
 DEEPSEEK = "deepseek_v3"
 CARD = """\
 ---
@@ -34,7 +38,19 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 ids = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)
 print(tokenizer.decode(ids[0]))
 ```
-{certificate}"""
+{certificate}{formats}"""
+FORMATS = """
+## Other number formats
+
+Keep these weights in bfloat16 or float32. Rounded to float16, or to 8 bits as in llama.cpp's q8_0, these rows lose more
+than {lost:.0%} of their size, and the model would predict noise:
+
+| rows of | float16 | q8_0 |
+|---|---:|---:|
+{rows}
+
+`rehead eval FOLDER --data TEXT --stored-as fp16` measures what such a format costs.
+"""
 
 
 def export_folder(
@@ -55,7 +71,12 @@ def export_folder(
         proof = ""
         if certificate is not None:
             proof = "\n" + page(certificate).replace("# Conversion", "## Conversion", 1)
-        card = CARD.format(name=destination.name, architecture=family.architecture, certificate=proof)
+        card = CARD.format(
+            name=destination.name,
+            architecture=family.architecture,
+            certificate=proof,
+            formats=_formats(model),
+        )
         files = {"README.md": card}
         if certificate is not None:
             files |= {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
@@ -63,6 +84,26 @@ def export_folder(
             files["tokenizer.json"] = opened.tokenizer.to_json()
         stock.write(model, aside, family, files, opened.special)
     return family.architecture, certificate
+
+
+def _formats(model: LanguageModel) -> str:
+    """Return the card's section on smaller number formats, and warn of them; empty if a latent loses nothing."""
+    assert isinstance(model.config, GPTConfig)
+    if not any(isinstance(layer, LatentConfig) for layer in model.config.attention):
+        return ""
+    lost = lost_rows(model, "fp16", "q8_0")
+    if not lost:
+        return ""
+    names = ", ".join(name.removesuffix(".weight") for name in lost)
+    log.warning(
+        "keep this export in bfloat16 or float32. float16 and formats of 8 bits lose %s, whose numbers are very small "
+        "or very large: the model would predict noise. Its README.md says more.",
+        names,
+    )
+    rows = "\n".join(
+        f"| `{name}` | {share['fp16']:.0%} | {share['q8_0']:.0%} |" for name, share in lost.items()
+    )
+    return FORMATS.format(lost=LOST, rows=rows)
 
 
 def _as_stock(

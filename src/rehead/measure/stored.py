@@ -1,0 +1,95 @@
+"""What a model loses when its weights are stored in a smaller number format, as engines and quantisers do."""
+
+from functools import partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.checkpoint.files.deferred import map_deferred, materialise
+from rehead.data import Ids, evaluation_blocks, shown
+from rehead.errors import NumericError
+from rehead.measure.fidelity import compare
+from rehead.model import LanguageModel, skeleton
+from rehead.stages import staged
+
+Storage = Literal["fp16", "bf16", "q8_0"]
+LOST = 0.1
+"""Relative error of a row from which on it counts as lost; rounding to 8 bits changes one by about 0.01."""
+BLOCK, STEPS = 32, 127
+"""q8_0: numbers that share a scale, and whole numbers on either side of 0."""
+TOKENS, BATCH = 65_536, 4096
+"""Tokens compared, and read at once, at most."""
+
+
+def rounded(weight: Float[Tensor, "*N E"], kind: Storage) -> Float[Tensor, "*N E"]:
+    """Return a weight as read back from storage, in its own dtype.
+
+    `q8_0` is llama.cpp's: 32 numbers of a row are whole numbers times one scale, which is a float16. Vectors, and
+    matrices whose rows have no whole number of such blocks, stay as they are.
+    """
+    if kind == "q8_0":
+        return weight if weight.ndim < 2 or weight.shape[-1] % BLOCK else _q8_0(weight)
+    return weight.to({"fp16": torch.float16, "bf16": torch.bfloat16}[kind]).to(weight.dtype)
+
+
+def _q8_0(weight: Tensor) -> Tensor:
+    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True) / STEPS
+    whole = blocks * torch.where(scale > 0, 1 / scale, 0)
+    whole = whole.sign() * (whole.abs() + 0.5).floor()  # halves away from 0
+    return (whole * scale.to(torch.float16).float()).flatten(-2).to(weight.dtype)
+
+
+def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
+    """Return the model with its weights as read back from storage; it computes in its own dtype.
+
+    Raises NumericError for a weight that such storage cannot hold.
+    """
+    for name, weight in model.named_parameters():
+        if not rounded(materialise(weight.detach()), kind).isfinite().all():
+            raise NumericError(f"{name} leaves the range of {kind}: keep this model in bf16 or fp32.")
+    state = {
+        name: map_deferred(partial(rounded, kind=kind), weight.detach())
+        for name, weight in model.state_dict().items()
+    }
+    read = skeleton(model.config)
+    read.load_state_dict(state, assign=True)
+    read.tie()
+    return read.eval()
+
+
+def changed(exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int) -> dict[str, float]:
+    """Return by how much storage changes the predictions on a text, of which at most `TOKENS` are read.
+
+    `kl` is the mean of KL(exact || stored) in nats, `argmax_flips` the share of tokens whose likeliest successor
+    differs, `loss_exact` the loss before.
+    """
+    blocks = list(evaluation_blocks(ids, length, max(1, BATCH // length), max(1, TOKENS // length)))
+    found = compare(exact, stored, shown(blocks, "comparing with the exact weights"))
+    return {"kl": found.kl, "argmax_flips": found.argmax_flips, "loss_exact": found.losses[0]}
+
+
+@torch.no_grad()
+def lost_rows(model: LanguageModel, *kinds: Storage) -> dict[str, dict[Storage, float]]:
+    """Return, per kind of weight, the share of its rows that each storage loses; without those that lose none.
+
+    A row is lost if its relative error is above `LOST`, or if it is no longer finite. A kind of weight is the name
+    within a layer, as `self_attn.o_proj.weight`.
+    """
+    rows: dict[str, int] = {}
+    lost: dict[str, dict[Storage, int]] = {}
+    weights = list(model.named_parameters())
+    for name, weight in staged(weights, "checking number formats", len(weights), "tensors"):
+        kind_of = name.split(".", 2)[2] if name.startswith("layers.") else name
+        exact = materialise(weight).float()
+        exact = exact[None] if exact.ndim < 2 else exact
+        size = exact.norm(dim=-1)
+        rows[kind_of] = rows.get(kind_of, 0) + int((size > 0).sum())
+        for kind in kinds:
+            error = (rounded(exact if weight.ndim > 1 else exact[0], kind) - exact).norm(dim=-1)
+            count = int((error > LOST * size).sum())
+            if count:
+                lost.setdefault(kind_of, dict.fromkeys(kinds, 0))[kind] += count
+    return {name: {kind: count / rows[name] for kind, count in found.items()} for name, found in lost.items()}

@@ -1,0 +1,146 @@
+"""What storing weights in a smaller format changes: against the gguf package, NumPy and transformers."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers as hf
+import torch
+import transformers
+from gguf import GGMLQuantizationType, quants
+
+from rehead.attention import GroupedConfig
+from rehead.config import GPTConfig
+from rehead.errors import NumericError
+from rehead.measure.stored import as_stored, lost_rows, rounded
+from rehead.model import build
+
+TEXT = "the quick brown fox jumps over the lazy dog " * 6
+
+
+def gpt(*, tied=False):
+    """A model of two layers, 64 wide."""
+    torch.manual_seed(2)
+    return build(
+        GPTConfig(
+            vocab_size=31,
+            block_size=16,
+            n_embd=64,
+            attention=(GroupedConfig(n_query_head=2, n_kv_head=2, head_dim=32, rope=True),) * 2,
+            learned_positions=False,
+            norm="rmsnorm",
+            norm_eps=1e-5,
+            mlp="swiglu",
+            n_hidden=32,
+            mlp_bias=False,
+            tie_embeddings=tied,
+        )
+    )
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-40, 3e4])
+def test_8_bits_are_those_of_llama_cpp(size):
+    weight = size * torch.randn(5, 96, dtype=torch.float32, generator=torch.Generator().manual_seed(1))
+    weight[1, 32:64] = 0
+    weight[2, :32] = size * (torch.arange(-16, 16) + 0.5)  # halves, which round away from 0
+    weight[2, 5] = size * 127
+    written = quants.quantize(weight.numpy(), GGMLQuantizationType.Q8_0)
+    with np.errstate(over="ignore"):
+        expected = quants.dequantize(written, GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(rounded(weight, "q8_0").numpy(), expected)
+
+
+def test_other_formats_are_casts_and_vectors_keep_theirs_in_8_bits():
+    weight = torch.randn(3, 40, dtype=torch.float32)
+    np.testing.assert_array_equal(
+        rounded(weight, "fp16").numpy(), weight.numpy().astype(np.float16).astype(np.float32)
+    )
+    low = (
+        weight.numpy().view(np.uint32) + 0x7FFF + ((weight.numpy().view(np.uint32) >> 16) & 1)
+    ) & 0xFFFF0000
+    np.testing.assert_array_equal(rounded(weight, "bf16").numpy(), low.view(np.float32))
+    assert torch.equal(rounded(weight, "q8_0"), weight)  # 40 is no number of blocks
+    assert torch.equal(rounded(weight[0, :32], "q8_0"), weight[0, :32])
+
+
+def test_lost_rows_are_counted_by_kind():
+    model = gpt()
+    assert lost_rows(model, "fp16", "q8_0") == {}
+    first, second = (layer.self_attn for layer in model.layers)
+    first.q_proj.weight.data[:16] *= 2.0**-60
+    first.q_proj.weight.data[60] = 0  # nothing to lose
+    second.o_proj.weight.data[3] *= 1e7
+    found = lost_rows(model, "fp16", "q8_0")
+    assert found["self_attn.q_proj.weight"] == {"fp16": 16 / 127, "q8_0": 16 / 127}
+    assert found["self_attn.o_proj.weight"] == {"fp16": 1 / 128, "q8_0": 0.0}
+    assert set(found) == {"self_attn.q_proj.weight", "self_attn.o_proj.weight"}
+    with pytest.raises(NumericError, match=r"layers\.1\.self_attn\.o_proj\.weight leaves the range of fp16"):
+        as_stored(model, "fp16")
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """An MQA Llama that transformers wrote, and its export as DeepSeek's class."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    for weight in model.parameters():
+        weight.data *= 3
+    model.to(torch.float32).save_pretrained(tmp_path / "llama")
+    letters = {letter: i for i, letter in enumerate(sorted(set(TEXT)))}
+    inner = hf.Tokenizer(hf.models.BPE(vocab=letters, merges=[]))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path
+
+
+def typed(folder, *words):
+    return subprocess.run(
+        [sys.executable, "-m", "rehead", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.process
+@torch.no_grad()
+def test_an_export_says_what_a_smaller_format_would_lose(exported):
+    done = typed(exported, "export", "llama", "mla", "--format", "deepseek_v3")
+    assert done.returncode == 0
+    assert "keep this export in bfloat16 or float32" in done.stderr
+    assert "self_attn.kv_a_proj_with_mqa" in done.stderr
+    assert "| `self_attn.kv_a_layernorm.weight` | 100% | 0% |" in (exported / "mla/README.md").read_text()
+    same = typed(exported, "export", "llama", "again")
+    assert same.returncode == 0
+    assert same.stderr == ""
+    assert "Other number formats" not in (exported / "again/README.md").read_text()
+    noise = typed(exported, "eval", "mla", "--data", "text.txt", "--stored-as", "fp16")
+    assert noise.returncode != 0
+    assert "kv_a_layernorm.weight leaves the range of fp16" in noise.stderr
+    ids = torch.tensor(hf.Tokenizer.from_file(str(exported / "mla/tokenizer.json")).encode(TEXT).ids)[None]
+    for folder, kind, least in (("mla", "q8_0", 0.01), ("again", "q8_0", 0.0), ("again", "fp16", 0.0)):
+        words = ["eval", folder, "--data", "text.txt", "--stored-as", kind, "--json"]
+        found = json.loads(typed(exported, *words).stdout)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(exported / folder, dtype=torch.float32)
+        exact = theirs(ids).logits[0, :-1].double().log_softmax(-1)
+        for weight in theirs.parameters():
+            weight.copy_(rounded(weight, kind))
+        logs = theirs(ids).logits[0, :-1].double().log_softmax(-1)
+        wanted = ids[0, 1:, None]
+        assert found["kl"] == pytest.approx(float((exact.exp() * (exact - logs)).sum(-1).mean()), rel=1e-3)
+        assert found["loss"] == pytest.approx(-float(logs.gather(1, wanted).mean()), abs=1e-5)
+        assert found["loss_exact"] == pytest.approx(-float(exact.gather(1, wanted).mean()), abs=1e-5)
+        assert found["kl"] > least
+        assert found["stored_as"] == kind
+
+
+def test_the_rounded_model_shares_what_the_first_shares():
+    model = gpt(tied=True)
+    stored = as_stored(model, "fp16")
+    assert stored.head.weight is stored.embed_tokens.weight
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert 0 < (stored(ids) - model(ids)).abs().max() < 1e-2
