@@ -1,6 +1,7 @@
 """Loss of a model on a text."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,8 +122,17 @@ def test_perplexity_stays_finite():
     assert math.isfinite(scores(10_000.0, 1, 1)["perplexity"])
 
 
-def test_logits_in_pieces_are_the_same(model, monkeypatch):
-    """Of any number of rows at once; an RNN's output function is not lost."""
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_logits_in_pieces_are_the_same(model, cap, monkeypatch):
+    """Of any number of rows at once; neither a cap nor an RNN's output function is lost."""
+    uncapped, model.config = (
+        evaluate(model, evaluation_blocks(TEXT, BLOCK, 8)),
+        replace(model.config, logit_softcap=cap),
+    )
+    assert (evaluate(model, evaluation_blocks(TEXT, BLOCK, 8)) == uncapped) == (cap is None)
+    assert evaluate(model, evaluation_blocks(TEXT, BLOCK, 8))[0] == pytest.approx(
+        plain(model).mean().item(), rel=1e-6
+    )
     blocks = list(evaluation_blocks(TEXT, BLOCK, 8))
     whole = evaluate(model, blocks)
     monkeypatch.setattr(logits, "LOGITS", 3 * V)

@@ -1,6 +1,7 @@
 """Cross entropy in parts: the same loss and gradients, without all logits at once."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,15 +46,23 @@ def test_memory_is_that_of_a_part(monkeypatch):
     assert peak_allocated(run) < whole / 3
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("share", [None, 1.0, 0.3])
-def test_a_step_takes_it_where_logits_are_many(monkeypatch, share):
-    """With a teacher, too: of another width, and in any share."""
+def test_a_step_takes_it_where_logits_are_many(monkeypatch, share, cap):
+    """With a teacher, too: of another width, and in any share; and with capped logits, as Gemma 2 has."""
     model, other = (
         build(
-            ModelOptions(n_layer=1, n_embd=n, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0).resolve(19, 8)
+            replace(
+                ModelOptions(n_layer=1, n_embd=n, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0).resolve(
+                    19, 8
+                ),
+                logit_softcap=cap,
+            )
         )
         for n in (12, 18)
     )
+    for weight in (*model.parameters(), *other.parameters()):
+        weight.data.add_(torch.randn_like(weight), alpha=0.5)
     batch = torch.randint(19, (4, 8)), torch.randint(19, (4, 8))
     records, taken = [], []
     name = "cross_entropy" if share is None else "distillation"
