@@ -31,8 +31,8 @@ REBUILDING = (
     "them into all keys and values."
 )
 DECOUPLED = (
-    "uneven: some directions of the keys keep their rotation, the others lose it, so that nothing is rebuilt. It loses "
-    "more than rebuilt keys do, and decodes with fewer FLOPs than its source where the context is long."
+    "uneven: some directions of the keys keep their rotation, the others lose it, so that nothing is rebuilt: far "
+    "fewer FLOPs than rebuilt keys, a larger loss, and a class that transformers has."
 )
 TIED = (
     "tied: keys and values are the same numbers, cached once, as in the reduced form of MLA (--to reduced)."
