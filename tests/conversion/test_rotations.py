@@ -288,7 +288,7 @@ def test_targets_that_make_no_sense(options, message):
     [
         (
             GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, rope=ROPE, qkv_bias=True),
-            "rotary part has no bias",
+            r"biases, for which MLA's rotary part has no place\. Use --target rebuilt",
         ),
         (
             GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, rope=ROPE, qk_norm_eps=1e-6),

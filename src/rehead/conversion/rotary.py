@@ -36,6 +36,10 @@ def decoupled(
             "norms on queries and keys are on whole heads, which a rotary part shared by all of them is not. Use "
             "--target rebuilt."
         )
+    if heads.qkv_bias:
+        raise ConfigError(
+            "its queries and keys have biases, for which MLA's rotary part has no place. Use --target rebuilt."
+        )
     if kv_rank is not None and kv_fraction is not None:
         raise ConfigError(f"kv_rank={kv_rank} and kv_fraction={kv_fraction} say the same thing. Give one.")
     rotated, numbers = heads.rope.rotated(heads.head_dim), heads.kv_numbers()

@@ -26,12 +26,14 @@ TOKENS, BATCH = 65_536, 4096
 def rounded(weight: Float[Tensor, "*N E"], kind: Storage) -> Float[Tensor, "*N E"]:
     """Return a weight as read back from storage, in its own dtype.
 
-    `q8_0` is llama.cpp's: 32 numbers of a row are whole numbers times one scale, which is a float16. Vectors, and
-    matrices whose rows have no whole number of such blocks, stay as they are.
+    `q8_0` is llama.cpp's: 32 numbers of a row are whole numbers times one scale, which is a float16. As there, vectors
+    stay as they are, and matrices whose rows have no whole number of such blocks become float16.
     """
-    if kind == "q8_0":
-        return weight if weight.ndim < 2 or weight.shape[-1] % BLOCK else _q8_0(weight)
-    return weight.to({"fp16": torch.float16, "bf16": torch.bfloat16}[kind]).to(weight.dtype)
+    if kind == "q8_0" and weight.ndim < 2:
+        return weight
+    if kind == "q8_0" and weight.shape[-1] % BLOCK == 0:
+        return _q8_0(weight)
+    return weight.to(torch.bfloat16 if kind == "bf16" else torch.float16).to(weight.dtype)
 
 
 def _q8_0(weight: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Gemma2(LlamaLike):
             "scales": scales != (config.n_embd**0.5, 1.0, 1.0),
             "score": not isinstance(first.score, ScaledDot | SoftCapped)
             or scalar_of(first) ** -0.5 != first.scale,
-            "windows, which differ,": len({layer.window for layer in config.attention} - {None}) > 1,
+            "different windows": len({layer.window for layer in config.attention} - {None}) > 1,
             "qk_norm_eps": first.qk_norm_eps is not None,
             "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
             "mlp_bias": config.mlp_bias,

@@ -83,7 +83,7 @@ class Gemma3Text(Gemma2):
             "qk_norm_eps": first.qk_norm_eps != config.norm_eps,
             "score": not isinstance(first.score, ScaledDot) or scalar_of(first) ** -0.5 != first.scale,
             "qk_norm": (first.qk_norm, first.qk_norm_over) != ("zero_centered_rmsnorm", "head"),
-            "ropes, which differ,": len(ropes) > len({has_none for has_none, _ in ropes}),
+            "different ropes": len(ropes) > len({has_none for has_none, _ in ropes}),
         }
 
     def slides(self, fields: Fields, n_layer: int) -> list[bool]:

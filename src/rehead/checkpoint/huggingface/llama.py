@@ -67,7 +67,7 @@ class LlamaLike(Decoder[GroupedConfig]):
             "tie_kv": first.tie_kv,
             "v_head_dim": first.v_head_dim != first.head_dim,
             "qk_norm": (first.qk_norm, first.qk_norm_over) != ("rmsnorm", "head"),
-            "layers, which differ,": len(set(plain)) > 1,
+            "different layers": len(set(plain)) > 1,
         }
         return {name: bad for name, bad in refused.items() if name not in self.reads}
 
@@ -124,7 +124,7 @@ class Mistral(LlamaLike):
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
         """Name also windows that differ, norms in the heads, biases."""
         return super().unsupported(config, first) | {
-            "windows, which differ,": len({layer.window for layer in config.attention}) > 1,
+            "different windows": len({layer.window for layer in config.attention}) > 1,
             "qk_norm_eps": first.qk_norm_eps is not None,
             "bias": first.qkv_bias or first.o_bias or config.mlp_bias,
         }
@@ -188,7 +188,7 @@ class Qwen2(LlamaLike):
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
         """Name also several windows, and what `unsupported_heads` names."""
         return super().unsupported(config, first) | {
-            "windows, which differ,": len({layer.window for layer in config.attention} - {None}) > 1,
+            "different windows": len({layer.window for layer in config.attention} - {None}) > 1,
             "mlp_bias": config.mlp_bias,
             **self.unsupported_heads(config, first),
         }

@@ -54,7 +54,7 @@ class LatentLike(Decoder[LatentConfig]):
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
         """Name what no class of this kind can represent."""
         return {
-            "layers, which differ,": len(set(config.attention)) > 1,
+            "different layers": len(set(config.attention)) > 1,
             "mlp_bias": config.mlp_bias,
             "latent_norm=False": not first.latent_norm,
             "rebuilt keys or missing rotary part": not first.qk_rope_head_dim,

@@ -52,7 +52,7 @@ class Phi3(LlamaLike):
         """Name also windows that differ, norms in the heads, biases, scalings other than longrope."""
         scaling = first.rope.scaling if first.rope is not None else None
         return super().unsupported(config, first) | {
-            "windows, which differ,": len({layer.window for layer in config.attention}) > 1,
+            "different windows": len({layer.window for layer in config.attention}) > 1,
             "qk_norm_eps": first.qk_norm_eps is not None,
             "bias": first.qkv_bias or first.o_bias or config.mlp_bias,
             "rope scaling": scaling is not None and not isinstance(scaling, LongRopeScaling),

@@ -53,7 +53,7 @@ class Qwen3Moe(Qwen3):
         experts = config.experts
         return super().unsupported(config, first) | {
             "layers without experts, all of them,": experts is None,
-            "windows, which differ,": len({layer.window for layer in config.attention}) > 1,
+            "different windows": len({layer.window for layer in config.attention}) > 1,
             "experts, chosen in another way,": experts is not None
             and (experts.has_correction or experts.n_group > 1 or experts.routed_scaling_factor != 1),
             "shared experts": experts is not None and experts.n_shared_experts > 0,

@@ -52,8 +52,8 @@ class SmolLM3(LlamaLike):
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
         """Name also several windows or ropes, norms in the heads, some biases without others."""
         return super().unsupported(config, first) | {
-            "windows, which differ,": len({layer.window for layer in config.attention} - {None}) > 1,
-            "ropes, which differ,": len({layer.rope for layer in config.attention} - {None}) > 1,
+            "different windows": len({layer.window for layer in config.attention} - {None}) > 1,
+            "different ropes": len({layer.rope for layer in config.attention} - {None}) > 1,
             "qk_norm_eps": first.qk_norm_eps is not None,
             "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
         }

@@ -36,8 +36,11 @@ def slots_of(source: GroupedConfig, rope: RopeConfig, width: int) -> list[int] |
     assert source.rope is not None
     have = source.rope.frequencies(source.head_dim)
     wanted = rope.frequencies(width)
-    distance, nearest = (wanted[:, None] / have - 1).abs().min(dim=1)
-    slots = nearest.tolist()
+    rising, pair = have.sort()
+    above = torch.searchsorted(rising, wanted).clamp(max=len(have) - 1)
+    around = torch.stack([above, (above - 1).clamp(min=0)])  # the nearest is one of both
+    distance, which = (wanted / rising[around] - 1).abs().min(dim=0)
+    slots = pair[around.gather(0, which[None])[0]].tolist()
     fits = bool((distance < SAME).all()) and max(Counter(slots).values()) <= source.n_kv_head
     return slots if fits else None
 
