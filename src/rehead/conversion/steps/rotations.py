@@ -118,8 +118,8 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         n_kv_head, layout = source.n_kv_head, source.rope.layout
         slots = slots_of(source, result.rope, result.qk_rope_head_dim)
         assert slots is not None
-        query = _complex(weights["q_proj.weight"], source.n_query_head, source.rope)  # H F D
-        key = _complex(weights["k_proj.weight"], n_kv_head, source.rope)  # K F D
+        query = complex_pairs(weights["q_proj.weight"], source.n_query_head, source.rope)  # H F D
+        key = complex_pairs(weights["k_proj.weight"], n_kv_head, source.rope)  # K F D
         every = n_kv_head * source.rope.rotated(source.head_dim)
         seen = statistics if method in self.fitted else Statistics()
         found = directions(weights, source, seen, exact=result.qk_rope_head_dim == every)
@@ -138,17 +138,17 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             weights[f"{name}.weight"].unflatten(0, (heads, -1))[:, unrotated]
             for name, heads in (("q_proj", source.n_query_head), ("k_proj", n_kv_head))
         ]
-        queries = torch.cat([_real(still, layout), others[0], _real(asking, layout)], dim=1)
+        queries = torch.cat([real_pairs(still, layout), others[0], real_pairs(asking, layout)], dim=1)
         width = source.head_dim + result.qk_rope_head_dim
         queries = queries * (source.relative_scale * (width / source.head_dim) ** 0.5)
-        keys = torch.cat([_real(rest, layout), others[1]], dim=1)
+        keys = torch.cat([real_pairs(rest, layout), others[1]], dim=1)
         values = weights["v_proj.weight"].unflatten(0, (n_kv_head, -1))
         stack = torch.cat([keys, values], dim=1).flatten(0, 1)
         identity = torch.eye(result.kv_lora_rank, dtype=stack.dtype)
         up, down = (identity, stack) if len(stack) == result.kv_lora_rank else (stack, identity)
         made_of = {
             "q_proj.weight": queries.flatten(0, 1),
-            "kv_a_proj_with_mqa.weight": torch.cat([down, _real(turned[None], layout)[0]]),
+            "kv_a_proj_with_mqa.weight": torch.cat([down, real_pairs(turned[None], layout)[0]]),
             "kv_b_proj.weight": up,
         }
         lost = _lost(found.matters, used)
@@ -160,7 +160,7 @@ def directions(
 ) -> Directions:
     """Return the directions of a layer's keys, without statistics by its weights; any if all are kept (`exact`)."""
     assert source.rope is not None
-    key = _complex(weights["k_proj.weight"], source.n_kv_head, source.rope)
+    key = complex_pairs(weights["k_proj.weight"], source.n_kv_head, source.rope)
     if exact:
         each = torch.eye(source.n_kv_head, dtype=key.dtype).expand(key.shape[1], -1, -1)
         return Directions(_constant(source, 1.0, 0.0, 0.0), each)
@@ -179,8 +179,8 @@ def _constant(source: GroupedConfig, *values: float) -> Float64[Tensor, "3 H F"]
 def _by_weights(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "3 H F"]:
     """Return turns without a text: inputs of all directions alike, distances up to `NEAR` alike."""
     assert source.rope is not None
-    query = _complex(weights["q_proj.weight"], source.n_query_head, source.rope)
-    key = _complex(weights["k_proj.weight"], source.n_kv_head, source.rope)
+    query = complex_pairs(weights["q_proj.weight"], source.n_query_head, source.rope)
+    key = complex_pairs(weights["k_proj.weight"], source.n_kv_head, source.rope)
     size = query.abs().square().sum(-1) * key.abs().square().sum(-1).repeat_interleave(source.group, dim=0)
     angle = torch.arange(NEAR) * source.rope.frequencies(source.head_dim)[:, None]
     return torch.stack([size, size * angle.cos().mean(1), size * -angle.sin().mean(1)])
@@ -190,15 +190,17 @@ def _rank(source: GroupedConfig, d_model: int) -> int:
     return min(source.n_kv_head * (source.head_dim + source.v_head_dim), source.d_context or d_model)
 
 
-def _complex(rows: Float64[Tensor, "HE D"], n_head: int, rope: RopeConfig) -> Complex128[Tensor, "H F D"]:
+def complex_pairs(
+    rows: Float64[Tensor, "HE D"], n_head: int, rope: RopeConfig
+) -> Complex128[Tensor, "H F D"]:
     """Return the rotated rows of every head as complex numbers."""
     heads = rows.unflatten(0, (n_head, -1))
     rotated = heads[:, : rope.rotated(heads.shape[1])].mT
     return torch.complex(*(part.contiguous() for part in pairs(rotated, rope.layout))).mT
 
 
-def _real(rows: Complex128[Tensor, "H F D"], layout: str) -> Float64[Tensor, "H E D"]:
-    """Undo `_complex`."""
+def real_pairs(rows: Complex128[Tensor, "H F D"], layout: str) -> Float64[Tensor, "H E D"]:
+    """Undo `complex_pairs`."""
     if layout == "half-split":
         return torch.cat([rows.real, rows.imag], dim=1)
     return torch.stack([rows.real, rows.imag], dim=2).flatten(1, 2)
