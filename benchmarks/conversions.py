@@ -25,10 +25,10 @@ from rehead.config import GPTConfig, flags
 from rehead.conversion import Target, factor
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.converter import with_layers
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.folder import convert_folder
+from rehead.conversion.layers import with_layers
 from rehead.conversion.page import markdown
 from rehead.data import source_of, split, tokenize
 from rehead.measure import evaluate, kv_bytes_per_token

@@ -290,7 +290,7 @@ def test_calibrated_on_itself_alone(run, model, capfd):
 def test_weights_and_text_are_read_once(run, monkeypatch):
     """One conversion looks over the weights once and takes statistics once, also where ranks are measured."""
     convert, seen = sys.modules["rehead.conversion.converter"], []
-    for name in ("_require_finite", "gather"):
+    for name in ("require_finite", "gather"):
         original = getattr(convert, name)
         monkeypatch.setattr(
             convert,
@@ -299,7 +299,7 @@ def test_weights_and_text_are_read_once(run, monkeypatch):
         )
     ranks = ["--to", "mla", "--kv-fraction", "0.5", "--measured-ranks", "--allow-loss"]
     assert main(["convert", run, "new", *ranks]) == 0
-    assert sorted(seen) == ["_require_finite", "gather"]
+    assert sorted(seen) == ["gather", "require_finite"]
 
 
 @pytest.mark.filterwarnings("always:the run's own text")

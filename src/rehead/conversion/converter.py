@@ -2,17 +2,16 @@
 
 import copy
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rehead.attention import Attention, AttentionConfig
+from rehead.attention import AttentionConfig
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
@@ -33,16 +32,11 @@ from rehead.conversion.search import path
 from rehead.conversion.target import Target, layers_of
 from rehead.conversion.texts import Passage, passage, passages
 from rehead.data import Batch, Ids
-from rehead.errors import ConfigError, NumericError
+from rehead.errors import ConfigError
 from rehead.measure.length import text_length
-from rehead.model import GPT, LanguageModel, skeleton
+from rehead.model import GPT, LanguageModel
 from rehead.model.base import require_model
 from rehead.stages import staged
-
-FEW = 2**22
-"""Numbers checked at once."""
-
-Layers = list[tuple[AttentionConfig, Weights]]
 
 
 def convert(
@@ -97,30 +91,6 @@ def require_heads(model: LanguageModel) -> GPTConfig:
     return model.config
 
 
-def _require_finite(model: LanguageModel) -> None:
-    weights = list(model.named_parameters())
-    for name, weight in staged(weights, "looking over the weights", len(weights), "tensors"):
-        if not _finite(materialise(weight)):
-            raise NumericError(
-                f"{name} holds NaN or infinity: this model is damaged. Go back to one that is not."
-            )
-
-
-def _finite(weight: Tensor) -> bool:
-    """Whether all numbers are finite; checked in parts, to bound the memory of the comparison."""
-    return all(bool(part.isfinite().all()) for part in weight.flatten().split(FEW))
-
-
-def _require_holds(weights: Weights, dtype: torch.dtype, where: str) -> None:
-    """Refuse new weights that the model's dtype cannot hold."""
-    for name, weight in weights.items():
-        if not _finite(materialise(weight).to(dtype)):
-            kind = str(dtype).removeprefix("torch.")
-            raise NumericError(
-                f"{where}.{name} leaves the range of {kind}: convert the model in bfloat16 or float32."
-            )
-
-
 class Converter:
     """Converts one model, any number of times. Its weights are checked once, and its statistics gathered once."""
 
@@ -139,7 +109,7 @@ class Converter:
         self.config = require_heads(model)
         self.length = text_length(self.config, length)
         require_windows(model, self.length)
-        _require_finite(model)
+        require_finite(model)
         self.blocks = self.read(CALIBRATION_TOKENS)
         self._statistics: dict[str, list[Statistics]] = {}
 
@@ -226,7 +196,7 @@ class Converter:
                 seen = found[index] if index in readers else Statistics()
                 done = self._take(step, layers[index][1], seen, chosen[index])
                 if step is paths[index][-1]:
-                    _require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
+                    require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
                 layers[index] = step.result, done.weights
                 records[index] = records[index].after(chosen[index], done)
         return with_layers(self.model, layers), records
@@ -271,25 +241,3 @@ class Converter:
     def _seen(self, model: LanguageModel, needs: Collection[str], folder: Path) -> list[Statistics]:
         assert isinstance(model, GPT)
         return gather(model, self.blocks, folder, needs=needs, seed=self.seed)
-
-
-def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:
-    """Return `model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
-    layers = list(layers)
-    assert isinstance(model.config, GPTConfig)
-    other = skeleton(replace(model.config, attention=tuple(config for config, _ in layers)))
-    dtype, device = model.head.weight.dtype, model.device
-    names = {module: name for name, module in model.named_modules() if isinstance(module, Attention)}
-    state = {
-        name: weight.detach()
-        for name, weight in model.state_dict().items()
-        if not name.startswith(tuple(f"{prefix}." for prefix in names.values()))
-    }
-    for prefix, (_, weights) in zip(names.values(), layers, strict=True):
-        state |= {
-            f"{prefix}.{name}": map_deferred(lambda exact: exact.to(dtype), weight).to(device)
-            for name, weight in weights.items()
-        }
-    other.load_state_dict(state, assign=True)
-    other.tie()
-    return other.eval()
