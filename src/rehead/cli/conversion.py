@@ -103,6 +103,13 @@ def convert(
             "several are mixed. Without --test a text's last tenth is held out",
         ),
     ] = (),
+    teach: Annotated[
+        int,
+        Parameter(
+            help="passes over the calibration in which each attention that lost something learns from the "
+            "source's, layer by layer: 3 or 4 lose less and take longer"
+        ),
+    ] = 0,
     test: Annotated[Path | None, Parameter(help="text to measure on")] = None,
     length: Annotated[
         int | None, Parameter(help=f"tokens of a window of these texts, of both fit and certificate {LENGTH}")
@@ -151,6 +158,7 @@ def convert(
             measured_ranks=measured_ranks,
             max_loss=max_loss,
             allow_loss=allow_loss,
+            teach=teach,
             resume=resume,
             seed=seed,
         )

@@ -15,6 +15,7 @@ from rehead.checkpoint.files.shards import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.fit.moments import attentions
+from rehead.conversion.fit.teaching import Taught
 from rehead.conversion.texts import Passage
 from rehead.data import shown
 from rehead.errors import ConfigError, InvalidInput
@@ -65,7 +66,8 @@ def require_different(calibration: Sequence[Text], test: Text | None) -> None:
 class Layer:
     """One layer. `lost_energy` is the share of the keys' and values' energy that approximations
     dropped, by the moments their method uses; `output_error` the RMS difference of the attention's
-    output from the source's on the same inputs, relative to the source's RMS."""
+    output from the source's on the same inputs, relative to the source's RMS; `taught` the same before and after it
+    was taught, on windows of the calibration it did not learn from and the inputs it gets in the converted model."""
 
     steps: list[str]
     methods: list[str]
@@ -75,6 +77,7 @@ class Layer:
     kv_numbers: list[int]
     lost_energy: float
     output_error: float
+    taught: list[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,7 @@ class Certificate:
     without one, on random tokens; `loss` is in nats per token of the test text. Pairs are before and
     after. `calibration` is what approximations were fitted to, in windows of `length` tokens like the
     test; `held_out` is True where the test text is a part held out of what the model was fitted or healed
-    to, and so of its kind.
+    to, and so of its kind. `teach` is the number of passes in which attentions were taught by the source's.
     """
 
     format: str = FORMAT
@@ -106,6 +109,7 @@ class Certificate:
     length: int
     seed: int
     environment: dict[str, str | int]
+    teach: int = 0
     healing: list[dict[str, Any]] = field(default_factory=list)
     compared_on: str = ""
 
@@ -136,6 +140,7 @@ class LayerRecord:
     steps: Sequence[Step]
     methods: Sequence[str]
     converted: Sequence[Converted]
+    taught: Taught | None = None
 
     def after(self, method: str, done: Converted) -> "LayerRecord":
         """Return the record with one more step; its weights are not kept."""
@@ -174,6 +179,7 @@ def certify(
     held_out: bool,
     length: int,
     seed: int,
+    teach: int = 0,
 ) -> Certificate:
     """Measure `result` on `blocks`, those of the test text or random ones, and return its certificate."""
     before, after = source.config, result.config
@@ -193,6 +199,7 @@ def certify(
             kv_numbers=[old.kv_numbers(), new.kv_numbers()],
             lost_energy=record.lost,
             output_error=error,
+            taught=None if record.taught is None else [record.taught.before, record.taught.after],
         )
         for record, old, new, error in zip(records, before.attention, after.attention, errors, strict=True)
     ]
@@ -212,6 +219,7 @@ def certify(
         held_out=held_out,
         length=length,
         seed=seed,
+        teach=teach,
         environment=environment(),
         compared_on=RANDOM if test is None else "text",
     )

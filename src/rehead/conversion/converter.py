@@ -1,6 +1,8 @@
 """A whole model into another, in memory, with its certificate."""
 
 import copy
+import hashlib
+import json
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint.files.deferred import map_deferred, materialise
+from rehead.checkpoint.files.deferred import in_memory, map_deferred, materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
-from rehead.config import GPTConfig
+from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Statistics, Step, Weights, require_method
 from rehead.conversion.blocks import (
     CALIBRATION_TOKENS,
@@ -25,9 +27,12 @@ from rehead.conversion.blocks import (
     require_windows,
 )
 from rehead.conversion.certificate import Certificate, LayerRecord, Text, certify, require_different
+from rehead.conversion.finite import require_finite, require_holds
+from rehead.conversion.fit import teaching
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.frequencies import are_open, with_frequencies
+from rehead.conversion.layers import Layers, with_layers
 from rehead.conversion.search import path
 from rehead.conversion.target import Target, layers_of
 from rehead.conversion.texts import Passage, passage, passages
@@ -47,6 +52,7 @@ def convert(
     calibration: Ids | Tensor | Sequence[Any] | str | None = None,
     test: Ids | Tensor | Sequence[int] | None = None,
     length: int | None = None,
+    teach: int = 0,
     seed: int = 0,
     scratch: Path | None = None,
     **options: Any,
@@ -59,7 +65,8 @@ def convert(
     the first, the certificate measures on the second (without it, logits on random tokens). Instead of
     ids, `calibration` may be "self", a text sampled from the model, or a list of texts, read in equal
     shares. Both are read in windows of `length` tokens, 2,048 unless the model reads fewer. `method` is
-    one of `rehead.conversion.methods()`; without it the best that has what it needs. In a folder
+    one of `rehead.conversion.methods()`; without it the best that has what it needs. With `teach` passes over
+    the calibration, attentions that lost something then learn from those of the source, layer by layer. In a folder
     `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
@@ -73,7 +80,7 @@ def convert(
     if isinstance(to, str):
         layers = converter.attentions(Target(to=to, **options))
     measured = None if test is None else passage(test, model)
-    return converter.convert(layers, measured)
+    return converter.convert(layers, measured, teach=teach)
 
 
 def require_seed(seed: int) -> None:
@@ -138,21 +145,25 @@ class Converter:
         *,
         held_out: bool = False,
         ranked: bool = False,
+        teach: int = 0,
     ) -> tuple[LanguageModel, Certificate]:
         """Return the model with `targets` for attentions, and its certificate: on `test`, or on random tokens.
 
         `held_out` says that `test` is a part of a calibration text, `ranked` that `targets` were chosen on the
-        calibration.
+        calibration. `teach` is the number of passes over it in which lossy attentions learn from the source's.
         """
+        self._require_lessons(teach)
         share = CALIBRATION_TOKENS // max(1, len(self.calibration))
         calibration = [Text.of(text, share) for text in self.calibration]
         measured = None if test is None else Text.of(test, TEST_TOKENS)
         require_different(calibration, measured)
         shared, records = self.follow(targets)
+        if teach:
+            records = self._taught(shared, records, teach)
         blocks = random_blocks(self.config, self.seed, self.length)
         if test is not None:
             blocks = blocks_of(self.model, test.ids, TEST_TOKENS, self.length)
-        fitted = ranked or any(record.fitted for record in records)
+        fitted = ranked or any(record.fitted or record.taught for record in records)
         result = copy.deepcopy(shared)
         return result, certify(
             self.model,
@@ -164,6 +175,7 @@ class Converter:
             held_out=held_out,
             length=self.length,
             seed=self.seed,
+            teach=teach,
         )
 
     def follow(self, targets: Sequence[AttentionConfig]) -> tuple[LanguageModel, list[LayerRecord]]:
@@ -211,6 +223,36 @@ class Converter:
             write_weights(Path(folder), done.weights)
             shards = Shards(Path(folder))
         return replace(done, weights={name: shards.deferred(name) for name in shards.entries})
+
+    def _require_lessons(self, passes: int) -> None:
+        """Refuse a number of passes that is none, or that there is no text for."""
+        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 0:
+            raise ConfigError(
+                f"teach={passes!r:.40}. Give the number of passes over the calibration, 0 for none."
+            )
+        if passes and not self.blocks:
+            raise ConfigError(f"teach={passes} without a text to learn from: give a calibration.")
+
+    def _taught(
+        self, result: LanguageModel, records: Sequence[LayerRecord], passes: int
+    ) -> list[LayerRecord]:
+        """Teach the attentions that are not exact, in place, and return the records with their errors."""
+        lossy = [index for index, record in enumerate(records) if not record.exact]
+        if not lossy:
+            raise ConfigError(
+                f"teach={passes}: this conversion is exact, there is nothing to learn. Leave it out."
+            )
+        assert isinstance(self.model, GPT)
+        assert isinstance(result, GPT)
+        made_of = [encode(result.config), [record.methods for record in records], passes]
+        name = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+        with self._kept(f"teaching-{name}") as folder:
+            errors = teaching.teach(
+                self.model, result, lossy, self.blocks, folder, passes=passes, seed=self.seed
+            )
+            if self.scratch is None:
+                in_memory(result)
+        return [replace(record, taught=errors.get(index)) for index, record in enumerate(records)]
 
     def statistics(self, needs: Collection[str]) -> list[Statistics]:
         """Return the statistics of every layer of the source; gathered once."""

@@ -83,12 +83,13 @@ class FolderConverter:
         measured_ranks: bool = False,
         max_loss: float | None = None,
         allow_loss: bool = False,
+        teach: int = 0,
     ) -> Certificate:
         """Write the converted model into the folder `aside`; for the rest see `convert_folder`."""
         to = _layers(self.converter, target, measured_ranks, max_loss)
         ranked = measured_ranks or max_loss is not None
         result, certificate = self.converter.convert(
-            to, self.texts.test, held_out=self.texts.held_out, ranked=ranked
+            to, self.texts.test, held_out=self.texts.held_out, ranked=ranked, teach=teach
         )
         if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
@@ -115,13 +116,15 @@ def convert_folder(
     measured_ranks: bool = False,
     max_loss: float | None = None,
     allow_loss: bool = False,
+    teach: int = 0,
     seed: int = 0,
     resume: bool = False,
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
     What is worked out is kept in DESTINATION.unfinished until the end; if the process is interrupted or killed,
-    `resume` goes on there, and gives the same bytes. For the texts see `FolderConverter`. `max_loss` accepts the
+    `resume` goes on there, and gives the same bytes. For the texts see `FolderConverter`. `teach` passes
+    over the calibration let attentions that lost something learn from the source's. `max_loss` accepts the
     loss it names. Raises UsageError for another lossy result without `allow_loss`, with the loss it would have; then,
     as after any other error, nothing is left at `destination`.
     """
@@ -141,7 +144,12 @@ def convert_folder(
             seed=seed,
         )
         return opened.convert(
-            aside, target, measured_ranks=measured_ranks, max_loss=max_loss, allow_loss=allow_loss
+            aside,
+            target,
+            measured_ranks=measured_ranks,
+            max_loss=max_loss,
+            allow_loss=allow_loss,
+            teach=teach,
         )
 
 

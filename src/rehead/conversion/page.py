@@ -23,12 +23,7 @@ def page(certificate: Certificate) -> str:
         _measured(certificate),
         markdown(("", ""), _logits(certificate)),
         "## What was done to each layer" + (", before it was healed" if certificate.healing else ""),
-        "Lost energy is the share of the keys' and values' energy that was dropped, as the method weighs it; output "
-        "error the attention's RMS error on the same inputs, relative to its output.",
-        markdown(
-            ("layer", "numbers per token", "steps", "lost energy", "output error"),
-            [_layer(index, layer) for index, layer in enumerate(certificate.layers)],
-        ),
+        *_layers(certificate),
         "Why: " + "; ".join(dict.fromkeys(why for layer in certificate.layers for why in layer.why)) + "."
         if any(layer.why for layer in certificate.layers)
         else "Nothing had to change.",
@@ -101,16 +96,37 @@ def _logits(certificate: Certificate) -> list[tuple[str, str]]:
     ]
 
 
-def _layer(index: int, layer: Layer) -> tuple[str, ...]:
+def _layers(certificate: Certificate) -> list[str]:
+    """Return what the columns of the table of layers mean, and the table."""
+    words = (
+        "Lost energy is the share of the keys' and values' energy that was dropped, as the method weighs it; output "
+        "error the attention's RMS error on the same inputs, relative to its output."
+    )
+    header = ["layer", "numbers per token", "steps", "lost energy", "output error"]
+    rows = [_layer(index, layer) for index, layer in enumerate(certificate.layers)]
+    if certificate.teach:
+        words += (
+            f" Taught is that error before and after the attention learned from the source's, in {certificate.teach} "
+            "passes, on windows of the calibration held out of them and the inputs it gets in the converted model."
+        )
+        header.append("taught")
+        for row, layer in zip(rows, certificate.layers, strict=True):
+            row.append(
+                "no" if layer.taught is None else " to ".join(f"{error:.2e}" for error in layer.taught)
+            )
+    return [words, markdown(header, rows)]
+
+
+def _layer(index: int, layer: Layer) -> list[str]:
     before, after = layer.kv_numbers
     methods = f" ({', '.join(layer.methods)})" if layer.methods else ""
-    return (
+    return [
         str(index),
         f"{before} to {after}",
         (" -> ".join(layer.steps) or "none") + methods,
         f"{layer.lost_energy:.2e}",
         f"{layer.output_error:.2e}",
-    )
+    ]
 
 
 def _healing(certificate: Certificate) -> list[tuple[str, ...]]:

@@ -57,19 +57,29 @@ def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     return Deferred(lambda: change(*map(materialise, weights)), like.shape, like.dtype)
 
 
+def in_memory(module: nn.Module) -> None:
+    """Read the deferred weights of `module` into memory."""
+    for part, name, weight in _places(module):
+        setattr(part, name, nn.Parameter(materialise(weight), requires_grad=weight.requires_grad))
+
+
 @contextmanager
 def held(module: nn.Module) -> Iterator[None]:
     """Keep the deferred weights of `module` in memory within the block, which is worth it if they are used often."""
-    places = [
+    places = _places(module)
+    try:
+        in_memory(module)
+        yield
+    finally:
+        for part, name, weight in places:
+            setattr(part, name, weight)
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Module, str, Deferred]]:
+    """Return the deferred weights of `module`, each with its owner and name."""
+    return [
         (part, name, weight)
         for part in module.modules()
         for name, weight in part.named_parameters(recurse=False)
         if isinstance(weight, Deferred)
     ]
-    try:
-        for part, name, weight in places:
-            setattr(part, name, nn.Parameter(materialise(weight), requires_grad=weight.requires_grad))
-        yield
-    finally:
-        for part, name, weight in places:
-            setattr(part, name, weight)

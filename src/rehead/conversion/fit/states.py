@@ -37,6 +37,12 @@ class States:
                 file.readinto(bytes_of(states))
                 yield states
 
+    def mapped(self) -> list[Float[Tensor, "L D"]]:
+        """Return the states of every row of every batch, read from the file when they are used."""
+        sizes = [length * self.width for rows, length in self.batches for _ in range(rows)]
+        flat = torch.from_file(str(self.file), shared=False, size=sum(sizes), dtype=self.dtype)
+        return [row.view(-1, self.width) for row in flat.split(sizes)]
+
     def write(self, states: Iterable[Float[Tensor, "B L D"]]) -> Iterator[None]:
         """Write the states of all batches; yield after each one."""
         aside = self.file.with_suffix(".part")
