@@ -51,7 +51,7 @@ def test_the_same_fields_for_every_conversion(source, target, gpt, words, tmp_pa
     table = asdict(certificate)
     layer = table_shape(table["layers"])[0]
     assert list(layer) == [
-        "steps", "methods", "why", "source", "result", "kv_numbers", "lost_energy", "output_error",
+        "steps", "methods", "why", "source", "result", "kv_numbers", "lost_energy", "output_error", "taught",
     ]  # fmt: skip
     assert set(table["logits"]) == {"max_error", "relative_error", "kl", "argmax_flips", "tokens"}
     assert table["format"] == "rehead-certificate-1"

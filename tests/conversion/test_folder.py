@@ -442,6 +442,23 @@ RUN_MISTAKES = {
         ["either --kv-fraction or --max-loss"],
     ),
     "a negative loss": (["--max-loss", "-1"], 2, ["--max-loss -1", "0 or more"]),
+    "fewer passes than none": (["--teach", "-1"], 2, ["--teach -1", "the number of passes"]),
+    "nothing to learn": (["--teach", "1"], 2, ["this conversion is exact", "nothing to learn"]),
+    "one window to learn from": (
+        [
+            "--teach",
+            "1",
+            "--kv-rank",
+            "3",
+            "--allow-loss",
+            "--calibration",
+            "brief.txt",
+            "--test",
+            "text.txt",
+        ],
+        3,
+        ["a single window", "Give a longer text"],
+    ),
 }
 
 
@@ -451,6 +468,7 @@ def test_mistakes_with_texts(arguments, status, says, run, capfd):
     Path("latin.txt").write_bytes(b"caf\xe9 au lait")
     Path("other.txt").write_text("It was Ω. " * 20)
     Path("short.txt").write_text("I")
+    Path("brief.txt").write_text(TEXT[:9])
     refused(capfd, [run, "new", "--to", "mla", *arguments], status, *says)
 
 

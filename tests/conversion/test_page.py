@@ -55,6 +55,21 @@ def test_exact_and_without_a_text(gpt):
     assert "Why: rank 18 holds all keys and values." in text
 
 
+def test_what_was_taught(gpt, words):
+    """A column of errors, in the certificate of one that was taught only."""
+    model, given = gpt(GQA), {"calibration": words(200), "length": 16}
+    _, plain = rehead.convert(model, to="mla", kv_rank=7, **given)
+    _, taught = rehead.convert(model, to="mla", kv_rank=7, **given, teach=2)
+    before, after = taught.layers[0].taught
+    text = page(taught)
+    assert "| output error | taught |" in text
+    assert f" | {before:.2e} to {after:.2e} |" in text
+    assert "before and after the attention learned from the source's, in 2 passes, on windows" in text
+    assert "taught" not in page(plain).lower()
+    left = replace(taught, layers=[replace(taught.layers[0], taught=None), taught.layers[1]])
+    assert f"| {taught.layers[0].output_error:.2e} | no |" in page(left)
+
+
 def test_what_it_was_fitted_to_and_measured_on(certificate):
     """Several texts by name, the model's own said as what it is; a test of the same kind is no proof for others."""
     (text,) = certificate.calibration

@@ -63,11 +63,16 @@ def words(destination, *more):
     return ["convert", "source", destination, *given, "--allow-loss", *more]
 
 
-def kill(place, destination):
-    """Kill the command before a file is renamed to `place`; returns the names of those before."""
-    child = [sys.executable, "-c", CHILD, place, *words(destination)]
+def in_a_child(place, *given):
+    """Run a command, killed before a file is renamed to `place`."""
+    child = [sys.executable, "-c", CHILD, place, *given]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as in this process: the certificate names them
-    done = subprocess.run(child, capture_output=True, text=True, timeout=100, env=one_thread)
+    return subprocess.run(child, capture_output=True, text=True, timeout=100, env=one_thread)
+
+
+def kill(place, destination, *more):
+    """Kill the command before a file is renamed to `place`; returns the names of those before."""
+    done = in_a_child(place, *words(destination, *more))
     assert done.returncode == -9, done.stderr
     renamed = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("renamed ")]
     assert renamed.pop() == place
@@ -106,6 +111,21 @@ def test_killed_and_resumed(place, source, written):
     assert not (source / "killed.unfinished").exists()
     assert not set(before[:-1]) & set(written)  # only the layer at which it was killed is read again
     assert len(written) < 7
+
+
+def test_taught_killed_and_resumed(source):
+    """All of them in children: shape checks choose other kernels, whose last bits differ."""
+    teach = ["--teach", "2"]
+    assert in_a_child("nowhere", *words("taught", *teach)).returncode == 0
+    before = kill("taught-1", "killed", *teach)
+    assert "taught-0" in before
+    done = in_a_child("nowhere", *words("killed", *teach, "--resume"))
+    assert done.returncode == 0, done.stderr
+    assert "renamed taught-1" in done.stderr
+    assert "renamed taught-0" not in done.stderr
+    assert digests(source / "killed") == digests(source / "taught")
+    assert digests(source / "killed") != digests(source / "whole")
+    assert not (source / "killed.unfinished").exists()
 
 
 def test_work_of_another_text_is_not_used(source, written, capsys):
