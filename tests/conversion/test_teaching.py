@@ -12,6 +12,7 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.checkpoint.files.deferred import Deferred
 from rehead.conversion.fit import teaching
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.teaching import teach
@@ -279,22 +280,24 @@ def test_convert_teaches_what_is_lossy(gpt, words):
 
 def test_pooled_heads_learn(gpt, words):
     source = gpt(GQA, n_step=5)
-    _, certificate = rehead.convert(source, to="mqa", calibration=words(230), length=LENGTH, teach=4)
+    _, certificate = rehead.convert(
+        source, to="mqa", method="mean", calibration=words(230), length=LENGTH, teach=4
+    )
     for layer in certificate.layers:
         assert layer.taught[1] < layer.taught[0]
-    assert [text.name for text in certificate.calibration] == [
-        "ids"
-    ]  # also where the method itself reads none
+    assert [text.name for text in certificate.calibration] == ["ids"]  # the method itself reads none
 
 
 def test_weights_in_a_scratch_folder(gpt, words, tmp_path):
-    """The same as in memory; another target in the same folder learns anew."""
+    """The same as in memory; another target or method in the same folder learns anew."""
     source = gpt(GQA, n_step=5)
     given = {"calibration": words(230), "length": LENGTH, "teach": 2}
-    for rank in (5, 6):
-        kept, certificate = rehead.convert(source, to="mla", kv_rank=rank, scratch=tmp_path, **given)
-        result, same = rehead.convert(source, to="mla", kv_rank=rank, **given)
+    for rank, method in ((5, "svd"), (6, "svd"), (6, "whitened")):
+        given |= {"kv_rank": rank, "method": method}
+        kept, certificate = rehead.convert(source, to="mla", scratch=tmp_path, **given)
+        result, same = rehead.convert(source, to="mla", **given)
         assert certificate == same
+        assert not any(isinstance(weight, Deferred) for weight in result.parameters())
         for name, weight in kept.named_parameters():
             assert torch.equal(weight.detach() + 0, result.get_parameter(name))
 
