@@ -84,7 +84,7 @@ def test_a_home_that_holds_nothing_says_so(folder):
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
     assert "Not a directory" in line
-    assert line.endswith("PyTorch computes instead, slower. Make ~/.cache/rehead writable.")
+    assert line.endswith("your own and writable, or set XDG_CACHE_HOME.")
 
 
 def test_the_switch_knows_three_values(monkeypatch, capfd):

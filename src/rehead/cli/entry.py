@@ -119,7 +119,7 @@ def _shown_log(json: bool) -> Iterator[None]:
 
 
 def _read_environment() -> None:
-    """Apply REHEAD_NATIVE, the only variable that rehead reads; remove sizes of a terminal that are none.
+    """Apply REHEAD_NATIVE, rehead's own variable; remove sizes of a terminal that are none.
 
     rich takes COLUMNS=0 as the width; without the variable it asks the terminal.
     """

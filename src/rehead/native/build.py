@@ -9,13 +9,16 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
-import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from rehead.native import switch
-from rehead.system.folders import cache_folder
+from rehead.system.aside import aside
+from rehead.system.folders import cache_folder, require_private
 from rehead.system.machine import instruction_sets
 
 HERE = Path(__file__).parent
@@ -25,7 +28,8 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-
 LINK = ("-shared",)
 """Flags of the separate link step. Linking with -ffast-math would flush subnormal numbers to zero in the whole process.
 Linking with -fopenmp would load a second OpenMP, whose threads would compete with PyTorch's for the cores."""
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 180
+"""Time after which no compiler works on a file any more."""
 
 
 class KernelUnavailable(Exception):
@@ -52,7 +56,8 @@ def _loaded(name: str) -> ctypes.CDLL | KernelUnavailable:
         missing = problem
     except OSError as problem:
         missing = KernelUnavailable(
-            f"C++ cannot be built or loaded ({problem})", "Make ~/.cache/rehead writable."
+            f"C++ cannot be built or loaded ({problem})",
+            f"Make {cache_folder()} your own and writable, or set XDG_CACHE_HOME.",
         )
     _log_once(f"{missing}: PyTorch computes instead, slower. {missing.remedy}")
     return missing
@@ -67,38 +72,68 @@ def _log_once(message: str) -> None:
 def _built(name: str) -> Path:
     """Return the path of the library in the user's cache folder, built by the first compiler that succeeds."""
     failure = KernelUnavailable(f"no C++ compiler ({', '.join(COMPILERS)})")
+    end = time.monotonic() + TIMEOUT_SECONDS
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         try:
-            return _built_by(compiler, name)
+            return _built_by(compiler, name, end)
         except KernelUnavailable as problem:
             failure = problem
     raise failure
 
 
-def _built_by(compiler: str, name: str) -> Path:
+def _built_by(compiler: str, name: str, end: float) -> Path:
+    """Return the path of the library that `compiler` makes, at the latest at `end`, or has made before.
+
+    Its name has two hashes: of all it is made from, with the processor, and of its own bytes, so that a damaged one is
+    noticed and built again.
+    """
     source = HERE / f"{name}.cpp"
     command_line = " ".join((compiler, *FLAGS, *LINK))
     inputs = [source.read_bytes(), HEADER.read_bytes(), command_line.encode(), instruction_sets().encode()]
-    digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
-    folder = cache_folder()
-    path = folder / f"{name}-{digest}.so"
-    if path.exists():
-        return path
+    made_of = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
+    folder = cache_folder() / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    require_private(folder)
+    for path in folder.glob(f"{name}-{made_of}-*.so"):
+        require_private(path)
+        if path.name == _named(name, made_of, path):
+            return path
+        path.unlink()
     _log_once(f"building {name}.cpp for this machine, once ...")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled, linked = str(Path(scratch) / "made.o"), Path(scratch) / "made.so"
-        for command in (
-            [compiler, *FLAGS, "-c", str(source), "-o", compiled],
-            [compiler, *LINK, compiled, "-o", str(linked)],
-        ):
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-                )
-            except subprocess.TimeoutExpired:
-                raise KernelUnavailable(f"{compiler} took longer than {TIMEOUT_SECONDS} s") from None
-            if done.returncode:
-                raise KernelUnavailable(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
+    with aside(folder, name) as scratch:
+        compiled, linked = scratch / "made.o", scratch / "made.so"
+        _call(end, compiler, *FLAGS, "-c", str(source), "-o", str(compiled))
+        _call(end, compiler, *LINK, str(compiled), "-o", str(linked))
+        linked.chmod(0o700)
+        with linked.open("rb") as file:
+            os.fsync(file.fileno())
+        path = folder / _named(name, made_of, linked)
         os.replace(linked, path)  # atomic, also if another process builds it at the same time
     return path
+
+
+def _named(name: str, made_of: str, library: Path) -> str:
+    """Return the file name of a library with these bytes."""
+    return f"{name}-{made_of}-{hashlib.sha256(library.read_bytes()).hexdigest()}.so"
+
+
+def _call(end: float, *command: str) -> None:
+    """Run a compiler. It and the processes that it begins are killed if it has not ended at `end`."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=max(0, end - time.monotonic()))
+        except BaseException as error:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise KernelUnavailable(f"{command[0]} took longer than {TIMEOUT_SECONDS} s") from None
+            raise
+    if process.returncode:
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
+        raise KernelUnavailable(f"{command[0]} failed: {last}")

@@ -1,6 +1,7 @@
 """Turns a preset and a user's flags into a list of jobs, each one run of one variant."""
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -106,7 +107,7 @@ class _Grid:
             settings = {key: value for key, value in settings.items() if not key.startswith("model.")}
             settings["model.folder"] = str(parent.model)
         if variant.source is not None:
-            folder = Path(str(self.given.get("model.folder", variant.source))).expanduser()
+            folder = Path(os.path.expanduser(str(self.given.get("model.folder", variant.source))))
             settings = {key: value for key, value in settings.items() if not key.startswith("model.")}
             settings["model.folder"] = str(folder)
         if variant.heal:

@@ -77,8 +77,12 @@ def processor() -> str:
 
 
 def instruction_sets() -> str:
-    """Return a text that identifies what a compiler's `-march=native` means on this machine."""
-    return f"{platform.machine()} {platform.processor()} {_cpuinfo('flags', 'Features')}"
+    """Return a text that differs between machines for which `-march=native` means different things.
+
+    A machine that does not list its instruction sets is told apart by its name.
+    """
+    sets = _cpuinfo("flags", "Features") or platform.node()
+    return f"{platform.machine()} {platform.processor()} {' '.join(platform.libc_ver())} {sets}"
 
 
 def _cpuinfo(*fields: str) -> str:

@@ -1,0 +1,177 @@
+"""The compiled object in the cache folder: rebuilt if it is damaged, not loaded if another user can change it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rehead.native import build
+from rehead.native.build import COMPILERS
+from rehead.system import folders
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler"),
+]
+ANSWER = """
+import logging, sys
+from pathlib import Path
+import torch
+from rehead.native import build
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+build.HERE = Path(sys.argv[1])
+build.HEADER = build.HERE / "vectors.h"
+made = build.library("answer")
+print(made if isinstance(made, build.KernelUnavailable) else made.answer())
+"""
+BUILDS = "building answer.cpp for this machine, once ..."
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder with a library of one function, large enough to be read in pages."""
+    (tmp_path / "vectors.h").write_text("")
+    table = "const int table[99999] = {1, 2};"
+    code = f'{table}\nextern "C" int answer() {{ volatile int at = 99998; return 42 + table[at]; }}'
+    (tmp_path / "answer.cpp").write_text(code)
+    return tmp_path
+
+
+def answer(source, as_user=(), **variables):
+    """What a fresh process says that loads the library, with `source` as its cache."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(source)} | variables
+    environment = {name: value for name, value in environment.items() if value is not None}
+    done = subprocess.run(
+        [*as_user, sys.executable, "-c", ANSWER, str(source)], env=environment, capture_output=True, text=True, cwd="/"
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def built(source):
+    (path,) = (source / "rehead" / "native").iterdir()
+    return path
+
+
+def cut(path):
+    os.truncate(path, 20_000)
+
+
+def flip(path):
+    whole = bytearray(path.read_bytes())
+    whole[-300_000] ^= 1  # in the table
+    path.write_bytes(whole)
+
+
+DAMAGE = {"cut": cut, "flipped": flip, "empty": lambda path: path.write_bytes(b"")}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_object_is_built_again(damage, source):
+    assert answer(source) == [BUILDS, "42"]
+    whole = built(source).read_bytes()
+    assert answer(source) == ["42"]
+    DAMAGE[damage](built(source))
+    assert answer(source) == [BUILDS, "42"]
+    assert built(source).read_bytes() == whole
+
+
+def test_what_another_user_can_change_is_not_loaded(source):
+    """A folder or file of others is refused with a reason, and PyTorch computes."""
+    answer(source)
+    path = built(source)
+    for place in (path, path.parent):
+        usual = place.stat().st_mode
+        place.chmod(0o777)
+        (said, refused) = answer(source)
+        assert refused == f"C++ cannot be built or loaded ({place} can be changed by other users)"
+        assert said.endswith(f"Make {source / 'rehead'} your own and writable, or set XDG_CACHE_HOME.")
+        place.chmod(usual)
+    assert answer(source) == ["42"]
+    hidden = path.with_name("hidden")
+    path.rename(hidden)
+    path.symlink_to(hidden)
+    assert f"{path} is a link" in answer(source)[-1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a file another user's")
+def test_a_file_of_another_user_is_not_loaded(source):
+    answer(source)
+    path = built(source)
+    os.chown(path, 12_345, 12_345)
+    assert f"{path} belongs to another user" in answer(source)[-1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
+def test_a_user_without_a_home_builds_among_the_temporary_files(source, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    nobody = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
+    said = answer(source, nobody, HOME=None, XDG_CACHE_HOME=None, TMPDIR=str(tmp_path / "tmp"))
+    assert said == [BUILDS, "42"]
+    (path,) = (tmp_path / "tmp" / "rehead-12345" / "native").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def here(source, monkeypatch):
+    """Builds in this process, in this cache."""
+    monkeypatch.setattr(build, "HERE", source)
+    monkeypatch.setattr(build, "HEADER", source / "vectors.h")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source))
+    return source
+
+
+@pytest.mark.parametrize("other", ["another processor", "another machine without a list"])
+def test_an_object_of_another_processor_is_never_loaded(other, here, monkeypatch):
+    """On a home that several machines share."""
+    mine = build._built("answer")
+    if other == "another processor":
+        cpuinfo = here / "cpuinfo"
+        cpuinfo.write_text("flags : sse2\n")
+        monkeypatch.setattr("rehead.system.machine.CPUINFO", cpuinfo)
+    else:
+        monkeypatch.setattr("rehead.system.machine.CPUINFO", here / "none")
+        monkeypatch.setattr("platform.node", lambda: "one")
+        assert build._built("answer") != mine
+        mine = build._built("answer")
+        monkeypatch.setattr("platform.node", lambda: "other")
+    assert build._built("answer") != mine
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_began(here, monkeypatch):
+    compiler = here / "hangs"
+    compiler.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {here / 'child'}\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "COMPILERS", [str(compiler)] * 3)
+    monkeypatch.setattr(build, "TIMEOUT_SECONDS", 1)
+    begin = time.monotonic()
+    with pytest.raises(build.KernelUnavailable, match="took longer than 1 s"):
+        build._built("answer")
+    assert time.monotonic() - begin < 5
+    state = Path(f"/proc/{(here / 'child').read_text().strip()}/stat")
+    while state.exists() and state.read_text().split()[2] != "Z":  # ended, if nobody asked for its status
+        assert time.monotonic() - begin < 5
+    assert not list((here / "rehead" / "native").iterdir())
+
+
+def test_what_killed_builds_left_is_swept(here):
+    left = here / "rehead" / "native" / ".tmp-rehead-answer-x"
+    left.mkdir(parents=True)
+    (left / "made.o").write_bytes(b"1")
+    build._built("answer")
+    assert not left.exists()
+
+
+def test_the_cache_folder_follows_its_variable(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(folders.cache_folder()) == "/somewhere/rehead"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, as its specification says
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(folders.cache_folder()) == "/home/me/.cache/rehead"
