@@ -210,7 +210,7 @@ def dangers(tree):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 def test_nothing_runs_code_from_data(path):
-    """Of the environment, the command line reads REHEAD_NATIVE and the cache folder XDG_CACHE_HOME; nothing else any."""
+    """Of the environment, the command line reads REHEAD_NATIVE and the cache folder XDG_CACHE_HOME."""
     allowed = ["os.environ"] if path in (SRC / "cli" / "entry.py", SRC / "system" / "folders.py") else []
     assert list(dangers(ast.parse(path.read_text()))) == allowed
 

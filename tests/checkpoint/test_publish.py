@@ -4,22 +4,22 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import rehead
-from rehead.checkpoint import newest_step, publish, verify
-from rehead.checkpoint.files.publish import MANIFEST, sweep
+from rehead.checkpoint import publish, read_at, verify
+from rehead.checkpoint.files.publish import BEFORE, MANIFEST
+from rehead.data.files import write_whole
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.model import both_seen
+from rehead.system.aside import ASIDE
 
+publishing = sys.modules["rehead.checkpoint.files.publish"]  # of which the function hides the name
 TEXTS = {"a.json": "1", "b.safetensors": "22", "c.txt": ""}
 
 
@@ -144,64 +144,6 @@ def test_a_system_error_is_a_resource_error(number, remedy, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-class Faults:
-    """The n-th call of any operation that touches the disk fails, once."""
-
-    def __init__(self, monkeypatch, fail_at, error):
-        self.count, self.fired = 0, 0
-        for owner, name in (
-            (os, "fsync"), (os, "open"), (os, "mkdir"), (Path, "rename"), (Path, "mkdir"), (Path, "chmod"),
-            (Path, "write_text"), (Path, "rmdir"), (Path, "stat"),
-        ):  # fmt: skip
-            self.wrap(monkeypatch, owner, name, fail_at, error)
-
-    def wrap(self, monkeypatch, owner, name, fail_at, error):
-        real = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            self.count += 1
-            if self.count == fail_at:
-                self.fired += 1
-                raise error
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-
-def fails_at(tmp_path, n, error, overwrite):
-    """Whether the n-th operation existed; the folder is then as before, or whole and new."""
-    folder = tmp_path / str(n) / "model"
-    folder.parent.mkdir()
-    if overwrite:
-        put(folder, {"old.json": "0"})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        faults = Faults(monkeypatch, n, error)
-        try:
-            put(folder, overwrite=overwrite)
-        except (ResourceError, KeyboardInterrupt):
-            assert faults.fired == 1
-    now = contents(folder) if folder.exists() else None
-    assert now in (TEXTS, {"old.json": "0"} if overwrite else None), f"after operation {n}: {now}"
-    if now is not None:
-        verify(folder)
-    left = [name for name in os.listdir(folder.parent) if name != "model"]
-    replaced = now == TEXTS and [name[:9] for name in left] == [".tmp-old-"]  # whose removal failed
-    assert left == [] or replaced, f"operation {n} left {left}"
-    return bool(faults.fired)
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space"), OSError(errno.EIO, "I/O"), KeyboardInterrupt()]
-)
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_any_operation_may_fail(error, overwrite, tmp_path):
-    n = 1
-    while fails_at(tmp_path, n, error, overwrite):
-        n += 1
-    assert n > 15
-    assert contents(tmp_path / str(n) / "model") == TEXTS
-
-
 FULL_DISK = """
 import resource, signal, sys, torch, rehead
 from rehead.config import ModelOptions
@@ -258,7 +200,7 @@ def check_order(monkeypatch, tmp_path):
 def test_everything_is_flushed_before_the_rename_and_the_rename_after(monkeypatch, tmp_path):
     check_order(monkeypatch, tmp_path)
     monkeypatch.undo()
-    monkeypatch.setattr(sys.modules["rehead.checkpoint.files.publish"], "_sync", lambda path: None)
+    monkeypatch.setattr(publishing, "_sync", lambda path: None)
     with pytest.raises(AssertionError):
         check_order(monkeypatch, tmp_path / "again")
 
@@ -336,72 +278,69 @@ def test_a_newer_manifest_says_so(tmp_path):
         verify(tmp_path / "model")
 
 
-def test_sweep_takes_what_writers_left(tmp_path):
+def test_the_next_one_removes_what_killed_writers_left_and_nothing_else(tmp_path):
+    """A living writer has locked its folder; others' names are not ours."""
     put(tmp_path / "model")
-    shutil.copytree(tmp_path / "model", tmp_path / ".tmp-model-abc")
-    sweep(tmp_path)
-    assert os.listdir(tmp_path) == ["model"]
+    for name in (f"{ASIDE}model-abc", f"{ASIDE}other-abc", ".tmp-model-abc", "mine"):
+        shutil.copytree(tmp_path / "model", tmp_path / name)
+    with publish(tmp_path / "slow") as aside:
+        (aside / "a.txt").write_text("slow")
+        put(tmp_path / "new")
+        assert {*os.listdir(tmp_path)} == {"model", "mine", ".tmp-model-abc", "new", aside.name}
+    assert contents(tmp_path / "slow") == {"a.txt": "slow"}
 
 
-def save_step(run, step):
-    """A checkpoint whose every weight is its number, large enough to be killed inside."""
-    model = both_seen()
-    for weight in model.parameters():
-        weight.data.fill_(step)
-    with publish(run / "checkpoints" / f"step-{step:06d}") as aside:
-        rehead.checkpoint.own.write(model, aside, {f"more-{i}.json": f"{step}" * 10_000 for i in range(4)})
+def test_a_file_is_swept_like_a_folder(tmp_path):
+    left = tmp_path / f"{ASIDE}tokens.bin-abc"
+    left.mkdir()
+    (left / "tokens.bin").write_text("half of them")
+    write_whole(tmp_path / "tokens.bin", [b"all of ", b"them"])
+    assert os.listdir(tmp_path) == ["tokens.bin"]
+    assert (tmp_path / "tokens.bin").read_text() == "all of them"
 
 
-def save_for_ever(run, step, acknowledge):
-    """What a trainer does: save, tell, drop all but the newest two."""
-    try:
-        sweep(run / "checkpoints")
-        while True:
-            save_step(run, step)
-            os.write(acknowledge, step.to_bytes(8, "little"))
-            shutil.rmtree(run / "checkpoints" / f"step-{step - 2:06d}", ignore_errors=True)
-            step += 1
-    finally:
-        os._exit(1)
+def cannot(one, other):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-def kill_while_saving(run, first, n_saved, delay):
-    """The last step acknowledged by a writer killed `delay` seconds after its `n_saved`-th step."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        save_for_ever(run, first, writer)
-    os.close(writer)
-    try:
-        told = [os.read(reader, 8) for _ in range(n_saved)]
-        time.sleep(delay)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        ended = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(ended)
-    with open(reader, "rb") as pipe:
-        told.append(pipe.read())
-    acknowledged = b"".join(told)
-    return int.from_bytes(acknowledged[-8:], "little") if acknowledged else first - 1
+def taken_away(tmp_path, monkeypatch):
+    """A folder whose writer was killed between taking it away and renaming the new one, on an old file system."""
+    put(tmp_path / "model", {"config.json": "1"})
+    monkeypatch.setattr(publishing, "exchange", cannot)
+    rename = Path.rename
+
+    def killed(path, target):
+        if path.name.startswith(ASIDE):
+            os._exit(9)
+        return rename(path, target)
+
+    if not (child := os.fork()):
+        Path.rename = killed
+        put(tmp_path / "model", {"new.json": "3"}, overwrite=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not (tmp_path / "model").exists()
+    return tmp_path / "model"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_killed_at_any_moment_the_newest_step_is_whole(tmp_path):
-    run, draw = tmp_path / "run", random.Random(1)
-    (run / "checkpoints").mkdir(parents=True)
-    start = time.monotonic()
-    save_step(run, 1)
-    one_save = time.monotonic() - start
-    last, inside = 1, 0
-    for _ in range(20):
-        acknowledged = kill_while_saving(run, last + 1, draw.randrange(3), draw.uniform(0, one_save))
-        inside += any(path.name.startswith(".tmp-") for path in (run / "checkpoints").iterdir())
-        newest = newest_step(run)
-        last = int(newest.name.removeprefix("step-"))
-        assert last >= acknowledged
-        assert all((weight == last).all() for weight in rehead.load(run).parameters())
-    assert last > 10
-    assert inside > 3, "hardly a kill came inside a save"
+def test_a_folder_that_was_taken_away_is_found(tmp_path, monkeypatch):
+    folder = taken_away(tmp_path, monkeypatch)
+    assert contents(read_at(folder, lambda place: place)) == {"config.json": "1"}
+    with pytest.raises(InvalidInput, match="model exists: choose another name"):
+        put(folder)
+    assert contents(folder) == {"config.json": "1"}
+    put(folder, {"new.json": "3"}, overwrite=True)
+    assert contents(folder) == {"new.json": "3"}
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_old_folder_beside_the_new_one_is_removed(tmp_path, monkeypatch):
+    folder = taken_away(tmp_path, monkeypatch)
+    shutil.copytree(folder.with_name(f"{BEFORE}model"), folder)
+    put(tmp_path / "other")
+    assert sorted(os.listdir(tmp_path)) == ["model", "other"]
 
 
 def test_the_slower_of_two_writers_hears_that_the_folder_exists(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rehead.checkpoint import hub
-from rehead.checkpoint.files.publish import verify
+from rehead.checkpoint.files.publish import standing, verify
 from rehead.config import DataOptions
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
@@ -53,6 +53,7 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def _resolve(path: Path) -> Path:
+    path = standing(path)
     _refuse_pickled(path)
     if (path / "config.json").is_file():
         return path

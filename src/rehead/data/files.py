@@ -9,6 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from rehead.errors import InvalidInput, ReheadError, ResourceError
+from rehead.system.aside import aside
 
 
 def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
@@ -70,14 +71,14 @@ def resource(what: str, remedy: str) -> Iterator[None]:
 
 
 def write_whole(file: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file atomically. Raises InvalidInput if the name is a device or a pipe."""
+    """Write a file atomically, and remove what killed processes left of it.
+
+    Raises InvalidInput if the name is a device or a pipe.
+    """
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise InvalidInput(f"{file} exists and is not a regular file: choose another name.")
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    try:
-        with aside.open("wb") as out:
+    with aside(file.parent, file.name) as folder:
+        with (folder / file.name).open("wb") as out:
             out.writelines(blocks)
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
+        os.replace(folder / file.name, file)

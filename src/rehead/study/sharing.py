@@ -1,12 +1,13 @@
 """Shares the calibration statistics of one model between its conversions."""
 
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint.files.publish import publish
 from rehead.conversion.folder import FolderConverter, require_apart
 from rehead.study.job import Job
+from rehead.system.aside import aside
 
 
 class Sharing:
@@ -17,7 +18,7 @@ class Sharing:
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = ExitStack()
         self._key: Any = None
         self._opened: FolderConverter | None = None
 
@@ -40,13 +41,11 @@ class Sharing:
         if self._opened is None or key != self._key:
             self._close()
             self._place.mkdir(parents=True, exist_ok=True)
-            self._folder = tempfile.TemporaryDirectory(prefix=".tmp-", dir=self._place)
-            self._opened = FolderConverter(source, Path(self._folder.name), seed=job.seed, **job.reading)
+            scratch = self._folder.enter_context(aside(self._place, "statistics"))
+            self._opened = FolderConverter(source, scratch, seed=job.seed, **job.reading)
             self._key = key
         return self._opened
 
     def _close(self) -> None:
         self._opened = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._folder.close()

@@ -5,9 +5,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 ASIDE = ".tmp-rehead-"
 """Prefix of the folders' names."""
@@ -46,28 +45,19 @@ def sweep(places: Iterable[Path]) -> None:
                 os.close(handle)
 
 
-def lock(file: int | IO[bytes]) -> None:
-    """Lock an open file or folder for as long as this process lives and has it open, if its file system can.
-
-    The lock is shared, because NFS grants no other on a folder; `sweep` asks for an exclusive one.
-    """
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_SH)
-
-
 def _locked(parent: Path, name: str) -> tuple[Path, int]:
-    """Create and lock a folder. One that was swept before it was locked is given up for another."""
+    """Create and lock a folder. One that was swept before it was locked is given up for another.
+
+    The lock is shared, as NFS grants no other on a folder; `sweep` asks for an exclusive one.
+    """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{ASIDE}{name[:50]}-", dir=parent))
-        try:
+        with suppress(FileNotFoundError), ExitStack() as undo:
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
             handle = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        except BaseException:
-            folder.rmdir()
-            raise
-        lock(handle)
-        with suppress(FileNotFoundError):
+            undo.callback(os.close, handle)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(handle), folder.stat()):
+                undo.pop_all()
                 return folder, handle
-        os.close(handle)

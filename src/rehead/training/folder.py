@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint import newest_step, publish
-from rehead.checkpoint.files.publish import ASIDE, sweep
+from rehead.checkpoint.files.publish import recover
 from rehead.checkpoint.find import steps
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
 from rehead.data.hold import hold
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.registry import nearest
+from rehead.system.aside import ASIDE
 from rehead.training.metrics import records
 
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
@@ -53,7 +54,7 @@ class RunFolder:
             with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                 self.checkpoints.mkdir(exist_ok=True)
             try:
-                sweep(self.checkpoints)
+                recover(self.checkpoints)
                 newest = newest_step(self.path)
                 if newest is not None and not resume:
                     raise InvalidInput(

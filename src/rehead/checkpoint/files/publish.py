@@ -8,18 +8,18 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from rehead.checkpoint.files.exchange import exchange
 from rehead.checkpoint.files.shards import require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.stages import staged
+from rehead.system.aside import ASIDE, aside, sweep
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -27,7 +27,8 @@ LONG = 2**28
 """Bytes whose check takes some tenths of a second, and is shown."""
 READ = (".json", ".safetensors")
 """Suffixes of files that rehead reads; such a file is refused if the manifest does not list it."""
-ASIDE = ".tmp-"
+BEFORE = ".before-rehead-"
+"""Prefix of a folder's name while it is replaced, on file systems that cannot exchange two folders."""
 LARGEST = 4 * 2**20
 """Maximum size of a manifest in bytes."""
 AGAIN = "Copy the folder again from an intact copy, or create it again."
@@ -39,47 +40,58 @@ OS_ERROR = re.compile(r"os error (\d+)")
 def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a folder to write into; at the end of the block it is renamed to `folder`.
 
-    A failure inside leaves `folder` unchanged and no other files. Raises InvalidInput if
-    `folder` exists (with `overwrite`, unless it is a published folder), ResourceError
-    if the disk is full or read-only.
+    A failure inside leaves `folder` unchanged and no other files; what a killed process leaves, the next call in the
+    same parent folder removes. Raises InvalidInput if `folder` exists (with `overwrite`, unless it is a published
+    folder), ResourceError if the disk is full or read-only.
     """
+    with _parents_of(folder):
+        try:
+            recover(folder.parent)
+            _refuse_existing(folder, overwrite)
+            place = ExitStack()
+            written = place.enter_context(aside(folder.parent, folder.name))
+        except OSError as error:
+            raise _resource(folder, error) from error
+        with place:
+            try:
+                yield written
+                _write_manifest(written)
+                written.chmod(0o777 & ~_umask())
+                _refuse_existing(folder, overwrite)  # another writer may have published it in the meantime
+                if folder.exists():
+                    _swap(written, folder)
+                else:
+                    written.rename(folder)
+            except (OSError, SafetensorError) as error:
+                raise error if isinstance(error, ResourceError) else _resource(folder, error) from error
+            try:
+                _sync(folder.parent)
+            except OSError as error:
+                raise ResourceError(
+                    f"{folder} is written, but may be lost if the power fails now: {error.strerror}. Check the disk, "
+                    "and write it again."
+                ) from error
+
+
+@contextmanager
+def _parents_of(folder: Path) -> Iterator[None]:
+    """Create the parent folders; if the block fails, remove the new ones that are empty."""
     new: list[Path] = []
     try:
-        require_folders(folder)
-        _refuse_existing(folder, overwrite)
-        new = [parent for parent in folder.parents if not parent.exists()]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f"{ASIDE}{folder.name}-", dir=folder.parent))
-    except (InvalidInput, ResourceError):
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        raise _resource(folder, error) from error
-    try:
-        yield aside
-        _write_manifest(aside)
-        aside.chmod(0o777 & ~_umask())
-        if overwrite and folder.exists():
-            _swap(aside, folder)
-        else:
-            _refuse_existing(
-                folder, overwrite=overwrite
-            )  # another writer may have published it in the meantime
-            aside.rename(folder)
-        _sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        _remove(aside, new)
-        raise error if isinstance(error, ResourceError) else _resource(folder, error) from error
+        try:
+            require_folders(folder)
+            new = [parent for parent in folder.parents if not parent.exists()]
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except ResourceError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+            raise _resource(folder, error) from error
+        yield
     except BaseException:
-        _remove(aside, new)
+        with suppress(OSError):
+            for parent in new:
+                parent.rmdir()
         raise
-
-
-def _remove(aside: Path, parents: list[Path]) -> None:
-    """Remove the unpublished folder, and new parent folders that are empty."""
-    shutil.rmtree(aside, ignore_errors=True)
-    with suppress(OSError):
-        for parent in parents:
-            parent.rmdir()
 
 
 def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
@@ -142,10 +154,22 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sweep(parent: Path) -> None:
-    """Remove the files of interrupted writers in `parent`. Only the single writer of `parent` may call this."""
-    for aside in parent.glob(f"{ASIDE}*"):
-        shutil.rmtree(aside, ignore_errors=True)
+def recover(parent: Path) -> None:
+    """Undo what killed processes began in `parent`: give a folder its name back, remove unpublished ones."""
+    for old in parent.glob(f"{BEFORE}*"):
+        folder = old.with_name(old.name.removeprefix(BEFORE))
+        if os.path.lexists(folder):
+            with aside(parent, folder.name) as gone:
+                old.rename(gone / "old")
+        else:
+            old.rename(folder)
+    sweep(parent.glob(f"{ASIDE}*"))
+
+
+def standing(folder: Path) -> Path:
+    """Return `folder`, or where it is while it is being replaced, if it has been taken away already."""
+    old = folder.with_name(f"{BEFORE}{folder.name}")
+    return old if not os.path.lexists(folder) and old.is_dir() else folder
 
 
 def require_folders(path: Path) -> None:
@@ -168,17 +192,20 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _swap(aside: Path, folder: Path) -> None:
-    old = Path(tempfile.mkdtemp(prefix=f"{ASIDE}old-", dir=folder.parent))
+def _swap(written: Path, folder: Path) -> None:
+    """Exchange two folders: atomically, or, on a file system that cannot, so that `recover` undoes half of it."""
     try:
-        folder.rename(old / folder.name)
-        aside.rename(folder)
-    except BaseException:
-        if not folder.exists():
-            (old / folder.name).rename(folder)
-        old.rmdir()
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        exchange(written, folder)
+    except OSError:
+        old = folder.with_name(f"{BEFORE}{folder.name}")
+        folder.rename(old)
+        try:
+            written.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+        with suppress(OSError):  # then the next call removes it
+            old.rename(written)
 
 
 def _write_manifest(aside: Path) -> None:
