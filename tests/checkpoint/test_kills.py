@@ -1,48 +1,70 @@
-"""SIGKILL at any moment: what was acknowledged is there and whole."""
+"""SIGKILL at any moment: what was acknowledged is there and whole, and nothing else is in the way."""
 
 import os
 import random
 import shutil
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 import rehead
 from rehead.checkpoint import newest_step, publish
-from rehead.checkpoint.files.publish import recover
-from rehead.model import both_seen
+from rehead.cli import main
+from rehead.config import ModelOptions
+from rehead.model import both_seen, build
 from rehead.system.aside import ASIDE
 
+publishing = sys.modules["rehead.checkpoint.files.publish"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
-def save_step(run, step):
-    """A checkpoint whose every weight is its number, large enough to be killed inside."""
+
+def kills(few, many):
+    return pytest.mark.parametrize(
+        "kills", [few, pytest.param(many, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    )
+
+
+def filled(step):
+    """A model whose every weight is this number."""
     model = both_seen()
     for weight in model.parameters():
         weight.data.fill_(step)
+    return model
+
+
+def save_step(run, step):
+    """A checkpoint that is large enough to be killed inside; then drop all but the newest two, as a trainer does."""
     with publish(run / "checkpoints" / f"step-{step:06d}") as aside:
-        rehead.checkpoint.own.write(model, aside, {f"more-{i}.json": f"{step}" * 10_000 for i in range(4)})
+        rehead.checkpoint.own.write(
+            filled(step), aside, {f"more-{i}.json": f"{step}" * 10_000 for i in range(4)}
+        )
+    shutil.rmtree(run / "checkpoints" / f"step-{step - 2:06d}", ignore_errors=True)
 
 
-def save_for_ever(run, step, acknowledge):
-    """What a trainer does: save, tell, drop all but the newest two."""
+def save_over(run, step):
+    rehead.save(filled(step), run / "model", overwrite=True)
+
+
+def save_for_ever(save, run, step, acknowledge):
     try:
-        recover(run / "checkpoints")
         while True:
-            save_step(run, step)
+            save(run, step)
             os.write(acknowledge, step.to_bytes(8, "little"))
-            shutil.rmtree(run / "checkpoints" / f"step-{step - 2:06d}", ignore_errors=True)
             step += 1
     finally:
         os._exit(1)
 
 
-def kill_while_saving(run, first, n_saved, delay):
+def kill_while_saving(save, run, first, n_saved, delay):
     """The last step acknowledged by a writer killed `delay` seconds after its `n_saved`-th step."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        save_for_ever(run, first, writer)
+        save_for_ever(save, run, first, writer)
     os.close(writer)
     try:
         told = [os.read(reader, 8) for _ in range(n_saved)]
@@ -57,17 +79,20 @@ def kill_while_saving(run, first, n_saved, delay):
     return int.from_bytes(acknowledged[-8:], "little") if acknowledged else first - 1
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
-def test_killed_at_any_moment_the_newest_step_is_whole(kills, tmp_path):
+def duration(save, run, step):
+    begin = time.monotonic()
+    save(run, step)
+    return time.monotonic() - begin
+
+
+@kills(20, 200)
+def test_the_newest_step_is_whole(kills, tmp_path):
     run, draw = tmp_path / "run", random.Random(1)
-    (run / "checkpoints").mkdir(parents=True)
-    start = time.monotonic()
-    save_step(run, 1)
-    one_save = time.monotonic() - start
+    one_save = duration(save_step, run, 1)
     last, inside = 1, 0
     for _ in range(kills):
-        acknowledged = kill_while_saving(run, last + 1, draw.randrange(3), draw.uniform(0, one_save))
+        delay = draw.uniform(0, one_save)
+        acknowledged = kill_while_saving(save_step, run, last + 1, draw.randrange(3), delay)
         inside += any(path.name.startswith(ASIDE) for path in (run / "checkpoints").iterdir())
         newest = newest_step(run)
         last = int(newest.name.removeprefix("step-"))
@@ -75,3 +100,88 @@ def test_killed_at_any_moment_the_newest_step_is_whole(kills, tmp_path):
         assert all((weight == last).all() for weight in rehead.load(run).parameters())
     assert last > kills / 2
     assert inside > kills / 7, "hardly a kill came inside a save"
+    save_step(run, last + 1)
+    assert not list((run / "checkpoints").glob(f"{ASIDE}*"))
+
+
+@kills(10, 200)
+@pytest.mark.parametrize("how", ["exchanged", "renamed"])
+def test_a_model_that_is_replaced_keeps_its_name(how, kills, tmp_path, monkeypatch):
+    if how == "renamed":
+
+        def cannot(one, other):
+            raise OSError
+
+        monkeypatch.setattr(publishing, "exchange", cannot)
+    draw, last = random.Random(2), 1
+    save_over(tmp_path, 1)
+    one_save = duration(save_over, tmp_path, 1)
+    for _ in range(kills):
+        delay = draw.uniform(0, one_save)
+        acknowledged = kill_while_saving(save_over, tmp_path, last + 1, draw.randrange(3), delay)
+        (last,) = {
+            weight.item()
+            for part in rehead.load(tmp_path / "model").parameters()
+            for weight in part.flatten()
+        }
+        last = int(last)
+        assert last >= acknowledged
+    save_over(tmp_path, last + 1)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+COMMANDS = {
+    "convert": ["convert", "source", "made", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"],
+    "export": ["export", "source", "made"],
+}
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    options = ModelOptions(
+        shape="llama", n_layer=2, n_embd=24, n_query_head=6, n_kv_head=3, head_dim=4, rope=True
+    )
+    rehead.save(build(options.resolve(29, 32)), Path("source"))
+    torch.set_default_dtype(torch.float32)
+
+
+def run_command(words):
+    child = os.fork()
+    if not child:
+        os.closerange(0, 3)
+        os._exit(main(words))
+    return child
+
+
+@kills(3, 50)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_leaves_a_whole_folder_or_none(command, kills, source):
+    """Nor anything that the next command does not remove; that one writes what the first would have."""
+    words, draw, ends = COMMANDS[command], random.Random(3), []
+    assert main(words) == 0  # imports what the children need
+    begin = time.monotonic()
+    shutil.rmtree("made")
+    os.waitpid(run_command(words), 0)
+    duration = time.monotonic() - begin
+    weights = Path("made/model.safetensors").read_bytes()
+    shutil.rmtree("made")
+    for _ in range(kills):
+        child = run_command(words)
+        time.sleep(draw.uniform(0, duration))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        ends.append((os.path.exists("made"), any(name.startswith(ASIDE) for name in os.listdir("."))))
+        if os.path.exists("made"):
+            rehead.load("made")
+        else:
+            again = (
+                ["--resume"] if any(place.is_dir() for place in Path().glob("made.unfinished/*/*")) else []
+            )
+            assert main([*words, *again]) == 0
+        assert Path("made/model.safetensors").read_bytes() == weights
+        shutil.rmtree("made")
+    assert main(words) == 0
+    assert {place for place in os.listdir(".") if not place.endswith(".unfinished")} == {"source", "made"}
+    assert kills < 10 or sum(left for _, left in ends) > kills / 7, "hardly a kill came inside"

@@ -5,12 +5,14 @@ import fcntl
 import html
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from rehead import checkpoint
+from rehead.checkpoint import find
 from rehead.cli import main
 from rehead.data.hold import hold
 from rehead.errors import InvalidInput
@@ -239,6 +242,34 @@ def test_killed_anywhere_it_finishes_the_rest_and_repeats_nothing(whole, here):
         steps = [json.loads(line).get("step") for line in file.read_text().splitlines() if '"loss"' in line]
         assert steps == list(range(1, len(steps) + 1)), file
     shutil.rmtree("killed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_fifty_times_at_any_moment_it_loses_nothing(whole, here):
+    words, draw, ended = [*TINY, "system.work_dir=killed"], random.Random(1), 0
+    for _ in range(50):
+        child = os.fork()
+        if not child:
+            os.closerange(1, 3)
+            os._exit(main(words))
+        time.sleep(draw.uniform(0.05, 1))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for checkpoints in Path("killed").rglob("checkpoints"):
+            if find.steps(checkpoints.parent):
+                with warnings.catch_warnings(action="error"):
+                    assert checkpoint.newest_step(checkpoints.parent) is not None
+        if Path("killed/report.html").exists():
+            ended += 1
+            assert losses(Path("killed")) == losses(whole)
+            shutil.rmtree("killed")
+    assert main(words) == 0
+    assert losses(Path("killed")) == losses(whole)
+    assert not list(Path("killed").rglob(".tmp-*"))
+    shutil.rmtree("killed")
+    assert ended < 25, "hardly a kill came inside"
 
 
 @contextmanager
