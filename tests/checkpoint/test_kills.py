@@ -104,7 +104,7 @@ def test_the_newest_step_is_whole(kills, tmp_path):
     assert not list((run / "checkpoints").glob(f"{ASIDE}*"))
 
 
-@kills(10, 200)
+@kills(5, 200)
 @pytest.mark.parametrize("how", ["exchanged", "renamed"])
 def test_a_model_that_is_replaced_keeps_its_name(how, kills, tmp_path, monkeypatch):
     if how == "renamed":

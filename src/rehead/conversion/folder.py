@@ -14,6 +14,7 @@ from rehead.conversion.converter import Converter, require_heads, require_seed
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
+from rehead.conversion.source import Source
 from rehead.conversion.target import Target
 from rehead.conversion.unfinished import fingerprint, place_of, unfinished
 from rehead.errors import InvalidInput, UsageError
@@ -46,6 +47,7 @@ class FolderConverter:
         require_seed(seed)
         opened = open_model(source, in_memory=False)
         self.source, self.tokenizer, self.special = source, opened.tokenizer, opened.special
+        self.read = Source(opened.model, opened.folder)
         data = run_data(source)
         trained = None if data is None else data.block_size
         window = text_length(require_heads(opened.model), length, trained)
@@ -61,6 +63,7 @@ class FolderConverter:
         self.named = bool(calibration)
         made_of = {
             "source": fingerprint(opened.folder),
+            "weights": list(self.read.digests.values()),
             "texts": [asdict(Text.of(text, len(text.ids))) for text in self.texts.calibration],
             "length": window,
             "seed": seed,
@@ -85,7 +88,10 @@ class FolderConverter:
         allow_loss: bool = False,
         teach: int = 0,
     ) -> Certificate:
-        """Write the converted model into the folder `aside`; for the rest see `convert_folder`."""
+        """Write the converted model into the folder `aside`; for the rest see `convert_folder`.
+
+        Raises IntegrityError if a file of the source has changed since it was opened.
+        """
         to = _layers(self.converter, target, measured_ranks, max_loss)
         ranked = measured_ranks or max_loss is not None
         result, certificate = self.converter.convert(
@@ -101,6 +107,7 @@ class FolderConverter:
         if self.tokenizer is not None:
             files["tokenizer.json"] = self.tokenizer.to_json()
         own.write(result, aside, files, self.special)
+        self.read.require_unchanged()
         return certificate
 
 

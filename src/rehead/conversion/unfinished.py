@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rehead.checkpoint.files.publish import READ, require_folders
 from rehead.data.hold import LOCK, hold
-from rehead.errors import ReheadError, UsageError
+from rehead.errors import IntegrityError, ReheadError, UsageError
 
 log = logging.getLogger("rehead")
 SUFFIX = ".unfinished"
@@ -37,8 +37,10 @@ def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
         try:
             yield folder
             keep = False
-        except ReheadError:
-            keep = resume
+        except ReheadError as error:
+            keep = resume and not isinstance(
+                error, IntegrityError
+            )  # what was worked out may be of a changed source
             raise
         finally:
             keep = keep and _done(folder)

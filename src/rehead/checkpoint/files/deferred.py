@@ -17,12 +17,20 @@ class Deferred(Tensor):
     """
 
     make: Callable[[], Tensor]
+    origins: frozenset[Any]
+    """The objects that read the files of its values."""
 
     @staticmethod
-    def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> "Deferred":
+    def __new__(
+        cls,
+        make: Callable[[], Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        origins: frozenset[Any] = frozenset(),
+    ) -> "Deferred":
         """Create a tensor whose values `make` returns, in this shape and dtype."""
         empty: Deferred = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
-        empty.make = make
+        empty.make, empty.origins = make, origins
         return empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Deferred":
@@ -35,7 +43,7 @@ class Deferred(Tensor):
     ) -> Any:
         """Run an operation on the values; the result of `detach` stays deferred."""
         if operation is torch.ops.aten.detach.default:
-            return cls(args[0].make, args[0].shape, args[0].dtype)
+            return cls(args[0].make, args[0].shape, args[0].dtype, args[0].origins)
         args, kwargs = tree_map_only(cls, materialise, (args, kwargs or {}))
         return operation(*args, **kwargs)
 
@@ -54,7 +62,14 @@ def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
         return change(*weights)
     with torch.device("meta"):
         like = change(*(torch.empty(weight.shape, dtype=weight.dtype) for weight in weights))
-    return Deferred(lambda: change(*map(materialise, weights)), like.shape, like.dtype)
+    origins = frozenset[Any]().union(*(weight.origins for weight in weights if isinstance(weight, Deferred)))
+    return Deferred(lambda: change(*map(materialise, weights)), like.shape, like.dtype, origins)
+
+
+def origins(module: nn.Module) -> frozenset[Any]:
+    """Return the objects that read the files of the module's deferred weights."""
+    weights = (weight for weight in module.parameters() if isinstance(weight, Deferred))
+    return frozenset[Any]().union(*(weight.origins for weight in weights))
 
 
 def in_memory(module: nn.Module) -> None:

@@ -16,15 +16,13 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rehead.checkpoint.files.exchange import exchange
-from rehead.checkpoint.files.shards import require_regular, strict_json
+from rehead.checkpoint.files.shards import LONG, require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.stages import staged
 from rehead.system.aside import ASIDE, aside, sweep
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
-LONG = 2**28
-"""Bytes whose check takes some tenths of a second, and is shown."""
 READ = (".json", ".safetensors")
 """Suffixes of files that rehead reads; such a file is refused if the manifest does not list it."""
 BEFORE = ".before-rehead-"
@@ -99,21 +97,8 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
 
     Raises IntegrityError naming the file that is missing, cut short or changed.
     """
-    try:
-        manifest = strict_json(folder / MANIFEST, LARGEST)
-        files = {
-            str(name): (int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in manifest["files"].items()
-        }
-        version = manifest["format"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # InvalidInput is a ValueError
-        raise IntegrityError(
-            f"{folder / MANIFEST} is missing or unreadable: the folder is incomplete. {AGAIN}"
-        ) from error
-    if version != FORMAT:
-        raise IntegrityError(
-            f"{folder / MANIFEST} has format={version!r:.40}, this version of rehead knows {FORMAT}: upgrade rehead."
-        )
+    manifest = _manifest(folder)
+    files = recorded(folder, manifest)
     if only is not None and only not in files:
         raise IntegrityError(f"{folder / only} is not recorded in {MANIFEST}: it was added later. Remove it.")
     try:
@@ -122,7 +107,33 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
             _require_nothing_else(folder, files)
     except OSError as error:  # unreadable, or just deleted by the run that it belongs to
         raise IntegrityError(f"{folder} cannot be read: {error.strerror}. Check its permissions.") from error
-    return dict(manifest)
+    return manifest
+
+
+def recorded(folder: Path, manifest: dict[str, Any] | None = None) -> dict[str, tuple[int, str]]:
+    """Return size and sha256 of the files that the manifest of a folder lists, unchecked."""
+    try:
+        files = (_manifest(folder) if manifest is None else manifest)["files"]
+        return {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _incomplete(folder) from error
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = dict(strict_json(folder / MANIFEST, LARGEST))
+        version = manifest["format"]
+    except (ValueError, TypeError, KeyError) as error:  # InvalidInput is a ValueError
+        raise _incomplete(folder) from error
+    if version != FORMAT:
+        raise IntegrityError(
+            f"{folder / MANIFEST} has format={version!r:.40}, this version of rehead knows {FORMAT}: upgrade rehead."
+        )
+    return manifest
+
+
+def _incomplete(folder: Path) -> IntegrityError:
+    return IntegrityError(f"{folder / MANIFEST} is missing or unreadable: the folder is incomplete. {AGAIN}")
 
 
 def _require_recorded(folder: Path, files: dict[str, tuple[int, str]]) -> None:

@@ -8,8 +8,7 @@ import math
 import os
 import re
 import stat
-import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ import torch
 from torch import Tensor
 
 from rehead.checkpoint.files.deferred import Deferred
+from rehead.checkpoint.files.opened import OpenedFiles
 from rehead.errors import IntegrityError, InvalidInput
+from rehead.stages import staged
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
@@ -30,6 +31,8 @@ LARGEST_HEADER = 16 * 2**20
 MOST_TENSORS = 100_000
 PICKLES = (".bin", ".pt", ".pth")
 LARGEST_INDEX = 16 * 2**20
+LONG = 2**28
+"""Bytes whose check takes some tenths of a second, and is shown."""
 BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull`, or download the file itself",
     b"<!doctype html": "a web page: download the file itself",
@@ -62,37 +65,31 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
-        self._handles: dict[Path, int] = {}
+        self._files = OpenedFiles()
         try:
             self._open()
-            for file in {
-                entry.file for entry in self.entries.values()
-            }:  # now, before a run deletes the checkpoint
-                self._handles[file] = os.open(file, os.O_RDONLY)
-                weakref.finalize(self, os.close, self._handles[file])
         except OSError as error:  # such as a checkpoint that its run has just deleted
             raise InvalidInput(f"{folder}: {error.strerror}: expected the model's weights there.") from error
 
     def deferred(self, name: str) -> Deferred:
         """Return one tensor that stays in the file until it is used."""
         entry = self._readable(name)
-        return Deferred(lambda: self.read(name), entry.shape, entry.dtype)
+        return Deferred(lambda: self.read(name), entry.shape, entry.dtype, origins=frozenset([self]))
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor in new memory."""
+        """Return one tensor in new memory. Raises IntegrityError if its file has changed since it was opened."""
         entry = self._readable(name)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        rest = bytes_of(tensor)
-        offset = entry.offset
-        try:
-            while rest:  # one call reads 2 GiB at most
-                count = os.preadv(self._handles[entry.file], [rest], offset)
-                if not count:
-                    raise IntegrityError(f"{entry.file} was cut short while it was read.")
-                rest, offset = rest[count:], offset + count
-        except OSError as error:
-            raise IntegrityError(f"{entry.file} cannot be read: {error.strerror}.") from error
+        self._files.read(entry.file, bytes_of(tensor), entry.offset)
         return tensor
+
+    def digests(self) -> dict[Path, str]:
+        """Return the sha256 of every file, of the bytes that `read` reads."""
+        files: Collection[Path] = {entry.file for entry in self.entries.values()}
+        shown: Iterable[Path] = sorted(files)
+        if sum(entry.n_bytes for entry in self.entries.values()) >= LONG:
+            shown = staged(shown, f"checking {self.folder}", len(files), "files")
+        return {file: self._files.sha256(file) for file in shown}
 
     def _readable(self, name: str) -> Entry:
         entry = self.entries[name]
@@ -108,7 +105,7 @@ class Shards:
         if index.is_file():
             self._read_index(index)
         elif single.exists() or single.is_symlink():
-            self.entries = dict(read_header(single))
+            self.entries = self._header(single)
         else:
             pickles = sorted(file.name for file in self.folder.iterdir() if file.suffix in PICKLES)
             hint = (
@@ -117,6 +114,11 @@ class Shards:
                 else ""
             )
             raise InvalidInput(f"{self.folder}: expected {SINGLE} or {INDEX}.{hint}")
+
+    def _header(self, path: Path) -> dict[str, Entry]:
+        require_regular(path)
+        self._files.add(path)  # before it is read, and before a run deletes the checkpoint
+        return dict(read_header(path))
 
     def _read_index(self, index: Path) -> None:
         table = strict_json(index, LARGEST_INDEX)
@@ -132,7 +134,7 @@ class Shards:
             path = index.parent / file
             if not path.exists():
                 raise InvalidInput(f"{index} names {file}, which does not exist: download it.")
-            for name, entry in read_header(path):
+            for name, entry in self._header(path).items():
                 if places.get(name) != file:
                     raise InvalidInput(f"{path}: {name} is not listed there in {index.name}, or elsewhere.")
                 self.entries[name] = entry

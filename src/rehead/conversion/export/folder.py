@@ -12,6 +12,7 @@ from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.deepseek import Engine, for_vllm, require_vllm, to_deepseek
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
+from rehead.conversion.source import Source
 from rehead.errors import ConfigError
 from rehead.measure.stored import LOST, lost_rows
 from rehead.model import LanguageModel
@@ -67,6 +68,7 @@ def export_folder(
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         opened = open_model(source, in_memory=False)
+        read = Source(opened.model, opened.folder)
         model, family, certificate = _as_stock(opened.model, kind, engine, Path(scratch))
         proof = ""
         if certificate is not None:
@@ -83,6 +85,7 @@ def export_folder(
         if opened.tokenizer is not None:
             files["tokenizer.json"] = opened.tokenizer.to_json()
         stock.write(model, aside, family, files, opened.special)
+        read.require_unchanged()
     return family.architecture, certificate
 
 
