@@ -1,6 +1,8 @@
 """Healing: a converted model learns back what it lost, and its certificate says so."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,23 @@ def heal(*words):
 
 def certificate(folder):
     return json.loads((resolve(Path(folder)) / "conversion.json").read_text())
+
+
+def test_a_text_that_the_source_was_not_trained_on_has_to_be_named(tmp_path, capfd):
+    """Its config.yaml may name any file of this machine, and a healed model tells what it read."""
+    shutil.copytree("source", tmp_path / "source")
+    (tmp_path / "secret.txt").write_text(Path("input.txt").read_text() + "secret")
+    config = tmp_path / "source" / "config.yaml"
+    config.write_text(re.sub("  path: .*", f"  path: {tmp_path / 'secret.txt'}", config.read_text()))
+    words = ["heal", "mqa", "--teacher", str(tmp_path / "source"), *QUICK, "trainer.max_iters=1"]
+    assert main([*words, "system.work_dir=never"]) == 2
+    said = capfd.readouterr().err
+    assert (
+        f"source/config.yaml names {tmp_path}/secret.txt, another text than the one it was trained on" in said
+    )
+    assert "Name the text to heal on: data.path=TEXT" in said
+    assert not Path("never").exists()
+    assert main([*words, f"data.path={tmp_path}/secret.txt", "system.work_dir=named"]) == 0
 
 
 def test_what_was_lost_comes_back_and_the_certificate_says_how_far(capsys):

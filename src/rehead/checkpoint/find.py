@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rehead.checkpoint import hub
 from rehead.checkpoint.files.publish import standing, verify
+from rehead.checkpoint.files.shards import require_regular
 from rehead.config import DataOptions
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
@@ -96,11 +97,17 @@ def is_run(path: Path) -> bool:
 
 
 def run_data(path: Path) -> DataOptions | None:
-    """Return the text and block size of the run at `path`, or of the run it is a checkpoint of; None of no run."""
+    """Return the text and block size of the run at `path`, or of the run it is a checkpoint of; None of no run.
+
+    They are as its config.yaml says, which is in no manifest: a file that it names is not to be trusted.
+    """
     from rehead.config import flags  # needs PyYAML, which rehead.load does without
 
     run = path.parents[1] if path.parent.name == "checkpoints" else path
-    return flags.read([], (run / "config.yaml",)).data if is_run(run) else None
+    if not is_run(run):
+        return None
+    require_regular(run / "config.yaml")
+    return flags.read([], (run / "config.yaml",)).data
 
 
 def steps(run: Path) -> list[tuple[int, Path]]:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from rehead.checkpoint.files.shards import require_regular
 from rehead.checkpoint.find import is_run, run_data
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage
-from rehead.data import TOKENS, Source, named, read_ids, source_of, split, tokenize
+from rehead.data import TOKENS, Source, named, read_ids, split, tokenize
 from rehead.errors import InvalidInput, ReheadError
 from rehead.model import LanguageModel
 from rehead.tokenizer import Tokenizer
@@ -95,18 +96,17 @@ class Reader:
         )
 
     def _own(self) -> Texts:
-        """Return both parts of the text a run was trained on, from the tokens it keeps."""
+        """Return both parts of the text a run was trained on, from the tokens it keeps.
+
+        The file that its config.yaml names is not read: whoever made the folder could name any file of this machine.
+        """
         if self.tokenizer is None or not is_run(self.source):
             return Texts()
         try:
             data = run_data(self.source)
             assert data is not None
-            kept = self.source / TOKENS
-            whole = (
-                read_ids(kept, self.tokenizer)
-                if kept.exists()
-                else self._read(source_of(data), "run's", "").ids
-            )
+            require_regular(self.source / TOKENS)
+            whole = read_ids(self.source / TOKENS, self.tokenizer)
             parts = split(whole, self.length, data.val_fraction)
         except ReheadError as error:
             warnings.warn(

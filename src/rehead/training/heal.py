@@ -1,5 +1,6 @@
 """Healing: training a converted model to predict as the model it was converted from."""
 
+import hashlib
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,19 +8,20 @@ from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
-from rehead.config import GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
+from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
-from rehead.data import Ids, shown
+from rehead.data import Ids, shown, source_of
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.fidelity import compare
 from rehead.measure.forecast import step_bytes
 from rehead.measure.length import text_length
 from rehead.model import LanguageModel
 from rehead.system.machine import available_memory
+from rehead.training import state
 
 DEFAULTS = {
     "max_iters": 300,
@@ -71,6 +73,8 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
     begun = Path(options.system.work_dir) / "config.yaml"
     if options.trainer.resume and begun.is_file():
         options = flags.read([f"trainer.teacher={teacher}", *changes], (begun,), (table,))
+    elif data is not None and not names_text:
+        _require_its_text(teacher, data)
     return options
 
 
@@ -81,6 +85,19 @@ def _usual_batch(config: ModelConfig, length: int) -> dict[str, Any]:
         return {"batch_size": size}
     one = step_bytes(config, 1, length, recompute=True)
     return {"batch_size": max(1, min(size, min(STEP_BYTES, free // 4) // one)), "recompute": True}
+
+
+def _require_its_text(teacher: Path, data: DataOptions) -> None:
+    """Refuse a text that the teacher was not trained on: its config.yaml, in no manifest, could name any file."""
+    trained = state.read_numbers(resolve(teacher))["text_sha256"]
+    digest = hashlib.sha256()
+    for chunk in source_of(data):
+        digest.update(chunk.encode())
+    if digest.hexdigest() != trained:
+        raise ConfigError(
+            f"{teacher}/config.yaml names {data.path or data.name or 'no text'}, another text than "
+            "the one it was trained on. Name the text to heal on: data.path=TEXT."
+        )
 
 
 def _require_source(folder: Path, teacher: ModelConfig) -> None:
