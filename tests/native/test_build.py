@@ -70,40 +70,60 @@ def flip(path):
 DAMAGE = {"cut": cut, "flipped": flip, "empty": lambda path: path.write_bytes(b"")}
 
 
+@pytest.fixture
+def here(source, monkeypatch):
+    """Builds in this process, in this cache."""
+    monkeypatch.setattr(build, "HERE", source)
+    monkeypatch.setattr(build, "HEADER", source / "vectors.h")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source))
+    return source
+
+
+def load():
+    """What `library` returns in a process that has not asked yet."""
+    return build._loaded.__wrapped__("answer")
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_object_is_built_again(damage, source):
-    assert answer(source) == [BUILDS, "42"]
-    whole = built(source).read_bytes()
-    assert answer(source) == ["42"]
-    DAMAGE[damage](built(source))
-    assert answer(source) == [BUILDS, "42"]
-    assert built(source).read_bytes() == whole
+def test_a_damaged_object_is_built_again(damage, here):
+    whole = build._built("answer").read_bytes()
+    made = built(here).stat().st_mtime_ns
+    build._built("answer")
+    assert built(here).stat().st_mtime_ns == made
+    DAMAGE[damage](built(here))
+    build._built("answer")
+    assert built(here).read_bytes() == whole
 
 
-def test_what_another_user_can_change_is_not_loaded(source):
+def test_a_process_that_finds_a_cut_object_computes(source):
+    """Loading it would be SIGBUS."""
+    assert answer(source) == [BUILDS, "42"]
+    cut(built(source))
+    assert answer(source) == [BUILDS, "42"]
+
+
+def test_what_another_user_can_change_is_not_loaded(here):
     """A folder or file of others is refused with a reason, and PyTorch computes."""
-    answer(source)
-    path = built(source)
+    path = build._built("answer")
     for place in (path, path.parent):
         usual = place.stat().st_mode
         place.chmod(0o777)
-        (said, refused) = answer(source)
-        assert refused == f"C++ cannot be built or loaded ({place} can be changed by other users)"
-        assert said.endswith(f"Make {source / 'rehead'} your own and writable, or set XDG_CACHE_HOME.")
+        refused = load()
+        assert str(refused) == f"C++ cannot be built or loaded ({place} can be changed by other users)"
+        assert refused.remedy == f"Make {here / 'rehead'} your own and writable, or set XDG_CACHE_HOME."
         place.chmod(usual)
-    assert answer(source) == ["42"]
+    assert build._built("answer") == path
     hidden = path.with_name("hidden")
     path.rename(hidden)
     path.symlink_to(hidden)
-    assert f"{path} is a link" in answer(source)[-1]
+    assert f"{path} is a link" in str(load())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a file another user's")
-def test_a_file_of_another_user_is_not_loaded(source):
-    answer(source)
-    path = built(source)
+def test_a_file_of_another_user_is_not_loaded(here):
+    path = build._built("answer")
     os.chown(path, 12_345, 12_345)
-    assert f"{path} belongs to another user" in answer(source)[-1]
+    assert f"{path} belongs to another user" in str(load())
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
@@ -117,15 +137,6 @@ def test_a_user_without_a_home_builds_among_the_temporary_files(source, tmp_path
     assert said == [BUILDS, "42"]
     (path,) = (tmp_path / "tmp" / "rehead-12345" / "native").iterdir()
     assert path.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.fixture
-def here(source, monkeypatch):
-    """Builds in this process, in this cache."""
-    monkeypatch.setattr(build, "HERE", source)
-    monkeypatch.setattr(build, "HEADER", source / "vectors.h")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(source))
-    return source
 
 
 @pytest.mark.parametrize("other", ["another processor", "another machine without a list"])
