@@ -22,8 +22,9 @@ from rehead.conversion.base import CannotConvert, heads_of
 from rehead.conversion.blocks import random_blocks
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.converter import convert, require_heads
+from rehead.conversion.export.storable import storable
 from rehead.conversion.search import path
-from rehead.conversion.steps.deepseek import side_by_side, unrotated
+from rehead.conversion.steps.deepseek import IdentityNorm, side_by_side, unrotated
 from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.measure import parameters
@@ -54,8 +55,11 @@ def to_deepseek(
         raise ConfigError("float16 cannot hold the identity norm's small numbers: use bfloat16 or float32.")
     shape = stock_target if engine == "vllm" else own_target
     wide = [shape(layer, config.n_embd) for layer in config.attention]
-    for layer, target in zip(config.attention, wide, strict=True):
-        lossy = [step.promise.why for step in path(layer, target, config.n_embd) if not step.promise.exact]
+    normed = []
+    for index, (layer, target) in enumerate(zip(config.attention, wide, strict=True)):
+        steps = path(layer, target, config.n_embd)
+        normed += [index] * any(isinstance(step.conversion, IdentityNorm) for step in steps)
+        lossy = [step.promise.why for step in steps if not step.promise.exact]
         if lossy:
             raise ConfigError(
                 f"{layer.describe()} cannot become an exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head "
@@ -68,6 +72,7 @@ def to_deepseek(
         if engine == "vllm"
         else with_eps(converted, config.norm_eps, tied=config.tie_embeddings)
     )
+    found = storable(found, normed) if normed else found
     if found is not converted:
         logits = asdict(compare(model, found, random_blocks(config, certificate.seed)))
         del logits["losses"]

@@ -40,6 +40,11 @@ ids = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50
 print(tokenizer.decode(ids[0]))
 ```
 {certificate}{formats}"""
+COMPUTE = """
+It may be stored in smaller formats, but should compute in bfloat16 or float32: in float16, the latent before its norm
+keeps a few bits only.
+
+"""
 FORMATS = """
 ## Other number formats
 
@@ -72,7 +77,7 @@ def export_folder(
         model, family, certificate = _as_stock(opened.model, kind, engine, Path(scratch))
         proof = ""
         if certificate is not None:
-            proof = "\n" + page(certificate).replace("# Conversion", "## Conversion", 1)
+            proof = COMPUTE + page(certificate).replace("# Conversion", "## Conversion", 1)
         card = CARD.format(
             name=destination.name,
             architecture=family.architecture,

@@ -246,7 +246,8 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
 
     The latent c is made so small, 2**-40 c, that the norm's eps of 1e-6 is all it divides by: what comes
     out is c times a constant, within (2**-40 rms(c))**2 / 2e-6 of it, below the rounding of float32 for
-    an rms up to 300,000. Zeros of a padded latent do not disturb it. float16 cannot hold such numbers.
+    an rms up to 300,000. Zeros of a padded latent do not disturb it. float16 cannot hold such numbers; an export
+    replaces them (`conversion.export.storable`).
     """
 
     takes = LatentConfig

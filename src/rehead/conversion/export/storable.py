@@ -1,0 +1,86 @@
+"""Identity norms with numbers that smaller formats hold, such as float16 and whole numbers of 8 bits.
+
+An identity norm needs a latent far below the root of its eps (`IdentityNorm`), but float16 ends at 2**-24. So the
+factor is no smaller here than exactness needs. Two weights share it: the norm before the attention, whose other
+readers undo it, and the rows of the latent, which become alike in size, in the cache too. All factors are powers of
+two: nothing is rounded in float32 and bfloat16.
+"""
+
+import copy
+import math
+from collections.abc import Collection
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rehead.attention.latent import NORM_EPS
+from rehead.checkpoint.files.deferred import map_deferred, materialise
+from rehead.model import LanguageModel, skeleton
+
+ERROR = 2e-6
+"""What an identity norm may change of a latent, relative to it, whatever the text."""
+SPREAD = 2.0**-20
+"""A row of the latent that is smaller than the largest by this stays smaller by what is missing."""
+LARGEST = 2.0**14
+"""The largest number that queries and rotated keys may get; float16 ends at four times that."""
+
+
+def storable(model: LanguageModel, layers: Collection[int]) -> LanguageModel:
+    """Return the same function with other factors in the identity norms of `layers`."""
+    state = {name: weight.detach() for name, weight in model.state_dict().items()}
+    for index in layers:
+        before, here = f"layers.{index}.input_layernorm.weight", f"layers.{index}.self_attn."
+        query = next(here + name for name in ("q_proj.weight", "q_a_proj.weight") if here + name in state)
+        down, up = here + "kv_a_proj_with_mqa.weight", here + "kv_b_proj.weight"
+        rank = state[up].shape[1]
+        norm, latent, reader = (materialise(state[name]) for name in (before, down, query))
+        shared, rows = _powers(norm, latent, reader, rank)
+        cached = rows.mean().round()
+        powers = {
+            before: -shared,
+            query: shared,
+            down: torch.cat([rows, rows.new_zeros(len(state[down]) - rank)])[:, None] + shared,
+            here + "kv_a_layernorm.weight": -cached,
+            up: cached - rows,
+        }
+        for name, power in powers.items():
+            state[name] = map_deferred(partial(_times, power=power), state[name])
+    same = skeleton(model.config)
+    same.load_state_dict(state, assign=True)
+    same.tie()
+    return copy.deepcopy(same).eval()
+
+
+def _powers(
+    norm: Float[Tensor, " D"], down: Float[Tensor, "N D"], query: Float[Tensor, "M D"], rank: int
+) -> tuple[Float[Tensor, ""], Float[Tensor, " R"]]:
+    """Return the powers of two for all readers of a norm, and for the rows of the latent on top.
+
+    What comes out of the norm is at most sqrt(D) long but for its weights g. So a latent W (g x) has an RMS of at most
+    |W diag(g)| sqrt(D / R), and the identity norm changes it by half the square of that over eps.
+    """
+    seen = down[:rank].double() * norm.double()
+    sizes = seen.norm(dim=1)
+    if not sizes.any():  # nothing to keep small
+        return sizes.new_zeros(()), sizes
+    alike = -sizes.clamp(min=SPREAD * float(sizes.max())).log2().round()
+    level = seen * torch.exp2(alike)[:, None]
+    longest = torch.linalg.eigvalsh(level @ level.mT)[-1].sqrt()
+    most = math.sqrt(2 * ERROR * NORM_EPS * rank / len(norm))
+    alike = torch.where(sizes > 0, alike, alike[sizes > 0].mean().round())
+    rows = alike + (most / longest).log2().floor()
+    entries = down[:rank].double() * torch.exp2(rows)[:, None]
+    shared = ((_size(norm) / _size(entries)).log2() / 2).round()
+    largest = max(float(query.abs().max()), float(down[rank:].abs().max()))
+    room = math.floor(math.log2(LARGEST / largest)) if largest else math.inf
+    return shared.clamp(min=0, max=max(room, 0)), rows
+
+
+def _size(weight: Tensor) -> Tensor:
+    return weight.double().square().mean().sqrt()
+
+
+def _times(weight: Tensor, power: Tensor) -> Tensor:
+    return (weight.double() * torch.exp2(power.to(weight.device))).to(weight.dtype)
