@@ -91,16 +91,19 @@ def test_no_text_is_changed_by_more_than_promised(spread):
     torch.manual_seed(1)
     down = torch.randn(40, 48) * torch.exp2(spread * torch.randn(40, 1)) * 2.0**-40
     down[20:32] = 0  # of a padded latent
-    norm, query = torch.rand(48) + 0.1, torch.randn(16, 48)
+    norm, query = torch.exp2(2 * torch.randn(48)), torch.randn(16, 48)
+    query[3, 5] = 100
     shared, rows = _powers(norm, down, query, 32)
     latent = down[:32] * torch.exp2(rows)[:, None] * norm
     worst = torch.linalg.svd(latent).Vh[0] * 48**0.5
     small = latent @ worst
     changed = 1 - (NORM_EPS / (small.square().mean() + NORM_EPS)).sqrt()
     assert ERROR / 8 < changed < ERROR
+    sizes = latent.norm(dim=1)[:20]
+    assert sizes.max() < 2.01 * sizes.min()
     assert shared == shared.round() > 0
     assert torch.equal(rows, rows.round())
-    assert (query * 2**shared).abs().max() <= 2**14
+    assert 2**13 / 2 < (query * 2**shared).abs().max() <= 2**14
 
 
 def test_an_empty_latent_stays_empty():
