@@ -313,3 +313,42 @@ def test_c5_to_c8_by_one_command(tmp_path, capsys, monkeypatch):
     assert main([*words, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["rows"][0]
     assert (first["layer"]["kv_parameters"], first["cache_bytes"]) == (2_097_152, 8_388_608)
+
+
+def test_what_one_of_several_gpus_caches(tmp_path, capsys):
+    """8 KV heads of 64 on 4 GPUs: 2 on each; a latent of half the cache is on all of them, so that it is no smaller."""
+    fields = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 2048,
+        "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    words = ["plan", str(tmp_path / "config.json"), "--context", "4096", "--dtype", "bf16"]
+    assert main([*words, "--tp", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tp"] == 4
+    rows = {row["command"]: row for row in found["rows"]}
+    present, half, sixteenth = (
+        rows[""],
+        rows["--to mla --kv-fraction 0.5"],
+        rows["--to mla --kv-fraction 0.1875"],
+    )
+    assert present["gpu_kv_bytes_per_token"] == 2 * (2 * 2 * 64) * 2 == present["kv_bytes_per_token"] / 4
+    assert present["gpu_cache_bytes"] == 4096 * present["gpu_kv_bytes_per_token"]
+    assert half["gpu_kv_bytes_per_token"] == half["kv_bytes_per_token"] == 2 * 512 * 2
+    assert sixteenth["gpu_kv_bytes_per_token"] == 2 * 192 * 2 < present["gpu_kv_bytes_per_token"]
+    assert half["variant"] in next(note for note in found["notes"] if note.startswith("On 4 GPUs"))
+    assert "--kv-fraction 0.1875" in found["advice"]  # the largest that is smaller on a GPU
+    assert main([*words, "--tp", "4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "what one of 4 GPUs caches" in shown
+    assert f"{present['gpu_kv_bytes_per_token']:,}" in shown
+    assert main([*words, "--tp", "1", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert not any("GPUs" in note for note in alone["notes"])
+    assert "--kv-fraction 0.5" in alone["advice"]
+    assert main([*words, "--tp", "3"]) == 0
+    assert "8 KV heads do not divide among 3 GPUs" in " ".join(capsys.readouterr().out.split())
+    for wrong in ("0", "5000"):
+        assert main([*words, "--tp", wrong]) == 2
+        assert f"--tp {wrong}. Use 1 to 4,096." in capsys.readouterr().err

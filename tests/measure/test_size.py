@@ -269,3 +269,22 @@ def test_windowed_flops_count_the_window_only():
     pairs = 2 * 6 * (4 + 4) * 2  # 2 H (E + V), two layers
     for n_token in (1, 5, 6, 100):
         assert forward_flops(full, n_token) - forward_flops(windowed, n_token) == pairs * max(0, n_token - 5)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 12, 24])
+@pytest.mark.parametrize("n_kv_head", [1, 2, 3, 4, 6, 12])
+def test_cache_of_one_gpu_holds_the_heads_that_its_queries_read(n_kv_head, tp):
+    """12 query heads in turn: wherever engines can split them, the fullest GPU has what its query heads need."""
+    layer = GroupedConfig(n_query_head=12, n_kv_head=n_kv_head, head_dim=4, v_head_dim=5)
+    group = 12 // n_kv_head
+    if 12 % tp == 0 and (n_kv_head % tp == 0 or tp % n_kv_head == 0):
+        needed = [
+            {head // group for head in range(gpu * 12 // tp, (gpu + 1) * 12 // tp)} for gpu in range(tp)
+        ]
+        assert layer.kv_numbers(tp) == max(map(len, needed)) * 9
+    else:
+        assert layer.kv_numbers(tp) == -(-n_kv_head // tp) * 9
+    latent = LatentConfig(
+        n_query_head=12, kv_lora_rank=7, qk_nope_head_dim=4, v_head_dim=5, qk_rope_head_dim=2
+    )
+    assert latent.kv_numbers(tp) == latent.kv_numbers() == 9

@@ -10,6 +10,7 @@ Letters, in annotations as written and in einsum in lower case (docs/notation.md
 Time is axis 1 of every tensor that has it: activations, cache rows and latents alike.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -169,9 +170,16 @@ class AttentionConfig(ABC):
         """FLOPs of one decoded token that sees `n_key` keys, its own included; the others are cached."""
         return self.projection_flops(d_model) + self.attention_flops(n_key)
 
-    def kv_numbers(self) -> int:
-        """Number of elements that one token adds to the cache."""
-        return sum(torch.Size(shape).numel() for shape in self.cache_rows().values())
+    def kv_numbers(self, tp: int = 1) -> int:
+        """Number of elements that one token adds to the cache; on the fullest of `tp` GPUs that share the heads.
+
+        Rows of heads, (K, E), are split between heads. A row without heads, such as a latent, is on every GPU.
+        """
+        total = 0
+        for shape in self.cache_rows().values():
+            *heads, width = shape
+            total += math.prod(math.ceil(n_head / tp) for n_head in heads) * width
+        return total
 
     def cache(
         self,

@@ -18,6 +18,12 @@ def plan(
     ] = None,
     batch: Annotated[int, Parameter(help="sequences decoded at once")] = 1,
     dtype: Annotated[Dtype, Parameter(help="number format of the weights and the cache")] = "fp32",
+    tp: Annotated[
+        int,
+        Parameter(
+            help="GPUs that share the heads of every layer (tensor parallelism): what one of them caches"
+        ),
+    ] = 1,
     parts: Annotated[
         bool, Parameter(negative="", help="also show the parameters and FLOPs of one layer's attention")
     ] = False,
@@ -35,7 +41,7 @@ def plan(
     from rehead.report.conversion import present_parts, present_plan
 
     config = read_plannable(model)
-    found = make(config, config.block_size if context is None else context, batch, torch_dtype(dtype))
+    found = make(config, config.block_size if context is None else context, batch, torch_dtype(dtype), tp)
     if json:
         say(asdict(found), "", json)
     else:

@@ -1,20 +1,15 @@
 """What each variant would cost, and what becoming it would be, from the config alone."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
-from rehead.attention.grouped_config import divisors
+from rehead.attention import GroupedConfig, LatentConfig
 from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
-from rehead.conversion.base import CannotConvert, Step, heads_of, summary
-from rehead.conversion.export.deepseek import require_sayable, stock_target
-from rehead.conversion.search import path
-from rehead.conversion.target import Target
+from rehead.conversion.base import summary
+from rehead.conversion.variants import Variant, Verdict, others, share
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
 from rehead.measure.parts import Parts, parts
@@ -22,10 +17,8 @@ from rehead.measure.size import active_parameters, decode_bytes, decode_flops
 
 MOST_SEQUENCES = 1 << 20
 """Decoded at once, in a plan; more is a slip of the keys."""
-Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
-FRACTIONS = (Fraction(1, 2), Fraction(3, 8), Fraction(1, 4), Fraction(3, 16))
-
-EXPORT = "export --format deepseek_v3"
+MOST_GPUS = 4096
+"""That share the heads of a layer, in a plan."""
 REBUILDING = (
     "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
     "them into all keys and values."
@@ -39,34 +32,11 @@ TIED = (
 )
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A command, and the attention it makes of a layer. One that `exports` takes no approximation."""
-
-    command: str
-    target: Callable[[AttentionConfig], AttentionConfig]
-    exports: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A model, and what becoming it would be. `step` is the conversion that would have to be possible."""
-
-    command: str
-    config: ModelConfig
-    verdict: Verdict
-    why: str
-    step: str = ""
-
-    @property
-    def attention(self) -> AttentionConfig | None:
-        """The attention of the first layer."""
-        return self.config.attention[0] if isinstance(self.config, GPTConfig) else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant. Bytes are those of the planned dtype; FLOPs and read bytes of one decode step.
+    """One variant. Bytes are those of the planned dtype; FLOPs and read bytes of one decode step, on all GPUs together.
+
+    `gpu_kv_bytes_per_token` and `gpu_cache_bytes` are the part that the fullest GPU holds.
 
     `active_parameters` are those that one token uses, which are fewer where there are experts.
 
@@ -80,6 +50,8 @@ class Row:
     active_parameters: int
     kv_bytes_per_token: int
     cache_bytes: int
+    gpu_kv_bytes_per_token: int
+    gpu_cache_bytes: int
     decode_flops: int
     decode_bytes: int
     layer: Parts | None
@@ -89,24 +61,35 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All variants, the present one first, which of them to choose, and what is to be known about them."""
+    """All variants, the present one first, which of them to choose, and what is to be known about them.
+
+    `tp` is the number of GPUs that share the heads of every layer.
+    """
 
     context: int
     batch_size: int
+    tp: int
     dtype: str
     rows: list[Row]
     advice: str
     notes: list[str]
 
 
-def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dtype = torch.float32) -> Plan:
-    """Return every variant of `config` at a context length.
+def plan(
+    config: ModelConfig,
+    context: int,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    tp: int = 1,
+) -> Plan:
+    """Return every variant of `config` at a context length, on `tp` GPUs under tensor parallelism.
 
     A model without heads, or with an attention that no conversion takes, gets one row, and the reason as advice.
     """
     for name, size, largest in (
         ("context", context, LARGEST["block_size"]),
         ("batch", batch_size, MOST_SEQUENCES),
+        ("tp", tp, MOST_GPUS),
     ):
         if not 1 <= size <= largest:
             raise ConfigError(f"{name}={size}. Use 1 to {largest:,}.")
@@ -114,21 +97,22 @@ def plan(config: ModelConfig, context: int, batch_size: int = 1, dtype: torch.dt
     variants = [Variant(command="", config=config, verdict="present", why="")]
     refused = ""
     try:
-        variants += _others(config)
+        variants += others(config)
     except ConfigError as error:
         refused = str(error)
-    rows = [_row(variant, context, batch_size, dtype) for variant in variants]
+    rows = [_row(variant, context, batch_size, dtype, tp) for variant in variants]
     return Plan(
         context=context,
         batch_size=batch_size,
+        tp=tp,
         dtype=str(dtype).removeprefix("torch."),
         rows=rows,
         advice=refused or _advice(rows, variants),
-        notes=list(_notes(variants, context)),
+        notes=[*_notes(variants, context), *_of_gpus(rows, variants, tp)],
     )
 
 
-def _row(variant: Variant, context: int, batch_size: int, dtype: torch.dtype) -> Row:
+def _row(variant: Variant, context: int, batch_size: int, dtype: torch.dtype, tp: int) -> Row:
     config, layer = variant.config, variant.attention
     return Row(
         variant=_name(config),
@@ -137,6 +121,8 @@ def _row(variant: Variant, context: int, batch_size: int, dtype: torch.dtype) ->
         active_parameters=active_parameters(config),
         kv_bytes_per_token=kv_bytes_per_token(config, dtype),
         cache_bytes=cache_bytes(config, context, batch_size, dtype),
+        gpu_kv_bytes_per_token=kv_bytes_per_token(config, dtype, tp),
+        gpu_cache_bytes=cache_bytes(config, context, batch_size, dtype, tp),
         decode_flops=decode_flops(config, context) * batch_size,
         decode_bytes=decode_bytes(config, context, batch_size, dtype),
         layer=None if layer is None else parts(layer, config.n_embd, context),
@@ -152,105 +138,22 @@ def _name(config: ModelConfig) -> str:
     return f"rnn, a state of {config.n_layer} x {config.n_hidden}"
 
 
-def _others(config: ModelConfig) -> Iterator[Variant]:
-    """Yield what else the model could be."""
-    if not isinstance(config, GPTConfig):
-        raise ConfigError(
-            f"a model of type {config.model_type} has no heads to convert: its state is as large after any number of "
-            "tokens."
-        )
-    seen = {config.attention}
-    for candidate in _candidates(config):
-        try:
-            layers = tuple(candidate.target(layer) for layer in config.attention)
-        except ConfigError:  # not to be meant of every layer, such as a head too many
-            continue
-        if layers not in seen:
-            seen.add(layers)
-            yield _judge(config, replace(config, attention=layers), candidate)
-
-
-def _candidates(config: GPTConfig) -> Iterator[Candidate]:
-    """Yield the targets of `rehead convert`, and the export."""
-
-    def candidate(**fields: Any) -> Candidate:
-        command = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
-        return Candidate(command, lambda layer: Target(**fields).attention(layer, config.n_embd))
-
-    heads = heads_of(config.attention[0])
-    yield candidate(to="mha")
-    for n_kv_head in reversed(divisors(heads.n_query_head)[1:-1]):
-        yield candidate(to="gqa", n_kv_head=n_kv_head)
-    yield candidate(to="mqa")
-    yield candidate(to="mla")
-    for fraction in map(float, FRACTIONS):
-        yield candidate(to="mla", kv_fraction=fraction)
-    for fraction in map(float, FRACTIONS if heads.rope is not None else ()):
-        yield candidate(to="mla", target="uneven", kv_fraction=fraction)
-    yield candidate(to="reduced")
-    yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
-
-
-def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Variant:
-    """Judge the conversion to `result`. One that does not shrink the cache is pointless."""
-    before, after = (kv_bytes_per_token(config) for config in (source, result))
-
-    def judged(verdict: Verdict, why: str, step: str = "") -> Variant:
-        return Variant(command=candidate.command, config=result, verdict=verdict, why=why, step=step)
-
-    try:
-        if candidate.exports:
-            require_sayable(source)
-        paths = [
-            path(old, new, source.n_embd) for old, new in zip(source.attention, result.attention, strict=True)
-        ]
-    except CannotConvert as error:
-        return judged("impossible", error.reason, error.step)
-    steps = [step for steps in paths for step in steps]
-    exact = all(step.promise.exact for step in steps)
-    if after >= before:
-        kept = "exact, but " if exact else ""
-        return judged("pointless", f"{kept}{_share(after, before)} of the present cache")
-    if candidate.exports and not exact:
-        return judged("impossible", "its KV heads rotate in ways of their own")
-    if any(
-        step.result.kv_numbers() < new.kv_numbers()
-        for steps, new in zip(paths, result.attention, strict=True)
-        for step in steps
-    ):
-        return judged(
-            "pointless",
-            "its heads would be copies: fewer KV heads are the same model with a smaller cache",
-        )
-    reasons = dict.fromkeys(why for steps in paths for why in _reasons(steps, exact))
-    return judged("exact" if exact else "approximate", "; ".join(reasons))
-
-
-def _reasons(steps: list[Step], exact: bool) -> list[str]:
-    """Return why the steps are exact; if some are not, the reasons of all up to the last approximation."""
-    last = max((place for place, step in enumerate(steps) if step.promise.exact == exact), default=-1)
-    return [step.promise.why for step in steps[: last + 1]]
-
-
-def _share(after: int, before: int) -> str:
-    return f"{100 * after / before:.0f} %"
-
-
 def _advice(rows: list[Row], variants: list[Variant]) -> str:
     """Recommend the smallest exact cache or, without one, the largest approximate latent."""
-    exact = [row for row in rows if row.verdict == "exact"]
+    full = rows[0].gpu_kv_bytes_per_token
+    exact = [row for row in rows if row.verdict == "exact" and row.gpu_kv_bytes_per_token < full]
     lossy = [
         (row, isinstance(variant.attention, LatentConfig))
         for row, variant in zip(rows, variants, strict=True)
-        if row.verdict == "approximate"
+        if row.verdict == "approximate" and row.gpu_kv_bytes_per_token < full
     ]
     if exact:
-        best = min(exact, key=lambda row: (row.cache_bytes, row.parameters))
-        share = _share(best.kv_bytes_per_token, rows[0].kv_bytes_per_token)
-        return f"{best.command} keeps every logit and {share} of the cache."
+        best = min(exact, key=lambda row: (row.gpu_cache_bytes, row.parameters))
+        part = share(best.gpu_kv_bytes_per_token, full)
+        return f"{best.command} keeps every logit and {part} of the cache."
     if lossy:
         latents = (row for row, latent in lossy if latent)
-        best = max(latents, key=lambda row: row.cache_bytes, default=lossy[0][0])
+        best = max(latents, key=lambda row: row.gpu_cache_bytes, default=lossy[0][0])
         return f"Nothing smaller is exact. {best.command} usually loses least; measure it with --calibration TEXT."
     return "Nothing smaller can be made of this model: keep it as it is."
 
@@ -274,6 +177,33 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
         yield (
             f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
             "trained for that many."
+        )
+
+
+def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]:
+    """Yield what tensor parallelism makes of the rows: latents are on every GPU, and heads must divide."""
+    if tp == 1:
+        return
+    present, *others = rows
+    larger = [
+        row.variant
+        for row in others
+        if row.kv_bytes_per_token < present.kv_bytes_per_token
+        and row.gpu_kv_bytes_per_token >= present.gpu_kv_bytes_per_token
+    ]
+    if larger:
+        yield (
+            f"On {tp} GPUs KV heads are split, and a latent is on each of them. These are no smaller per GPU than the "
+            f"present cache: {'; '.join(larger)}."
+        )
+    config = variants[0].config
+    layers = config.attention if isinstance(config, GPTConfig) else ()
+    heads = {shape[0] for layer in layers for shape in layer.cache_rows().values() if len(shape) == 2}
+    uneven = sorted(n_head for n_head in heads if n_head % tp and tp % n_head)
+    if uneven:
+        yield (
+            f"{' and '.join(map(str, uneven))} KV heads do not divide among {tp} GPUs, which engines refuse. The "
+            "figures are those of the fullest GPU."
         )
 
 

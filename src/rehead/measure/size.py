@@ -96,20 +96,30 @@ def decode_bytes(
     return weights + cache_bytes(config, n_token, batch_size, dtype)
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes one token adds to the cache of all layers, before a window is full; 0 for an RNN."""
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype = torch.float32, tp: int = 1) -> int:
+    """Return the bytes one token adds to the cache of all layers, before a window is full; 0 for an RNN.
+
+    With `tp` these are the bytes on the fullest of so many GPUs under tensor parallelism.
+    """
     if isinstance(config, GPTConfig):
-        return sum(layer.kv_numbers() for layer in config.attention) * dtype.itemsize
+        return sum(layer.kv_numbers(tp) for layer in config.attention) * dtype.itemsize
     return 0
 
 
 def cache_bytes(
-    config: ModelConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    n_token: int,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    tp: int = 1,
 ) -> int:
-    """Return the bytes of the cache after `n_token` tokens: a window keeps min(T, W) rows, an RNN one state."""
+    """Return the bytes of the cache after `n_token` tokens: a window keeps min(T, W) rows, an RNN one state.
+
+    `tp` is as in `kv_bytes_per_token`.
+    """
     if isinstance(config, GPTConfig):
         numbers = sum(
-            layer.kv_numbers() * min(n_token, layer.window or n_token) for layer in config.attention
+            layer.kv_numbers(tp) * min(n_token, layer.window or n_token) for layer in config.attention
         )
     else:
         assert isinstance(config, RNNConfig)

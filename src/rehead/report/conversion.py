@@ -19,8 +19,11 @@ LEAST_NEEDED = (2, 5, 4, 3, 6)
 def present_plan(plan: Plan) -> None:
     """Print the table of all variants with the reasons below it, the advice, and notes."""
     title = f"{plan.rows[0].variant}: context {plan.context:,}, batch {plan.batch_size}, {plan.dtype}"
-    full = plan.rows[0].kv_bytes_per_token
-    show(title, HEADER, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
+    header, full = list(HEADER), plan.rows[0].gpu_kv_bytes_per_token
+    if plan.tp > 1:
+        title += f", what one of {plan.tp} GPUs caches"
+        header[1], header[3] = "KV B/\ntoken, GPU", "cache, GPU"
+    show(title, header, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
     console = Console(highlight=False)
     for line in (f"{row.variant}: {row.why}" for row in plan.rows if row.why):
         console.print(_filled(line, console.width, "  "))
@@ -75,9 +78,9 @@ def _filled(line: str, width: int, indent: str) -> str:
 def _row(row: Row, full: int) -> tuple[str, ...]:
     return (
         row.variant,
-        f"{row.kv_bytes_per_token:,}",
-        f"{100 * row.kv_bytes_per_token / full:.0f} %" if full else "",
-        _bytes(row.cache_bytes),
+        f"{row.gpu_kv_bytes_per_token:,}",
+        f"{100 * row.gpu_kv_bytes_per_token / full:.0f} %" if full else "",
+        _bytes(row.gpu_cache_bytes),
         f"{row.parameters:,}",
         f"{row.decode_flops / 1e6:,.1f} M",
         _bytes(row.decode_bytes),

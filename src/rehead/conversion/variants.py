@@ -1,0 +1,131 @@
+"""What a model could become, each with a verdict, from the config alone."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+from rehead.attention import AttentionConfig
+from rehead.attention.grouped_config import divisors
+from rehead.config import GPTConfig, ModelConfig
+from rehead.conversion.base import CannotConvert, Step, heads_of
+from rehead.conversion.export.deepseek import require_sayable, stock_target
+from rehead.conversion.search import path
+from rehead.conversion.target import Target
+from rehead.errors import ConfigError
+from rehead.measure import kv_bytes_per_token
+
+Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
+FRACTIONS = (Fraction(1, 2), Fraction(3, 8), Fraction(1, 4), Fraction(3, 16))
+
+EXPORT = "export --format deepseek_v3"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A command, and the attention it makes of a layer. One that `exports` takes no approximation."""
+
+    command: str
+    target: Callable[[AttentionConfig], AttentionConfig]
+    exports: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model, and what becoming it would be. `step` is the conversion that would have to be possible."""
+
+    command: str
+    config: ModelConfig
+    verdict: Verdict
+    why: str
+    step: str = ""
+
+    @property
+    def attention(self) -> AttentionConfig | None:
+        """The attention of the first layer."""
+        return self.config.attention[0] if isinstance(self.config, GPTConfig) else None
+
+
+def others(config: ModelConfig) -> Iterator[Variant]:
+    """Yield what else the model could be."""
+    if not isinstance(config, GPTConfig):
+        raise ConfigError(
+            f"a model of type {config.model_type} has no heads to convert: its state is as large after any number of "
+            "tokens."
+        )
+    seen = {config.attention}
+    for candidate in _candidates(config):
+        try:
+            layers = tuple(candidate.target(layer) for layer in config.attention)
+        except ConfigError:  # not to be meant of every layer, such as a head too many
+            continue
+        if layers not in seen:
+            seen.add(layers)
+            yield _judge(config, replace(config, attention=layers), candidate)
+
+
+def _candidates(config: GPTConfig) -> Iterator[Candidate]:
+    """Yield the targets of `rehead convert`, and the export."""
+
+    def candidate(**fields: Any) -> Candidate:
+        command = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
+        return Candidate(command, lambda layer: Target(**fields).attention(layer, config.n_embd))
+
+    heads = heads_of(config.attention[0])
+    yield candidate(to="mha")
+    for n_kv_head in reversed(divisors(heads.n_query_head)[1:-1]):
+        yield candidate(to="gqa", n_kv_head=n_kv_head)
+    yield candidate(to="mqa")
+    yield candidate(to="mla")
+    for fraction in map(float, FRACTIONS):
+        yield candidate(to="mla", kv_fraction=fraction)
+    for fraction in map(float, FRACTIONS if heads.rope is not None else ()):
+        yield candidate(to="mla", target="uneven", kv_fraction=fraction)
+    yield candidate(to="reduced")
+    yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
+
+
+def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Variant:
+    """Judge the conversion to `result`. One that does not shrink the cache is pointless."""
+    before, after = (kv_bytes_per_token(config) for config in (source, result))
+
+    def judged(verdict: Verdict, why: str, step: str = "") -> Variant:
+        return Variant(command=candidate.command, config=result, verdict=verdict, why=why, step=step)
+
+    try:
+        if candidate.exports:
+            require_sayable(source)
+        paths = [
+            path(old, new, source.n_embd) for old, new in zip(source.attention, result.attention, strict=True)
+        ]
+    except CannotConvert as error:
+        return judged("impossible", error.reason, error.step)
+    steps = [step for steps in paths for step in steps]
+    exact = all(step.promise.exact for step in steps)
+    if after >= before:
+        kept = "exact, but " if exact else ""
+        return judged("pointless", f"{kept}{share(after, before)} of the present cache")
+    if candidate.exports and not exact:
+        return judged("impossible", "its KV heads rotate in ways of their own")
+    if any(
+        step.result.kv_numbers() < new.kv_numbers()
+        for steps, new in zip(paths, result.attention, strict=True)
+        for step in steps
+    ):
+        return judged(
+            "pointless",
+            "its heads would be copies: fewer KV heads are the same model with a smaller cache",
+        )
+    reasons = dict.fromkeys(why for steps in paths for why in _reasons(steps, exact))
+    return judged("exact" if exact else "approximate", "; ".join(reasons))
+
+
+def _reasons(steps: list[Step], exact: bool) -> list[str]:
+    """Return why the steps are exact; if some are not, the reasons of all up to the last approximation."""
+    last = max((place for place, step in enumerate(steps) if step.promise.exact == exact), default=-1)
+    return [step.promise.why for step in steps[: last + 1]]
+
+
+def share(after: int, before: int) -> str:
+    """Return a size as a percentage of another."""
+    return f"{100 * after / before:.0f} %"
