@@ -15,7 +15,7 @@ from rehead.checkpoint import families
 from rehead.cli import conversion as commands
 from rehead.conversion import conversions, methods, targets
 from rehead.conversion.base import Statistics
-from rehead.conversion.export.deepseek import Engine
+from rehead.conversion.export.engines import Engine
 from rehead.errors import ConfigError
 
 D = 23

@@ -211,11 +211,11 @@ def export(
         Parameter(help="the model family to write; auto takes the first that can represent the model"),
     ] = "auto",
     engine: Annotated[
-        Literal["transformers", "vllm"] | None,
+        Literal["transformers", "vllm", "sglang", "mlx", "llama.cpp"] | None,
         Parameter(
             name="--for",
-            help="the engine that will load it: vllm allows only what vLLM serves, transformers more "
-            "[default: what both load, where possible]",
+            help="the engine that will load it: what it would compute otherwise is refused "
+            "[default: what all load, where possible]",
         ),
     ] = None,
     json: Json = False,

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from rehead.checkpoint import families
 from rehead.config import GPTConfig, ModelConfig, RunOptions, flags
 from rehead.conversion import methods
-from rehead.conversion.export.deepseek import Engine
+from rehead.conversion.export.engines import Engine
 from rehead.conversion.folder import read_plannable
 from rehead.conversion.texts import SELF
 from rehead.data import CORPORA

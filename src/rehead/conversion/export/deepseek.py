@@ -2,18 +2,16 @@
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
-from rehead.checkpoint import Family
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.huggingface.base import unusual
 from rehead.config import GPTConfig, encode
@@ -22,6 +20,7 @@ from rehead.conversion.base import CannotConvert, heads_of
 from rehead.conversion.blocks import random_blocks
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.converter import convert, require_heads
+from rehead.conversion.export.engines import ENGINES, V3, Engine, kind, require_served
 from rehead.conversion.export.storable import storable
 from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import IdentityNorm, side_by_side, unrotated
@@ -31,10 +30,6 @@ from rehead.measure import parameters
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel, skeleton
 
-Engine = Literal["transformers", "vllm"]
-ROWS = (320, 512, 576)
-HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256))
-"""Cache rows, and heads (rebuilt, rotated, of values), that vLLM's MLA kernels are built for."""
 RANK, HEAD, ROPE = 512, 128, 64
 """DeepSeek's own sizes, the ones every engine's MLA kernels know: vLLM's on a CPU know no others."""
 SMALL_RANK = 256
@@ -42,19 +37,22 @@ SMALL_RANK = 256
 
 
 def to_deepseek(
-    model: LanguageModel, engine: Engine = "vllm", scratch: Path | None = None
+    model: LanguageModel, engine: Engine | None = None, scratch: Path | None = None
 ) -> tuple[LanguageModel, Certificate]:
     """`model` for plain `DeepseekV3ForCausalLM`, exactly, and its certificate, measured on random tokens.
 
-    For vLLM MQA with rope (heads of 64, 32 or 16), and every model without rope; for transformers any
-    number of KV heads of any width, with rope of any kind. Raises ConfigError for the rest.
+    Without an engine, for vLLM and SGLang: MQA with rope (heads of 64, 32 or 16), and every model without rope. For
+    transformers: any number of KV heads of any width, with rope of any kind; for mlx and llama.cpp the same with the
+    angles they compute (`engines.ENGINES`). Raises ConfigError for the rest.
     """
     config = require_heads(model)
     require_sayable(config)
     if model.head.weight.dtype == torch.float16:
         raise ConfigError("float16 cannot hold the identity norm's small numbers: use bfloat16 or float32.")
-    shape = stock_target if engine == "vllm" else own_target
-    wide = [shape(layer, config.n_embd) for layer in config.attention]
+    if engine is None or ENGINES[engine].padded:
+        wide = [stock_target(layer, config.n_embd) for layer in config.attention]
+    else:
+        wide = [read_by(engine, own_target(layer, config.n_embd)) for layer in config.attention]
     normed = []
     for index, (layer, target) in enumerate(zip(config.attention, wide, strict=True)):
         steps = path(layer, target, config.n_embd)
@@ -63,14 +61,14 @@ def to_deepseek(
         if lossy:
             raise ConfigError(
                 f"{layer.describe()} cannot become an exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head "
-                "rotates in its own way, and vLLM has one rotary part of 64. Use --for transformers, or convert it to "
-                "mqa and heal it."
+                "rotates in its own way, and vLLM and SGLang have one rotary part of 64. Use --for transformers, or "
+                "convert it to mqa and heal it."
             )
     converted, certificate = convert(model, wide, scratch=scratch)
     found = (
-        for_vllm(converted)
-        if engine == "vllm"
-        else with_eps(converted, config.norm_eps, tied=config.tie_embeddings)
+        with_eps(converted, config.norm_eps, tied=config.tie_embeddings)
+        if engine == "transformers"
+        else for_every_engine(converted)
     )
     found = storable(found, normed) if normed else found
     if found is not converted:
@@ -108,7 +106,7 @@ def require_sayable(config: GPTConfig) -> None:
 
 def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """Return the attention of DeepSeek's class that can hold `layer`, with the sizes of vLLM's kernels."""
-    _require_served(layer)
+    _require_representable(layer)
     layer = heads_of(layer)
     rank = RANK
     if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
@@ -129,8 +127,8 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
             )
         if layer.rope.scaling is not None:
             raise ConfigError(
-                "scaled rope: vLLM's DeepseekV3ForCausalLM computes other angles. Use --for transformers, or --format "
-                "llama."
+                "scaled rope: DeepseekV3ForCausalLM of vLLM and SGLang computes other angles. Use --for transformers, "
+                "or --format llama."
             )
     if needed > RANK:
         raise ConfigError(
@@ -166,7 +164,7 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     Its heads are 4, 16, ... times as wide as the layer's: then the queries are multiplied by a power of
     two, which rounds nothing.
     """
-    _require_served(layer)
+    _require_representable(layer)
     layer = heads_of(layer)
     if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
         return replace(layer, n_kv_head=layer.n_query_head, latent_norm=True)
@@ -193,7 +191,17 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     )
 
 
-def _require_served(layer: AttentionConfig) -> None:
+def read_by(engine: Engine, layer: LatentConfig) -> LatentConfig:
+    """Return the attention in a layout that an engine reads; raises ConfigError where it computes other angles."""
+    assert layer.rope is not None
+    layouts = ENGINES[engine].angles.get(kind(layer.rope), ())
+    if layouts and layer.rope.layout not in layouts:
+        layer = replace(layer, rope=replace(layer.rope, layout=layouts[0]))
+    require_served(layer, V3, engine)
+    return layer
+
+
+def _require_representable(layer: AttentionConfig) -> None:
     if layer.window is not None:
         raise ConfigError(
             f"window={layer.window}: DeepseekV3ForCausalLM has no window. Use --format mistral."
@@ -211,36 +219,9 @@ def _require_served(layer: AttentionConfig) -> None:
         )
 
 
-def for_vllm(model: LanguageModel) -> LanguageModel:
-    """Return the same function as vLLM reads it: eps 1e-6 in every norm, and a head of its own."""
+def for_every_engine(model: LanguageModel) -> LanguageModel:
+    """Return the same function as every engine reads it: eps 1e-6 in every norm, and a head of its own."""
     return with_eps(model, NORM_EPS, tied=False)
-
-
-def require_vllm(config: GPTConfig, family: Family) -> None:
-    """Refuse what vLLM's own class of this family has no field for, or would read differently."""
-    first = config.attention[0]
-    if not isinstance(first, LatentConfig):
-        return
-    assert first.rope is not None
-    heads = (first.qk_nope_head_dim, first.qk_rope_head_dim, first.v_head_dim)
-    row = first.kv_lora_rank + first.qk_rope_head_dim
-    wrong = {
-        f"{family.architecture} (its kernels are DeepSeek's)": not family.deepseek_kernels,
-        f"kv_lora_rank + qk_rope_head_dim = {row} (it takes {_or(ROWS)})": row not in ROWS,
-        f"heads of {heads} (it takes {_or(HEADS)})": heads not in HEADS,
-        "scaled rope (it computes other angles)": first.rope.scaling is not None,
-        "rope_layout=half-split (it takes interleaved for granted)": first.rope.layout != "interleaved",
-        "biases (it leaves them out)": first.qkv_bias or first.o_bias,
-    }
-    found = [what for what, bad in wrong.items() if bad]
-    if found:
-        raise ConfigError(
-            f"vLLM cannot serve this model's {'; '.join(found)}. Use --for transformers, which serves it too."
-        )
-
-
-def _or(sizes: Sequence[object]) -> str:
-    return ", ".join(map(str, sizes[:-1])) + f" or {sizes[-1]}"
 
 
 def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:

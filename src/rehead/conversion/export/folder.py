@@ -9,7 +9,8 @@ from rehead.checkpoint import Family, families, publish
 from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
-from rehead.conversion.export.deepseek import Engine, for_vllm, require_vllm, to_deepseek
+from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
+from rehead.conversion.export.engines import Engine, require_served
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
@@ -124,13 +125,14 @@ def _as_stock(
         if kind not in ("auto", DEEPSEEK):
             raise
         try:
-            model, certificate = to_deepseek(model, engine or "vllm", scratch)
+            model, certificate = to_deepseek(model, engine, scratch)
         except ConfigError as other:
             raise ConfigError(str(other) if kind == DEEPSEEK else f"{error} {other}") from error
         return model, families[DEEPSEEK], certificate
     if family.deepseek_kernels and engine != "transformers":
-        model = for_vllm(model)
-    if engine == "vllm":
-        assert isinstance(model.config, GPTConfig)
-        require_vllm(model.config, family)
+        model = for_every_engine(model)
+    assert isinstance(model.config, GPTConfig)
+    first = model.config.attention[0]
+    if engine is not None and isinstance(first, LatentConfig):
+        require_served(first, family.architecture, engine)
     return model, family, None
