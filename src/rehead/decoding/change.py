@@ -1,12 +1,14 @@
 """Notices when a model was changed after its decoder was made."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rehead.decoding.lowering import hooks
+from rehead.decoding.lowering import has_other_forward, hooks
+from rehead.decoding.native_op import is_readable
 from rehead.model import LanguageModel
 from rehead.model.base import Decode, require_one_dtype
 
@@ -14,8 +16,8 @@ from rehead.model.base import Decode, require_one_dtype
 class Decoder:
     """Decodes with the engine that `make` returns, and makes another one after the model was changed.
 
-    It notices weights that were converted or moved (`model.double()`), hooks, and autocast. Other changes of weights
-    and parts need a new decoder.
+    It notices weights and parts that were changed, converted, moved or replaced, hooks, replaced `forward`s, and
+    autocast. A change through `weight.data`, which PyTorch does not count, needs a new decoder.
     """
 
     def __init__(self, model: LanguageModel, make: Callable[[], Decode]) -> None:
@@ -38,21 +40,41 @@ class Made:
     """An engine with the state of the model that it was made for."""
 
     def __init__(self, model: LanguageModel, decode: Decode) -> None:
-        self.decode, self._model, self._head = decode, model, model.head.weight
-        self._weights = list(model.parameters())
-        self._memory = [weight.detach() for weight in self._weights]  # kept, so that no address is used again
+        self.decode, self._device = decode, model.device.type
+        self._parts = list(map(vars, model.modules()))
+        tables = [part[table] for part in self._parts for table in ("_parameters", "_modules")]
+        self._tables = [table for table in tables if table]
+        self._members = list(map(dict, self._tables))
+        self._weights = [weight for weight in model.parameters() if is_readable(weight)]
+        self._memory = [
+            weight.untyped_storage() for weight in self._weights
+        ]  # kept: no address is used again
         self._places = list(map(Tensor.data_ptr, self._weights))
+        self._counted = [weight for weight in self._weights if not weight.is_inference()]
+        self._versions = list(map(_version, self._counted))
         self._hooks = hooks(model)
         self._called = self._forward_is_called()
 
     def is_current(self) -> bool:
         """Whether the model is still in that state; runs for every token."""
         return (
-            self._model.head.weight is self._head
+            self._has_its_members()
             and list(map(Tensor.data_ptr, self._weights)) == self._places
+            and list(map(_version, self._counted)) == self._versions
             and self._forward_is_called() == self._called
         )
 
+    def _has_its_members(self) -> bool:
+        """Whether every part still has the same weights and parts."""
+        try:
+            return self._tables == self._members  # the same objects are equal without a look at their numbers
+        except RuntimeError:  # two weights, compared number by number
+            return False
+
     def _forward_is_called(self) -> tuple[bool, bool]:
-        """Whether hooks or autocast need the model's own `forward`."""
-        return any(self._hooks), torch.is_autocast_enabled(self._head.device.type)
+        """Whether hooks, a replaced `forward` or autocast need the model's own calls."""
+        return any(self._hooks) or has_other_forward(self._parts), torch.is_autocast_enabled(self._device)
+
+
+_version = attrgetter("_version")
+"""How often a tensor was changed in place."""

@@ -12,7 +12,7 @@ from rehead.attention.program import Program
 from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
 from rehead.decoding.native_limits import refusal
-from rehead.decoding.native_op import kernel
+from rehead.decoding.native_op import is_readable, kernel
 from rehead.decoding.native_program import NativeProgram
 from rehead.decoding.token import is_gapless, is_same, next_token, stores, widest
 from rehead.decoding.torch_engine import torch_decoder
@@ -32,6 +32,8 @@ def native_refusal(model: LanguageModel) -> str | None:
         return f"the model is on {model.device.type}"
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         return f"weights of {', '.join(sorted(map(str, dtypes)))}"
+    if not all(map(is_readable, weights)):
+        return "weights that are not in memory"
     program = lowered(model)
     if program is None:
         return why_not_lowered(model)

@@ -4,7 +4,7 @@ import ctypes
 from enum import IntEnum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rehead.native import KernelUnavailable, library
 
@@ -46,6 +46,19 @@ def kernel() -> ctypes.CDLL | KernelUnavailable:
         loaded.step.argtypes = [pointer, number, pointer, pointer, number, number]
         loaded.step.restype = None
     return loaded
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the numbers of a tensor are in the CPU's memory as they are, so that C++ may take its address."""
+    if (
+        type(x) not in (Tensor, nn.Parameter)
+        or x.device.type != "cpu"
+        or x.layout != torch.strided
+        or x.is_neg()
+    ):
+        return False
+    last = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return not x.numel() or x.untyped_storage().nbytes() >= (last + 1) * x.element_size()
 
 
 def panels(key_up: Tensor) -> Tensor:

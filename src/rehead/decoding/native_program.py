@@ -25,7 +25,8 @@ from rehead.attention.program import (
 )
 from rehead.attention.rope import Rotary
 from rehead.attention.slot import Slot
-from rehead.decoding.native_op import PARTS, Kind, NativeOp, kernel, panels
+from rehead.decoding.native_op import PARTS, Kind, NativeOp, is_readable, kernel, panels
+from rehead.errors import UsageError
 from rehead.native import KernelUnavailable
 from rehead.nn.norm import ZeroCenteredRMSNorm
 
@@ -130,6 +131,10 @@ class NativeProgram:
         for name, value in (operands | fields).items():
             if isinstance(value, Tensor):
                 self._held.append(value.detach())  # its memory, whatever becomes of the weight
+                if value.dtype not in (torch.float32, torch.bfloat16) or not is_readable(value):
+                    raise UsageError(
+                        f"weights of {value.dtype} that C++ cannot read: the model was changed. Make a new decoder."
+                    )
                 if name in ("w", "b", "g"):
                     op.bfloat16 = op.bfloat16 or value.dtype == torch.bfloat16
                 setattr(op, name, value.data_ptr())

@@ -65,7 +65,8 @@ def linear_few_rows(
     On a CPU in float32, the BLAS reads it with one thread for one row, and slowly for a few: one row is a batch of
     products with parts of the weight, several rows go through oneDNN.
     """
-    if x.dtype != torch.float32 or x.device.type != "cpu":
+    plain = type(weight) in (Tensor, nn.Parameter)  # inference mode does not let others be split
+    if not plain or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
     n_out, n_in = weight.shape
     n_thread = torch.get_num_threads()
