@@ -168,3 +168,9 @@ def test_draws_never_take_an_impossible_token():
     likely = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     edges = torch.tensor([0.0, 0.5, 0.49999999, 1 - 2**-24])
     assert draw(likely.expand(4, -1), edges).tolist() == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize("top_p", [1e-45, 1e-46, 5e-324])
+def test_the_smallest_top_p_keeps_the_likeliest_token(top_p):
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert probabilities(logits, 1.0, top_p=top_p).tolist() == [[0, 1, 0]]

@@ -57,8 +57,9 @@ def probabilities(
     likely = (below / float(temperature)).softmax(dim=-1).float()
     if top_p is not None and top_p < 1:
         ordered, order = likely.sort(dim=-1, descending=True)
+        least = max(top_p, torch.finfo(ordered.dtype).tiny)  # not 0, so that the likeliest token stays
         before = ordered.cumsum(dim=-1) - ordered
-        dropped = torch.zeros_like(likely, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        dropped = torch.zeros_like(likely, dtype=torch.bool).scatter(-1, order, before >= least)
         likely = likely.masked_fill(dropped, 0.0)
         likely = likely / likely.sum(dim=-1, keepdim=True)
     return likely

@@ -76,6 +76,15 @@ def _run(name: str, *given: Any) -> None:
     getattr(loaded, name)(*arguments, torch.get_num_threads())
 
 
+def _require_floats(name: str, like: Tensor, *others: Tensor) -> None:
+    """Refuse tensors that are not float32 on a CPU, or of another shape than the first."""
+    for t in (like, *others):
+        if t.dtype != torch.float32 or t.device.type != "cpu":
+            raise ValueError(f"{name} of {t.dtype} on {t.device}: it computes float32 on a CPU")
+        if t.shape != like.shape:
+            raise ValueError(f"{name} of shapes {tuple(like.shape)} and {tuple(t.shape)}: they must be alike")
+
+
 def _array(t: Tensor) -> Any:
     assert t.shape[3] == 1 or t.stride(3) == 1
     return ctypes.byref(Array(t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)))
@@ -100,12 +109,14 @@ def _sizes(
     batch, n_query, n_head, width = query.shape
     _, n_key, n_kv, n_value = value.shape
     drawn = 0 if draws is None else draws.shape[-1]
-    if key.shape != (batch, n_key, n_kv, width) or len(value) != batch or n_head % n_kv:
+    if key.shape != (batch, n_key, n_kv, width) or len(value) != batch or not n_kv or n_head % n_kv:
         raise ValueError(
             f"queries {query.shape}, keys {key.shape}, values {value.shape} do not fit each other"
         )
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (query, key, value)):
         raise ValueError("queries, keys and values are float32 on a CPU")
+    if window < 0 or not 0 <= dropped < 1 << 15:
+        raise ValueError(f"window={window} and dropped={dropped}: at least 0, and dropped below {1 << 15}")
     if not n_key or (causal and n_query > n_key):
         raise ValueError(f"{n_query} queries, causal={causal}, have {n_key} keys")
     if draws is not None:
@@ -141,9 +152,9 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, draws: Tensor | None, *rule: Any
 ) -> tuple[Tensor, Tensor]:
     query, key, value = _dense(query, key, value)
+    sizes = _sizes(query, key, value, draws, *rule)
     out = query.new_empty(*query.shape[:3], value.shape[3])
     logs = query.new_empty(query.shape[0], query.shape[2], query.shape[1])
-    sizes = _sizes(query, key, value, draws, *rule)
     _run("attend_forward", sizes, _array(query), _array(key), _array(value), draws, _array(out), logs)
     return out, logs
 
@@ -158,15 +169,21 @@ def _attend_backward(
     upstream: Tensor,
     *rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value, upstream = _dense(query, key, value, upstream)
-    grads = query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    query, key, value, out, upstream = _dense(query, key, value, out, upstream)
     sizes = _sizes(query, key, value, draws, *rule)
+    batch, n_query, n_head, _ = query.shape
+    wanted = query.new_empty(()).expand(batch, n_query, n_head, value.shape[3])
+    _require_floats("attend_backward", wanted, out, upstream)
+    _require_floats("attend_backward", query.new_empty(()).expand(batch, n_head, n_query), logs)
+    logs = logs.contiguous()
+    grads = query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     inputs = _array(query), _array(key), _array(value), draws, _array(out), _array(upstream)
     _run("attend_backward", sizes, *inputs, logs, *map(_array, grads))
     return grads
 
 
 def _gelu(x: Tensor) -> Tensor:
+    _require_floats("gelu", x)
     x = x.contiguous()
     y = torch.empty_like(x)
     _run("gelu_forward", x, y, x.numel())
@@ -174,6 +191,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _gelu_backward(x: Tensor, upstream: Tensor) -> Tensor:
+    _require_floats("gelu_backward", x, upstream)
     x, upstream = x.contiguous(), upstream.contiguous()
     to_x = torch.empty_like(x)
     _run("gelu_backward", x, upstream, to_x, x.numel())
