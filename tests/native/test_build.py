@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -130,9 +131,14 @@ def test_a_file_of_another_user_is_not_loaded(here):
 def test_a_user_without_a_home_builds_among_the_temporary_files(source, tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder != Path(tempfile.gettempdir()):
+            folder.chmod(0o755)
     nobody = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
+    if subprocess.run(
+        [*nobody, sys.executable, "-c", "import rehead"], cwd="/", capture_output=True
+    ).returncode:
+        pytest.skip("others may not read this Python or this repository")
     said = answer(source, nobody, HOME=None, XDG_CACHE_HOME=None, TMPDIR=str(tmp_path / "tmp"))
     assert said == [BUILDS, "42"]
     (path,) = (tmp_path / "tmp" / "rehead-12345" / "native").iterdir()
@@ -165,10 +171,10 @@ def test_a_compiler_that_hangs_is_ended_with_what_it_began(here, monkeypatch):
     begin = time.monotonic()
     with pytest.raises(build.KernelUnavailable, match="took longer than 1 s"):
         build._built("answer")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
     state = Path(f"/proc/{(here / 'child').read_text().strip()}/stat")
     while state.exists() and state.read_text().split()[2] != "Z":  # ended, if nobody asked for its status
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
     assert not list((here / "rehead" / "native").iterdir())
 
 

@@ -179,8 +179,10 @@ def recover(parent: Path) -> None:
 
 def standing(folder: Path) -> Path:
     """Return `folder`, or where it is while it is being replaced, if it has been taken away already."""
+    if not folder.name or os.path.lexists(folder):  # "." has no name
+        return folder
     old = folder.with_name(f"{BEFORE}{folder.name}")
-    return old if not os.path.lexists(folder) and old.is_dir() else folder
+    return old if old.is_dir() else folder
 
 
 def require_folders(path: Path) -> None:
