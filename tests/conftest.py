@@ -25,7 +25,9 @@ settings.load_profile("rehead")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--few", action="store_true", help="contract tests on a few examples of every variant")
+    parser.addoption(
+        "--few", action="store_true", help="contract tests on a few examples of every variant, no long tests"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -41,6 +43,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("few"):
         many = _many()
         left_out += [item for item in items if "contract" in item.path.parts and many & _ids(item)]
+        left_out += [item for item in items if item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]

@@ -78,6 +78,7 @@ def untouched(theirs, ours):
     return names
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(600)  # eight processes, on a machine that may be busy
 @torch.no_grad()

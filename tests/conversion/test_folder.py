@@ -243,6 +243,7 @@ def test_a_run_is_healed_from_any_folder(run, monkeypatch):
 PROGRESS = r"rehead: self: .+|converting .+|[a-z ]+  [\d,]+(/[\d,]+)? [a-z]+(  \d+:\d\d:\d\d left)?"
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_several_calibrations_as_typed(run, capfd):
     """As a user types it, from a shell: equal shares of a file and of the model's own text; what is held out is

@@ -54,6 +54,7 @@ def typed(folder, words):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(600)  # six processes, on a machine that may be busy
 @torch.no_grad()

@@ -69,7 +69,10 @@ def llama(folder, n_kv_head):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("n_kv_head", "engine"), [(1, "vllm"), (1, "transformers"), (2, "transformers")])
+@pytest.mark.parametrize(
+    ("n_kv_head", "engine"),
+    [(1, "vllm"), pytest.param(1, "transformers", marks=pytest.mark.long), (2, "transformers")],
+)
 def test_an_export_survives_smaller_formats(n_kv_head, engine, tmp_path):
     llama(tmp_path / "llama", n_kv_head)
     words = ["export", "llama", "mla", "--format", "deepseek_v3", "--for", engine]
