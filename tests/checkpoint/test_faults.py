@@ -2,10 +2,10 @@
 
 import errno
 import fcntl
+import importlib
 import io
 import os
 import shutil
-import sys
 from itertools import cycle, repeat
 
 import pytest
@@ -14,7 +14,7 @@ import rehead
 from rehead.errors import ResourceError
 from rehead.model import both_seen
 
-publishing = sys.modules["rehead.checkpoint.files.publish"]
+publishing = importlib.import_module("rehead.checkpoint.files.publish")
 OPERATIONS = (
     (os, "open"), (os, "mkdir"), (os, "rename"), (os, "rmdir"), (os, "unlink"), (os, "chmod"), (os, "fsync"),
     (os, "stat"), (os, "scandir"), (io, "open"), (fcntl, "flock"), (publishing, "exchange"),

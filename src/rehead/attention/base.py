@@ -171,15 +171,12 @@ class AttentionConfig(ABC):
         return self.projection_flops(d_model) + self.attention_flops(n_key)
 
     def kv_numbers(self, tp: int = 1) -> int:
-        """Number of elements that one token adds to the cache; on the fullest of `tp` GPUs that share the heads.
+        """Elements that one token adds to the cache; to that of the fullest of `tp` GPUs that share the heads.
 
-        Rows of heads, (K, E), are split between heads. A row without heads, such as a latent, is on every GPU.
+        Rows of heads, (K, E), are split between heads. A row without heads, a latent, is on every GPU.
         """
-        total = 0
-        for shape in self.cache_rows().values():
-            *heads, width = shape
-            total += math.prod(math.ceil(n_head / tp) for n_head in heads) * width
-        return total
+        rows = self.cache_rows().values()
+        return sum(width * math.prod(math.ceil(n / tp) for n in heads) for *heads, width in rows)
 
     def cache(
         self,
