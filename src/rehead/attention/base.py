@@ -171,10 +171,7 @@ class AttentionConfig(ABC):
         return self.projection_flops(d_model) + self.attention_flops(n_key)
 
     def kv_numbers(self, tp: int = 1) -> int:
-        """Elements that one token adds to the cache; to that of the fullest of `tp` GPUs that share the heads.
-
-        Rows of heads, (K, E), are split between heads. A row without heads, a latent, is on every GPU.
-        """
+        """Elements that a token adds to the cache, of the fullest of `tp` GPUs: they share heads, and all have latents."""
         rows = self.cache_rows().values()
         return sum(width * math.prod(math.ceil(n / tp) for n in heads) for *heads, width in rows)
 
