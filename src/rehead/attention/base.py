@@ -171,7 +171,7 @@ class AttentionConfig(ABC):
         return self.projection_flops(d_model) + self.attention_flops(n_key)
 
     def kv_numbers(self, tp: int = 1) -> int:
-        """Elements that a token adds to the cache, of the fullest of `tp` GPUs: they share heads, and all have latents."""
+        """Elements a token adds to the cache, of the fullest of `tp` GPUs: they share heads, and all have latents."""
         rows = self.cache_rows().values()
         return sum(width * math.prod(math.ceil(n / tp) for n in heads) for *heads, width in rows)
 
