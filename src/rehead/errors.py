@@ -1,7 +1,7 @@
 """The exceptions that rehead raises. A message names the value, the rule it broke, and a way out.
 
-The command line turns each class into one line on stderr and its `exit_code`. 130 and 143 stand for
-SIGINT and SIGTERM, 8 for a bug in rehead.
+The command line turns each class into one line on stderr and its `exit_code`. 130, 143 and 129 stand for
+SIGINT, SIGTERM and SIGHUP, 8 for a bug in rehead.
 """
 
 

@@ -1,5 +1,6 @@
 """Signals sent to real processes. What follows a run is done here, in another process than the run's."""
 
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import rehead
+import rehead.training.run
 from rehead.checkpoint import resolve
 from rehead.cli import main
 from rehead.tokenizer import open_model
@@ -155,6 +157,54 @@ def test_a_checkpoint_dropped_while_it_is_opened_gives_way_to_the_next(monkeypat
     assert opened == [newest.name, found.folder.name]
     assert found.tokenizer is not None
     assert newest != found.folder
+
+
+def after(calls, do):
+    """`do`, with a SIGTERM during its call number `calls`."""
+    count = itertools.count(1)
+
+    def interrupted(*given, **more):
+        if next(count) == calls:
+            signal.raise_signal(signal.SIGTERM)
+        return do(*given, **more)
+
+    return interrupted
+
+
+DUE = ["trainer.eval_every=2", "trainer.sample_every=2", "trainer.sample_tokens=2"]
+
+
+@pytest.mark.parametrize(
+    ("where", "calls", "last"),
+    [("BatchSampler.next", 8, 2), ("evaluate", 3, 2), ("evaluate", 6, 4), ("stream", 1, 2)],
+)
+def test_what_a_signal_abandons_is_made_up_for(where, calls, last, monkeypatch, capsys):
+    """A step among its batches, an evaluation, also the last, and a sample."""
+    here = rehead.training.run
+    of, _, name = where.rpartition(".")
+    place = getattr(here, of) if of else here
+    own = {flag.partition("=")[0] for flag in DUE}
+    flags = [flag for flag in TINY if flag.partition("=")[0] not in own]
+    flags += [*DUE, "trainer.grad_accumulation=3", "trainer.max_iters=4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, after(calls, getattr(place, name)))
+        assert main(["train", *flags, "system.work_dir=a"]) == 143
+    assert f"stopped at step {last} and saved" in capsys.readouterr().err
+    train_here("system.work_dir=a", "trainer.resume=True")
+    train_here(*flags, "system.work_dir=whole")
+    assert everything("a") == everything("whole")
+    assert [(one["step"], one.get("loss"), one.get("val_loss")) for one in kept("a")] == [
+        (one["step"], one.get("loss"), one.get("val_loss")) for one in kept("whole")
+    ]
+    assert [file.read_bytes() for file in sorted(Path("a/samples").iterdir())] == [
+        file.read_bytes() for file in sorted(Path("whole/samples").iterdir())
+    ]
+
+
+def kept(folder):
+    """The records of steps and evaluations."""
+    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+    return [one for one in lines if "event" not in one]
 
 
 def test_a_signal_before_the_first_step_blocks_nothing(start):

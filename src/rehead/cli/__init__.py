@@ -3,7 +3,7 @@
 Importing this package imports no command, so that signals are handled before anything heavy is loaded.
 """
 
-from rehead.cli.interrupt import answer_signals, ignore_interrupt
+from rehead.cli.interrupt import answer_signals, ignore_signals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
 
     status = run(argv)
     if argv is None:
-        ignore_interrupt()
+        ignore_signals()
     return status
 
 

@@ -1,6 +1,10 @@
-"""Handles Ctrl-C and SIGTERM from the start: one word on stderr, and exit status 130 or 143."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP from the start: one word on stderr, and exit status 130, 143 or 129."""
 
+import _thread
 import os
+import time
+
+from rehead.system.hangup import leave_terminal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -9,36 +13,73 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # the C half: importing `signal` takes longer than everything before it
 
-WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 HERE = os.path.dirname(__file__)
 AGAIN = 0.02
 """Seconds between two checks whether an import has ended."""
 
+PATIENCE = 1.5
+"""Seconds that one call of C++ may go on after a signal: Python's handler waits for its end."""
+_answered: list[int] = []
+
 
 def answer_signals() -> None:
-    """Let SIGINT and SIGTERM raise KeyboardInterrupt with their number, but never inside an import.
+    """Let SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt with their number, but never inside an import.
 
     An exception inside an import leaves half a module and surfaces as an unrelated error. While a command
     imports what it needs, nothing has begun, so the process exits immediately; a later import is waited for.
-    A background job of a shell script inherits an ignored SIGINT: it gets the handler, too.
+    A background job of a shell script inherits an ignored SIGINT: it gets the handler, too. An ignored SIGHUP (nohup)
+    stays ignored. A second signal ends the process at once, and so does one that a long call of C++ keeps waiting.
     """
     for number in WORDS:
-        signal.signal(number, _stop)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _thread.start_new_thread(_watch, (reader,))
 
 
-def ignore_interrupt() -> None:
-    """Ignore SIGINT once the result has been printed and the interpreter shuts down."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def ignore_signals() -> None:
+    """Ignore signals once the result has been printed and the interpreter shuts down."""
+    for number in WORDS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _watch(reader: int) -> None:
+    """End the process if a signal for `_stop` is not answered in time: nothing is lost that can be saved."""
+    while True:
+        for number in os.read(reader, 1):
+            if number in WORDS:
+                before = len(_answered)
+                time.sleep(PATIENCE)
+                if len(_answered) == before and signal.getsignal(number) is _stop:
+                    _end(number)
+
+
+def _end(number: int) -> None:
+    os.write(2, f"{WORDS[number]}\n".encode())
+    os._exit(128 + number)
 
 
 def _stop(number: int, frame: "FrameType | None") -> None:
+    if number == signal.SIGHUP:
+        leave_terminal()
+        if _answered:  # the shell and the terminal may both send it
+            return
+    elif _answered:
+        _end(number)
+    _answered.append(number)
+    _interrupt(number, frame)
+
+
+def _interrupt(number: int, frame: "FrameType | None") -> None:
     importer = _importer(frame)
     if importer is None:
         raise KeyboardInterrupt(number)
     if os.path.dirname(importer.f_code.co_filename) == HERE:
-        os.write(2, f"{WORDS[number]}\n".encode())
-        os._exit(128 + number)
-    signal.signal(signal.SIGALRM, lambda _, later: _stop(number, later))
+        _end(number)
+    signal.signal(signal.SIGALRM, lambda _, later: _interrupt(number, later))
     signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
 

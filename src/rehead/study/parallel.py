@@ -22,9 +22,10 @@ from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.sharing import Sharing
 from rehead.study.work import run_job
-from rehead.training.interrupt import stop_signals
+from rehead.training.interrupt import HANDLED, stop_signals
 
 Record = dict[str, Any]
+FROM_TERMINAL = {signal.SIGINT, signal.SIGHUP}
 TURN = 0.2
 """Seconds between two checks for a signal."""
 
@@ -34,15 +35,15 @@ def run_parallel(
 ) -> None:
     """Call `run_job` for every job, `n_process` at a time, parents first; pass all records to `watch`.
 
-    SIGINT and SIGTERM make every process save and exit, then Interrupted is raised. The first error of a
-    process stops the others in the same way and is raised here.
+    SIGINT, SIGTERM and SIGHUP make every process save and exit, then Interrupted is raised; a second signal kills
+    them. The first error of a process stops the others like a signal and is raised here.
     """
     threads = max(1, torch.get_num_threads() // n_process)
     kernels = native.mode()
     context = multiprocessing.get_context("spawn")
     waiting, running = list(jobs), dict[Connection, tuple[Job, BaseProcess]]()
     failure: Exception | None = None
-    with stop_signals() as stop:
+    with _killed(running), stop_signals() as stop:
         while running or (waiting and failure is None):
             while failure is None and len(running) < n_process and (job := _ready(waiting, running)):
                 waiting.remove(job)
@@ -55,9 +56,7 @@ def run_parallel(
                 sender.close()
                 running[receiver] = job, process
             if stop.signal is not None and failure is None:
-                failure = Interrupted(
-                    "stopped, with every run saved: repeat the command to resume.", stop.signal
-                )
+                failure = _stopped(stop.signal)
                 _stop(running)
             for connection in wait(list(running), timeout=TURN):
                 assert isinstance(connection, Connection)
@@ -69,7 +68,7 @@ def run_parallel(
                     message = None if process.exitcode == 0 else _lost(job, process.exitcode)
                     del running[connection]
                 if isinstance(message, Exception) and failure is None:
-                    failure = message
+                    failure = message if stop.signal is None else _stopped(stop.signal)
                     _stop(running)
                 elif isinstance(message, str):
                     warnings.warn(f"{job.variant}: {message}", stacklevel=2)
@@ -81,16 +80,16 @@ def run_parallel(
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Block SIGINT in processes started here: a terminal sends it to all of them, but only the parent handles it.
+    """Block SIGINT and SIGHUP in processes started here: a terminal sends them to all, only the parent handles them.
 
-    Starting the first process would start Python's resource tracker, which unblocks SIGINT, so it is started before.
+    Starting the first process would start Python's resource tracker, which unblocks signals, so it is started before.
     """
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, FROM_TERMINAL)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_TERMINAL)
 
 
 def _ready(waiting: Sequence[Job], running: dict[Connection, tuple[Job, BaseProcess]]) -> Job | None:
@@ -104,7 +103,23 @@ def _stop(running: dict[Connection, tuple[Job, BaseProcess]]) -> None:
         process.terminate()
 
 
-def _lost(job: Job, status: int | None) -> ResourceError:
+@contextmanager
+def _killed(running: dict[Connection, tuple[Job, BaseProcess]]) -> Iterator[None]:
+    """Kill what still runs when the block is left, as a second signal leaves it; Python would wait for it."""
+    try:
+        yield
+    finally:
+        for _, process in running.values():
+            process.kill()
+
+
+def _stopped(number: int) -> Interrupted:
+    return Interrupted("stopped, with every run saved: repeat the command to resume.", number)
+
+
+def _lost(job: Job, status: int | None) -> ReheadError:
+    if status is not None and -status in HANDLED:  # sent to it and not, or not yet, to this process
+        return _stopped(-status)
     return ResourceError(
         f"{job.variant}: its process ended with status {status}, perhaps because memory ran out: repeat the command "
         "with fewer --jobs to resume."
@@ -123,6 +138,8 @@ def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connecti
             with reporting, Sharing(job.folder) as sharing:
                 for record in run_job(job, preset, sharing):
                     out.send(record)
+        except Interrupted as error:
+            out.send(_stopped(error.exit_code - 128))
         except ReheadError as error:
             out.send(error)
         except Exception as error:

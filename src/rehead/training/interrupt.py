@@ -1,4 +1,4 @@
-"""Signals of a run: Ctrl-C and SIGTERM ask it to save and stop; a second Ctrl-C stops it immediately."""
+"""Signals of a run: the first asks it to save and stop, a second Ctrl-C or SIGTERM stops it immediately."""
 
 import signal
 import threading
@@ -6,27 +6,68 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from rehead.system.hangup import leave_terminal
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Abandoned(BaseException):
+    """Work that a signal ended before it had a result. No `except Exception` may swallow it."""
+
 
 class Stop:
     """The signal that asked to stop, None until one has."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._may_raise = False
+
+    def check(self) -> None:
+        """Raise Abandoned if a signal has come."""
+        if self.signal is not None:
+            raise Abandoned
+
+    @contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """Raise Abandoned at a signal within the block, which must leave nothing half changed, or before it."""
+        try:
+            self._may_raise = True
+            self.check()
+            yield
+        finally:
+            self._may_raise = False
+
+    def note(self, number: int) -> None:
+        """Record a signal; end the work in progress if it may be abandoned."""
+        self.signal = self.signal or number
+        if self._may_raise:
+            self._may_raise = False
+            raise Abandoned
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Record the first SIGINT or SIGTERM within the block instead of acting on it; restore the handlers at its end."""
+    """Record SIGINT, SIGTERM and SIGHUP within the block instead of acting on them; restore the handlers at its end.
+
+    After the first, SIGINT and SIGTERM do what they did before. SIGHUP never does: the shell and the terminal that
+    close may both send it, and nobody asks for haste. Where it is ignored (nohup), it stays so.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    again = before[signal.SIGINT]  # ignored in the background job of a shell script
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
 
     def note(number: int, frame: FrameType | None) -> None:
-        stop.signal = number
-        signal.signal(signal.SIGINT, again if callable(again) else signal.default_int_handler)
+        if number == signal.SIGHUP:
+            leave_terminal()
+        for again in (signal.SIGINT, signal.SIGTERM):
+            action = before[again]  # SIGINT is ignored in the background job of a shell script
+            default = signal.default_int_handler if again == signal.SIGINT else signal.SIG_DFL
+            signal.signal(again, action if callable(action) else default)
+        stop.note(number)
 
     try:
         for number in before:

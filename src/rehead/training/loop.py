@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,10 +40,13 @@ class Trainer:
         if options.compile:
             self._forward = torch.compile(model)  # type: ignore[assignment]
 
-    def advance(self, next_batch: Callable[[], Batch]) -> dict[str, Any]:
+    def advance(
+        self, next_batch: Callable[[], Batch], abandonable: Callable[[], Any] = nullcontext
+    ) -> dict[str, Any]:
         """Take one step over `grad_accumulation` batches; return its record for metrics.jsonl.
 
         `loss` is in nats per token, with dropout; `seconds` is the time of the whole step, including data.
+        The gradient is computed within `abandonable()`; an exception there leaves weights and optimizer as they were.
         Raises NumericError, before the weights change, if the loss or the gradient is not finite.
         """
         options, start = self.options, time.perf_counter()
@@ -52,10 +56,11 @@ class Trainer:
         self.model.train(self.teacher is None)
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        for _ in range(options.grad_accumulation):
-            part = self._loss(*next_batch()) / options.grad_accumulation
-            part.backward()
-            loss += float(part.detach())
+        with abandonable():
+            for _ in range(options.grad_accumulation):
+                part = self._loss(*next_batch()) / options.grad_accumulation
+                part.backward()
+                loss += float(part.detach())
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NumericError(

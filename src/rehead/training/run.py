@@ -21,7 +21,7 @@ from rehead.training import state
 from rehead.training.folder import RunFolder
 from rehead.training.frozen import freeze
 from rehead.training.heal import healed_files
-from rehead.training.interrupt import Stop, stop_signals
+from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
 from rehead.training.start import located, read_teacher, read_text, require_step, start_model
 
@@ -32,10 +32,10 @@ PROMPT_TOKENS = 8
 def train(options: RunOptions) -> Iterator[dict[str, Any]]:
     """Train a model; yield the records of metrics.jsonl as they are written.
 
-    The first describes the run (`event` start), the last sums it up (`event` end). On SIGINT or
-    SIGTERM the run saves and raises Interrupted. With `trainer.resume` it resumes from the newest
-    good checkpoint; on a CPU, with the same threads and versions, the result is bit-identical to an
-    uninterrupted run.
+    The first describes the run (`event` start), the last sums it up (`event` end). On SIGINT, SIGTERM
+    or SIGHUP the run abandons the step, evaluation or sample it is in, saves and raises Interrupted. With
+    `trainer.resume` it resumes from the newest good checkpoint; on a CPU, with the same threads and
+    versions, the result is bit-identical to an uninterrupted run.
     """
     device = choose_device(options.trainer.device)
     folder = RunFolder(Path(options.system.work_dir))
@@ -71,6 +71,11 @@ class Run:
         self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
+        self.owed = numbers is not None and numbers.get("owed", False)
+        """Whether the last step is not followed yet by what is due after it: a signal came before its end."""
+        self.saved = None if numbers is None else numbers["step"]
+        if self.owed:
+            before = [one for one in before if one["step"] < self.saved or "loss" in one]
         model = model.to(device)
         freeze(model, options.trainer)
         teacher = read_teacher(options, model, device)
@@ -99,31 +104,59 @@ class Run:
         return f"{where} resumes from step {good.name[5:].lstrip('0')}."
 
     def _records(self, stop: Stop) -> Iterator[dict[str, Any]]:
-        options, trainer = self.options.trainer, self.trainer
+        trainer = self.trainer
         yield self._log(self._start_record())
-        last = None
+        try:
+            yield from self._steps(stop)
+        except Abandoned:
+            if self.saved != trainer.step:
+                yield self._save(owed=self.owed)
+            assert stop.signal is not None
+            raise Interrupted(
+                f"stopped at step {trainer.step} and saved in {self.folder.path}: continue with "
+                f"system.work_dir={self.folder.path} trainer.resume=True.",
+                stop.signal,
+            ) from None
+
+    def _steps(self, stop: Stop) -> Iterator[dict[str, Any]]:
+        """Train and evaluate to the end; raise Abandoned, between two steps, once `stop` has a signal."""
+        options, trainer, last = self.options.trainer, self.trainer, None
         if trainer.step == 0:
-            yield self._log(self._evaluation())
+            yield self._log(self._evaluation(stop))
             if options.max_iters == 0:
                 yield self._save()
-        while trainer.step < options.max_iters:
-            yield self._log(trainer.advance(self.sampler.next))
+        while self.owed or trainer.step < options.max_iters:
+            if not self.owed:
+                yield self._log(self._advance(stop))
             done = trainer.step == options.max_iters
             if done or trainer.step % options.eval_every == 0:
-                last = self._log(self._evaluation())
+                last = self._log(self._evaluation(stop))
                 yield last
             if options.sample_every and (done or trainer.step % options.sample_every == 0):
-                yield self._sample()
-            if done or stop.signal is not None or trainer.step % options.save_every == 0:
-                yield self._save(done=done)
-            if stop.signal is not None and not done:
-                raise Interrupted(
-                    f"stopped at step {trainer.step} and saved in {self.folder.path}: continue with "
-                    f"system.work_dir={self.folder.path} trainer.resume=True.",
-                    stop.signal,
-                )
-        last = last or self._log(self._evaluation())
+                with stop.abandonable():
+                    sample = self._sample()
+                yield sample
+            if done or trainer.step % options.save_every == 0:
+                with stop.abandonable():
+                    certificate = self._certificate() if done else {}
+                yield self._save(certificate)
+            self.owed = False
+            if not done:
+                stop.check()
+        last = last or self._log(self._evaluation(stop))
         yield self._log({"event": "end", **last, "best_val_loss": self.best})
+
+    def _advance(self, stop: Stop) -> dict[str, Any]:
+        """Take one step, or none and restore the random states if a signal comes before the weights change."""
+        draws, random = self.sampler.state(), state.random_states()
+        try:
+            record = self.trainer.advance(self.sampler.next, stop.abandonable)
+        except Abandoned:
+            self.sampler.restore(draws)
+            state.restore_random(random)
+            raise
+        self.owed = True
+        return record
 
     def _start_record(self) -> dict[str, Any]:
         config = self.trainer.model.config
@@ -141,7 +174,7 @@ class Run:
             **_arithmetic(),
         }
 
-    def _evaluation(self) -> dict[str, Any]:
+    def _evaluation(self, stop: Stop) -> dict[str, Any]:
         """Return the losses without dropout, on the same blocks of both splits each time."""
         record: dict[str, Any] = {"step": self.trainer.step}
         size, n_batch = self.options.trainer.batch_size, self.options.trainer.eval_batches
@@ -149,7 +182,8 @@ class Run:
             if len(ids) < 2:
                 continue
             blocks = evaluation_blocks(ids, self.options.data.block_size, size, size * n_batch)
-            record[name], _ = evaluate(self.trainer.model, blocks)
+            with stop.abandonable():
+                record[name], _ = evaluate(self.trainer.model, blocks)
         if "val_loss" in record:
             self.best = min(record["val_loss"], record["val_loss"] if self.best is None else self.best)
         return record
@@ -182,7 +216,7 @@ class Run:
         self.folder.write_sample(self.trainer.step, text)
         return {"event": "sample", "step": self.trainer.step, "text": text}
 
-    def _save(self, *, done: bool = False) -> dict[str, Any]:
+    def _save(self, certificate: dict[str, str] | None = None, *, owed: bool = False) -> dict[str, Any]:
         trainer = self.trainer
         if not all(bool(weight.isfinite().all()) for weight in trainer.model.parameters()):
             raise NumericError(
@@ -194,14 +228,16 @@ class Run:
             "best_val_loss": self.best,
             "text_sha256": self.tokens.sha256,
             **_arithmetic(),
+            **({"owed": True} if owed else {}),
         }
 
         def write(aside: Path) -> None:
-            files = {"tokenizer.json": self.tokenizer.to_json(), **(self._certificate() if done else {})}
+            files = {"tokenizer.json": self.tokenizer.to_json(), **(certificate or {})}
             own.write(trainer.model, aside, files)
             state.write(aside, trainer.model, trainer.optimizer, self.sampler.state(), numbers)
 
         path = self.folder.save(trainer.step, write, self.options.trainer.keep)
+        self.saved = trainer.step
         return {"event": "save", "step": trainer.step, "path": str(path)}
 
     def _certificate(self) -> dict[str, str]:

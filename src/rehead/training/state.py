@@ -25,14 +25,27 @@ def write(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, draws: Tensor, numbers: dict[str, Any]
 ) -> None:
     """Write optimizer moments by weight name, random states, the batch sampler's `draws`, and `numbers`."""
-    tensors = {"rng.torch": torch.get_rng_state(), "rng.batches": draws}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    tensors = {**random_states(), "rng.batches": draws}
     for name, weight in model.named_parameters():
         for key, value in optimizer.state.get(weight, {}).items():
             tensors[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
     save_file(tensors, folder / TENSORS)
     (folder / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+
+
+def random_states() -> dict[str, Tensor]:
+    """Return the random states of torch."""
+    states = {"rng.torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["rng.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random(states: dict[str, Tensor]) -> None:
+    """Restore `random_states`; those of a GPU where there is one. Raises KeyError if the CPU's is missing."""
+    torch.set_rng_state(states["rng.torch"])
+    if "rng.cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["rng.cuda"])
 
 
 def read_numbers(folder: Path) -> dict[str, Any]:
@@ -57,10 +70,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         sizes = {name: entry.shape for name, entry in read_header(path)}
         tensors = load_file(path)
         draws = tensors.pop("rng.batches")
-        torch.set_rng_state(tensors.pop("rng.torch"))
-        cuda = tensors.pop("rng.cuda", None)
-        if cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(cuda)
+        restore_random({name: tensors.pop(name) for name in sorted(tensors) if name.startswith("rng.")})
     except (InvalidInput, OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(path) from error
     _require_moments(path, {name: sizes[name] for name in tensors}, model, read_numbers(folder)["step"])

@@ -1,0 +1,17 @@
+"""Standard output and errors of a process whose terminal is gone. Imports little: signals need it at once."""
+
+import os
+
+S_IFMT, S_IFCHR = 0o170000, 0o020000
+
+
+def leave_terminal() -> None:
+    """Discard what would go to the terminal: after SIGHUP nobody reads it, and writing to it may fail."""
+    for number in (1, 2):
+        try:
+            if os.fstat(number).st_mode & S_IFMT == S_IFCHR:
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, number)
+                os.close(null)
+        except OSError:  # closed already
+            pass
