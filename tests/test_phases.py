@@ -139,19 +139,34 @@ PHASES = {
     "evaluate": (["eval", "m", "--data", "long.txt"], "eval"),
     "prepare": (
         [
-            "train",
-            *TINY,
-            "data.path=long.txt",
+            *["train", *TINY[1:], "data.path=long.txt"],
             "data.tokenizer=bpe",
             "data.vocab_size=500",
             "system.work_dir=p",
         ],
-        "",
+        "tokenizing",
     ),
-    "convert": (["convert", "m", "c", "--to", "mla", "--kv-fraction", "0.5", "--data", "long.txt"], ""),
+    "convert": (
+        [
+            *["convert", "m", "c", "--to", "mla", "--kv-fraction", "0.25"],
+            "--calibration",
+            "long.txt",
+            "--teach",
+            "1000",
+        ],
+        "teaching",
+    ),
     "generate": (["generate", "m", "--prompt", "W", "--max-new-tokens", FOREVER, "--json"], "generate"),
     "study": (
-        ["study", "--preset", "demo", *TINY, f"trainer.max_iters={FOREVER}", "system.work_dir=s"],
+        [
+            "study",
+            "--preset",
+            "grid",
+            "model.n_kv_head=[1,2]",
+            *TINY,
+            f"trainer.max_iters={FOREVER}",
+            "system.work_dir=s",
+        ],
         "step",
     ),
 }

@@ -22,6 +22,10 @@ from rehead.study.work import measured
 Record = dict[str, Any]
 
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet may take for a formula."""
+
+
 def gather(
     preset: Preset, jobs: Sequence[Job], costs: Mapping[str, Record], command: Sequence[str], fraction: float
 ) -> Record:
@@ -197,5 +201,10 @@ def _csv(rows: Any) -> str:
         file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
     )
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
     return file.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Return a value of a table; a text that a spreadsheet would compute gets an apostrophe before it."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
