@@ -1,11 +1,20 @@
 """CONVERSION.md: the certificate in Markdown."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rehead.conversion.certificate import Certificate, Layer, Text
 from rehead.conversion.texts import SELF
 
 PAGE = "CONVERSION.md"
+
+MARKUP = re.compile(r"[\\`*_\[\]<>|&#~!]")
+"""What means something to Markdown or HTML inside a line."""
+
+
+def plain(text: object) -> str:
+    """Return a string of a file as one line of Markdown that shows it and does nothing else."""
+    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", " ".join(str(text).split()))
 
 
 def page(certificate: Certificate) -> str:
@@ -15,7 +24,7 @@ def page(certificate: Certificate) -> str:
     others = "" if len(kinds) == 1 else ", and others (below)"
     parts = [
         "# Conversion",
-        f"From **{first.source}** to **{first.result}**{others}. "
+        f"From **{plain(first.source)}** to **{plain(first.result)}**{others}. "
         + ("**Exact**: the same function but for rounding." if certificate.exact else "**Approximate.**"),
         markdown(("", "before", "after"), _figures(certificate)),
         *_experts(certificate),
@@ -24,7 +33,9 @@ def page(certificate: Certificate) -> str:
         markdown(("", ""), _logits(certificate)),
         "## What was done to each layer" + (", before it was healed" if certificate.healing else ""),
         *_layers(certificate),
-        "Why: " + "; ".join(dict.fromkeys(why for layer in certificate.layers for why in layer.why)) + "."
+        "Why: "
+        + "; ".join(dict.fromkeys(plain(why) for layer in certificate.layers for why in layer.why))
+        + "."
         if any(layer.why for layer in certificate.layers)
         else "Nothing had to change.",
         "## Where",
@@ -80,10 +91,10 @@ def _measured(certificate: Certificate) -> str:
 
 
 def _named(text: Text) -> str:
-    name = text.name
+    name = plain(text.name)
     if name == SELF:
         name = "self (sampled from the source, at temperature 1, each window after a random token)"
-    return f"{name} (sha256 of its ids {text.sha256[:12]}...)"
+    return f"{name} (sha256 of its ids {plain(text.sha256[:12])}...)"
 
 
 def _logits(certificate: Certificate) -> list[tuple[str, str]]:
@@ -119,11 +130,11 @@ def _layers(certificate: Certificate) -> list[str]:
 
 def _layer(index: int, layer: Layer) -> list[str]:
     before, after = layer.kv_numbers
-    methods = f" ({', '.join(layer.methods)})" if layer.methods else ""
+    methods = f" ({plain(', '.join(layer.methods))})" if layer.methods else ""
     return [
         str(index),
         f"{before} to {after}",
-        (" -> ".join(layer.steps) or "none") + methods,
+        (" -> ".join(map(plain, layer.steps)) or "none") + methods,
         f"{layer.lost_energy:.2e}",
         f"{layer.output_error:.2e}",
     ]
@@ -140,9 +151,9 @@ def _healing(certificate: Certificate) -> list[tuple[str, ...]]:
 
 
 def _where(certificate: Certificate) -> str:
-    facts = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
+    facts = ", ".join(f"{plain(name)} {plain(value)}" for name, value in certificate.environment.items())
     texts = [
         f"{text.read:,} of the {text.tokens:,} tokens of {_named(text)}" for text in certificate.calibration
     ]
     fitted = f"{', and '.join(texts)}, in windows of {certificate.length:,}" if texts else "no text"
-    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {certificate.dtype}; {facts}."
+    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {plain(certificate.dtype)}; {facts}."

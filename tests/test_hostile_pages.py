@@ -1,0 +1,27 @@
+"""Strings of files in tables and Markdown: shown, and nothing else."""
+
+import csv
+import io
+import re
+
+import pytest
+
+from rehead.conversion.page import plain
+from rehead.study.results import _csv
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-x", "@SUM(A1)", "\t=1", "\r=1"])
+def test_no_cell_is_a_formula(text):
+    table = _csv([{"variant": text, "loss": -1.5}])
+    cell = next(csv.DictReader(io.StringIO(table, newline="")))
+    assert cell == {"variant": f"'{text}", "loss": "-1.5"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<script>alert(1)</script>", "[a](javascript:b)", "a | b\n\n# c", "**x**", "`y`", "&lt;", "![i](u)"],
+)
+def test_markdown_of_a_file_is_one_plain_line(text):
+    shown = plain(text)
+    assert not re.search(r"[<>|`*\[\]\n!]", shown)
+    assert not re.search("#(?![0-9]+;)", shown)
