@@ -14,7 +14,7 @@ from rehead.study.results import _csv
 def test_no_cell_is_a_formula(text):
     table = _csv([{"variant": text, "loss": -1.5}])
     cell = next(csv.DictReader(io.StringIO(table, newline="")))
-    assert cell == {"variant": f"'{text}", "loss": "-1.5"}
+    assert cell == {"variant": f"'{text}".replace("\r", "\n"), "loss": "-1.5"}
 
 
 @pytest.mark.parametrize(

@@ -165,12 +165,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(variant):
     assert len(set(losses)) == 6
 
 
-def test_a_signal_in_the_last_step_just_ends_the_run():
-    for record in train(options("a")):
-        if "loss" in record and record["step"] == 6:
-            signal.raise_signal(signal.SIGTERM)
-    assert record["event"] == "end"
+def test_a_signal_in_the_last_step_saves_it_and_resuming_does_what_was_due():
+    run("whole")
+    records = train(options("a"))
+    while "loss" not in (record := next(records)) or record["step"] < 6:
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="stopped at step 6 and saved in a"):
+        list(records)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert resume("a")[-1]["event"] == "end"
+    assert everything("a") == everything("whole")
 
 
 def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on():
@@ -251,10 +256,10 @@ def test_a_run_that_diverges_says_where_it_can_be_taken_up(monkeypatch):
     def diverge(step):
         advance = Trainer.advance
 
-        def broken(self, next_batch):
+        def broken(self, next_batch, *rest):
             if self.step == step:
                 raise NumericError("step X: not finite; lower trainer.learning_rate.")
-            return advance(self, next_batch)
+            return advance(self, next_batch, *rest)
 
         monkeypatch.setattr(Trainer, "advance", broken)
 

@@ -207,4 +207,7 @@ def _csv(rows: Any) -> str:
 
 def _cell(value: Any) -> Any:
     """Return a value of a table; a text that a spreadsheet would compute gets an apostrophe before it."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", "\n")  # csv does not quote the former
+    return f"'{text}" if value.startswith(FORMULA) else text
