@@ -43,6 +43,12 @@ def text(tmp_path, monkeypatch):
     Path("input.txt").write_text("Whether 'tis nobler in the mind to suffer\n" * 50)
 
 
+def none_ignored():
+    """In a new process: handle the signals that a background job, or nohup, has it ignore."""
+    for number in STATUS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start():
     """start(words): a command in a process group of its own; none outlives its test."""
@@ -54,7 +60,12 @@ def start():
         with open(f"said-{len(begun)}", "w") as said:
             begun.append(
                 subprocess.Popen(
-                    program, env=given, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+                    program,
+                    env=given,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    start_new_session=True,
+                    preexec_fn=none_ignored,
                 )
             )
         begun[-1].said = Path(said.name)
@@ -77,7 +88,7 @@ def ended(process, number, send=None):
     """Send the signal; return what the process said. It ends soon, with the signal's status and one last line."""
     begun = time.monotonic()
     (send or process.send_signal)(number)
-    process.wait()
+    process.wait(60)
     took = time.monotonic() - begun
     said = process.said.read_text()
     assert process.returncode == STATUS[number], said
