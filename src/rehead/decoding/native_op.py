@@ -44,7 +44,7 @@ def kernel() -> ctypes.CDLL | KernelUnavailable:
         assert loaded.op_size() == ctypes.sizeof(NativeOp)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         loaded.step.argtypes = [pointer, number, pointer, pointer, number, number]
-        loaded.step.restype = None
+        loaded.step.restype = number
     return loaded
 
 

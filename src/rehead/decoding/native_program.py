@@ -27,7 +27,7 @@ from rehead.attention.rope import Rotary
 from rehead.attention.slot import Slot
 from rehead.decoding.native_op import PARTS, Kind, NativeOp, is_readable, kernel, panels
 from rehead.errors import UsageError
-from rehead.native import KernelUnavailable
+from rehead.native import KernelUnavailable, out_of_memory
 from rehead.nn.norm import ZeroCenteredRMSNorm
 
 
@@ -76,10 +76,14 @@ class NativeProgram:
         self._result = self._address(program.ops[-1].y)[0]
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the last operation's result for `ids` (B,) at `positions` (B,), both int64 and contiguous."""
-        self._library.step(
+        """Return the last operation's result for `ids` (B,) at `positions` (B,), both int64 and contiguous.
+
+        Raises ResourceError if a thread had no memory.
+        """
+        if self._library.step(
             self._array, len(self._ops), ids.data_ptr(), positions.data_ptr(), self._batch, self._n_thread
-        )
+        ):
+            raise out_of_memory("a decoded token")
         return self._result
 
     def _join_queries(self, program: Program) -> dict[Slot, Slot]:

@@ -1,6 +1,6 @@
 """rehead's own kernels: C++ for CPUs, built on first use, and the switch for all compiled kernels."""
 
-from rehead.native.build import KernelUnavailable, library
+from rehead.native.build import KernelUnavailable, library, out_of_memory
 from rehead.native.switch import disable, mode, use
 
-__all__ = ["KernelUnavailable", "disable", "library", "mode", "use"]
+__all__ = ["KernelUnavailable", "disable", "library", "mode", "out_of_memory", "use"]

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from rehead.errors import ResourceError
 from rehead.native import switch
 from rehead.system.aside import aside
 from rehead.system.folders import cache_folder, require_private
@@ -38,6 +39,11 @@ class KernelUnavailable(Exception):
     def __init__(self, reason: str, remedy: str = "Install g++.") -> None:
         super().__init__(reason)
         self.remedy = remedy
+
+
+def out_of_memory(work: str) -> ResourceError:
+    """Return the error of a kernel whose threads had no memory for their buffers."""
+    return ResourceError(f"no memory for the buffers of {work} in C++: use fewer threads or shorter texts.")
 
 
 def library(name: str) -> ctypes.CDLL | KernelUnavailable:

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <vector>
 #include <omp.h>
@@ -510,17 +511,24 @@ class Barrier {
 
 extern "C" {
 int64_t op_size() { return sizeof(Op); }
-void step(const Op* ops, int64_t n_op, const int64_t* ids, const int64_t* positions, int64_t batch, int64_t n_thread) {
+// Returns 1 if a thread had no memory; the result is then without meaning
+int64_t step(const Op* ops, int64_t n_op, const int64_t* ids, const int64_t* positions, int64_t batch, int64_t n_thread) {
     Call call{ids, positions, batch};
     Barrier barrier;
+    std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads(n_thread)
     {
         int64_t id = omp_get_thread_num(), n = omp_get_num_threads();
         for (int64_t i = 0; i < n_op; i++) {
-            if (ops[i].bfloat16) one<Bfloat16>(ops[i], call, id, n);
-            else one<float>(ops[i], call, id, n);
+            try {
+                if (ops[i].bfloat16) one<Bfloat16>(ops[i], call, id, n);
+                else one<float>(ops[i], call, id, n);
+            } catch (const std::exception&) {  // bad_alloc or length_error; the other threads wait at the barriers
+                failed = 1;
+            }
             if (ops[i].sync) barrier.meet(n);
         }
     }
+    return failed;
 }
 }

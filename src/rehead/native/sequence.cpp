@@ -6,9 +6,11 @@
 // Built by build.py.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <vector>
 #include <omp.h>
@@ -90,6 +92,11 @@ void copy(const float* from, int64_t step, int64_t n, int64_t width, float* to, 
 void add(const float* from, int64_t padded, int64_t n, int64_t width, float* to, int64_t step) {
     for (int64_t i = 0; i < n; i++)
         for (int64_t e = 0; e < width; e++) to[i * step + e] += from[i * padded + e];
+}
+// Run `work` of one thread of a parallel region, which no exception may leave: bad_alloc or length_error sets `failed`.
+template <class F> inline void guarded(std::atomic<int64_t>& failed, F work) {
+    if (failed) return;
+    try { work(); } catch (const std::exception&) { failed = 1; }
 }
 // Pack columns [0, width) of n rows into panels of PANEL rows, transposed; the last panel is padded with 0
 void panels(const float* from, int64_t step, int64_t n, int64_t width, float* to) {
@@ -263,18 +270,21 @@ void gelu_backward(const float* x, const float* up, float* to_x, int64_t n, int6
 }
 
 // draws: (B, H, L, drawn), 16 bits of which 15 are used, for each query's keys from the first visible one. logs: (B, H, L)
-void attend_forward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
+// Returns 1 if a thread had no memory; the result is then without meaning.
+int64_t attend_forward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
                     const Array* out, float* logs, int64_t n_thread) {
     const Sizes& n = *sizes;
     int64_t V = whole(n.n_value, W), room = whole(most_keys(n), PANEL), n_pair = n.n_batch * n.n_kv;
-    if (!n_pair || !n.n_query) return;
+    if (!n_pair || !n.n_query) return 0;
     int64_t tiles = (n.n_query + TILE - 1) / TILE;
     int64_t n_part = std::min(tiles, std::max(4 * n_thread / n_pair, (n.n_query + segment(n) - 1) / segment(n)));
+    std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads(n_thread)
     {
-        Buffer keys(room * n.width), values(room * V), scratch;
+        Buffer keys, values, scratch;
+        guarded(failed, [&] { keys.resize(room * n.width), values.resize(room * V); });
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < n_pair * n_part; task++) {
+        for (int64_t task = 0; task < n_pair * n_part; task++) guarded(failed, [&] {
             int64_t pair = task / n_part, part = task % n_part, b = pair / n.n_kv, k = pair % n.n_kv;
             int64_t first = tiles * part / n_part * TILE, last = std::min(n.n_query, tiles * (part + 1) / n_part * TILE);
             Seen some = keys_of(n, first, last);
@@ -285,23 +295,29 @@ void attend_forward(const Sizes* sizes, const Array* query, const Array* key, co
                 forward_head(n, draws + row * n.drawn, keys.data(), values.data(), some.from, V, at(*query, b, h),
                              query->time, at(*out, b, h), out->time, logs + row, scratch, first, last);
             }
-        }
+        });
     }
+    return failed;
 }
 
-// Adds to the gradients of keys and values, which the caller initialises to 0.
-void attend_backward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
+// Adds to the gradients of keys and values, which the caller initialises to 0. Returns 1 as attend_forward does.
+int64_t attend_backward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
                      const Array* out, const Array* upstream, const float* logs, const Array* to_query,
                      const Array* to_key, const Array* to_value, int64_t n_thread) {
     const Sizes& n = *sizes;
     int64_t E = whole(n.width, W), V = whole(n.n_value, W), room = whole(most_keys(n), PANEL), together = segment(n);
-    if (!n.n_query) return;
+    if (!n.n_query) return 0;
+    std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads(n_thread)
     {
-        Packed packed{0, Buffer(room * E), Buffer(room * V), Buffer(room * n.width), Buffer(room * n.n_value)};
-        Buffer scratch, of_key(room * E), of_value(room * V);
+        Packed packed{};
+        Buffer scratch, of_key, of_value;
+        guarded(failed, [&] {
+            packed = {0, Buffer(room * E), Buffer(room * V), Buffer(room * n.width), Buffer(room * n.n_value)};
+            of_key.resize(room * E), of_value.resize(room * V);
+        });
 #pragma omp for schedule(dynamic)
-        for (int64_t pair = 0; pair < n.n_batch * n.n_kv; pair++) {
+        for (int64_t pair = 0; pair < n.n_batch * n.n_kv; pair++) guarded(failed, [&] {
             int64_t b = pair / n.n_kv, k = pair % n.n_kv;
             for (int64_t first = 0; first < n.n_query; first += together) {
                 int64_t last = std::min(n.n_query, first + together);
@@ -323,7 +339,8 @@ void attend_backward(const Sizes* sizes, const Array* query, const Array* key, c
                 add(of_key.data(), E, n_key, n.width, at(*to_key, b, k) + some.from * to_key->time, to_key->time);
                 add(of_value.data(), V, n_key, n.n_value, at(*to_value, b, k) + some.from * to_value->time, to_value->time);
             }
-        }
+        });
     }
+    return failed;
 }
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 
-from rehead.native.build import KernelUnavailable, library
+from rehead.native.build import KernelUnavailable, library, out_of_memory
 
 
 class Array(ctypes.Structure):
@@ -49,6 +49,8 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.gelu_backward.argtypes = [pointer] * 3 + [number] * 2
     loaded.attend_forward.argtypes = [pointer] * 7 + [number]
     loaded.attend_backward.argtypes = [pointer] * 11 + [number]
+    loaded.gelu_forward.restype = loaded.gelu_backward.restype = None
+    loaded.attend_forward.restype = loaded.attend_backward.restype = number
     return loaded
 
 
@@ -68,12 +70,16 @@ def refuses(*tensors: Tensor) -> str | None:
 
 
 def _run(name: str, *given: Any) -> None:
-    """Call a function of the library: tensors become pointers, the number of threads is added at the end."""
+    """Call a function of the library: tensors become pointers, the number of threads is added at the end.
+
+    Raises ResourceError if its threads had no memory.
+    """
     loaded = kernel()
     if isinstance(loaded, KernelUnavailable):
         raise loaded
     arguments = [t.data_ptr() if isinstance(t, Tensor) else t for t in given]
-    getattr(loaded, name)(*arguments, torch.get_num_threads())
+    if getattr(loaded, name)(*arguments, torch.get_num_threads()):
+        raise out_of_memory("attention")
 
 
 def _require_floats(name: str, like: Tensor, *others: Tensor) -> None:
