@@ -1,5 +1,6 @@
 """`rehead train` and `rehead study`."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,7 +9,7 @@ from cyclopts import Parameter
 
 from rehead.cli.app import LENGTH, Json, app, say
 from rehead.cli.options import OPTIONS
-from rehead.errors import UsageError
+from rehead.errors import Interrupted, UsageError
 
 SAME_OPTIONS = "options of the run, as `rehead train --help` lists them"
 
@@ -147,13 +148,25 @@ def study(
 
 
 def _train(options: "RunOptions") -> dict[str, Any]:
-    """Train to the end with progress on stderr; return the last record."""
+    """Train to the end with progress on stderr; return the last record.
+
+    Of several processes the first shows the progress; the others end here.
+    """
     from rehead.report.progress import watch
     from rehead.training import train as run
 
     last: dict[str, Any] = {}
-    for record in watch(run(options), options.trainer.max_iters):
-        last = record if record.get("event") == "end" else last
+    follows = options.trainer.parallel != "none" and os.environ.get("RANK", "0") != "0"
+    records = run(options) if follows else watch(run(options), options.trainer.max_iters)
+    try:
+        for record in records:
+            last = record if record.get("event") == "end" else last
+    except Interrupted as error:
+        if follows:
+            raise SystemExit(error.exit_code) from error
+        raise
+    if follows:
+        raise SystemExit(0)
     return last
 
 

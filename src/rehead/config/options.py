@@ -88,6 +88,8 @@ class TrainerOptions:
     """cpu, cuda, cuda:N, mps, or auto: cuda or mps if the machine has one"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 for autocast: the weights stay in float32"""
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+    """processes of torchrun that train together: each with all weights (ddp) or with a share of them (fsdp)"""
     compile: bool = False
     """compile the model with torch.compile"""
     recompute: bool = False
@@ -129,6 +131,8 @@ class TrainerOptions:
             )
         if self.compile and self.recompute:
             raise ConfigError("trainer.compile=True and trainer.recompute=True: use one of them.")
+        if self.compile and self.parallel != "none":
+            raise ConfigError(f"trainer.compile=True and trainer.parallel={self.parallel}: use one of them.")
         for name in ("batch_size", "grad_accumulation", "eval_every", "eval_batches", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 1 or more.")

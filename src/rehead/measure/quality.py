@@ -58,13 +58,18 @@ def evaluate_text(
     return TextLoss(loss=loss, tokens=count, length=length, stride=length if stride is None else stride)
 
 
-@torch.no_grad()
 def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
     """Return the mean negative log-likelihood in nats per token over (inputs, targets), and the token count.
 
     The model runs in eval mode and keeps the mode it had. Targets of -100 are ignored. Sums are float64,
     so the batching of the blocks changes the mean only through the model's own rounding.
     """
+    return mean_loss(*sums(model, blocks))
+
+
+@torch.no_grad()
+def sums(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+    """Return what `evaluate` divides: the sum of the losses in nats, and the token count."""
     model.require_generates()
     total, count = 0.0, 0
     with evaluating(model):
@@ -77,6 +82,11 @@ def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> t
             for some, their in in_parts(model.head.out_features, hidden, wanted):
                 total += float(cross_entropy(model.logits, some, their).double().sum())
             count += len(wanted)
+    return total, count
+
+
+def mean_loss(total: float, count: int) -> tuple[float, int]:
+    """Return the mean of `sums`, and the count. Raises InvalidInput for no tokens, NumericError if it is not finite."""
     if count == 0:
         raise InvalidInput("0 tokens to evaluate: the text needs at least two.")
     if not math.isfinite(total):

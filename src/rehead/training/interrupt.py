@@ -46,13 +46,13 @@ class Stop:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Stop]:
+def stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
     """Record SIGINT, SIGTERM and SIGHUP within the block instead of acting on them; restore the handlers at its end.
 
     After the first, SIGINT and SIGTERM do what they did before. SIGHUP never does: the shell and the terminal that
     close may both send it, and nobody asks for haste. Where it is ignored (nohup), it stays so.
     """
-    stop = Stop()
+    stop = stop or Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

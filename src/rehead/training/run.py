@@ -12,10 +12,9 @@ from rehead.config import RunOptions, flags
 from rehead.data import BatchSampler, Split, Tokens, describe, evaluation_blocks, split
 from rehead.errors import ConfigError, Interrupted, NumericError
 from rehead.generation import stream
-from rehead.measure import evaluate, parameters
+from rehead.measure import parameters
 from rehead.native import KernelUnavailable
 from rehead.native.sequence import kernel
-from rehead.system.device import choose_device
 from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
@@ -23,7 +22,8 @@ from rehead.training.frozen import freeze
 from rehead.training.heal import healed_files
 from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
-from rehead.training.start import located, read_teacher, read_text, require_step, start_model
+from rehead.training.ranks import OneProcess, ranks_of
+from rehead.training.start import located, read_teacher, require_step, start_model
 
 PROMPT_TOKENS = 8
 """Samples continue this many tokens of the validation text, unless a prompt is given."""
@@ -35,14 +35,15 @@ def train(options: RunOptions) -> Iterator[dict[str, Any]]:
     The first describes the run (`event` start), the last sums it up (`event` end). On SIGINT, SIGTERM
     or SIGHUP the run abandons the step, evaluation or sample it is in, saves and raises Interrupted. With
     `trainer.resume` it resumes from the newest good checkpoint; on a CPU, with the same threads and
-    versions, the result is bit-identical to an uninterrupted run.
+    versions, the result is bit-identical to an uninterrupted run. With `trainer.parallel` every process of torchrun
+    calls this, and all yield the same records; the first writes them.
     """
-    device = choose_device(options.trainer.device)
-    folder = RunFolder(Path(options.system.work_dir))
-    with folder.open(resume=options.trainer.resume) as checkpoint:
-        run = Run(options, device, folder, checkpoint)
-        with stop_signals() as stop:  # not before: until here there is nothing to save
-            yield from run.records(stop)
+    with ranks_of(options) as ranks:
+        folder = ranks.folder(Path(options.system.work_dir))
+        with folder.open(resume=options.trainer.resume) as checkpoint:
+            run = Run(options, ranks, folder, checkpoint)
+            with stop_signals(ranks.stop()) as stop:  # not before: until here there is nothing to save
+                yield from run.records(stop)
 
 
 class Run:
@@ -51,17 +52,18 @@ class Run:
     def __init__(
         self,
         options: RunOptions,
-        device: torch.device,
+        ranks: OneProcess,
         folder: RunFolder,
         checkpoint: Path | None,
     ) -> None:
-        self.options, self.folder = options, folder
+        self.options, self.ranks, self.folder = options, ranks, folder
+        device = ranks.device(options.trainer.device)
         numbers = None if checkpoint is None else state.read_numbers(checkpoint)
         before = [] if numbers is None else folder.recorded(numbers["step"])
         data, seed = options.data, options.system.seed
         self.tokenizer: Tokenizer
         self.tokens: Tokens
-        self.tokenizer, self.tokens = read_text(options, folder.read_tokens, checkpoint)
+        self.tokenizer, self.tokens = ranks.text(options, folder, checkpoint)
         self.split: Split = split(self.tokens.ids, data.block_size, data.val_fraction)
         if checkpoint is None:
             model = start_model(options.model, self.tokenizer.vocab_size, data.block_size, seed)
@@ -80,12 +82,15 @@ class Run:
         freeze(model, options.trainer)
         teacher = read_teacher(options, model, device)
         require_step(options, model)
-        self.trainer = Trainer(model, options.trainer, teacher)
+        self.trainer = Trainer(model, options.trainer, teacher, ranks)
+        ranks.begin_dropout(seed)
         if checkpoint is not None and numbers is not None:
             self.trainer.step = numbers["step"]
             self.best = numbers["best_val_loss"]
-            _warn_of_rounding(numbers)
-            self.sampler.restore(state.restore(checkpoint, self.trainer.model, self.trainer.optimizer))
+            _warn_of_rounding(numbers, self._arithmetic())
+            optimizer = self.trainer.optimizer
+            draws = state.restore(checkpoint, self.trainer.model, optimizer, ranks.restore_random, ranks.like)
+            self.sampler.restore(draws)
         folder.begin(flags.write(located(options)), before)
 
     def records(self, stop: Stop) -> Iterator[dict[str, Any]]:
@@ -171,7 +176,7 @@ class Run:
             "val_tokens": len(self.split.val),
             "text_sha256": self.tokens.sha256,
             "device": str(self.trainer.model.device),
-            **_arithmetic(),
+            **self._arithmetic(),
         }
 
     def _evaluation(self, stop: Stop) -> dict[str, Any]:
@@ -183,7 +188,7 @@ class Run:
                 continue
             blocks = evaluation_blocks(ids, self.options.data.block_size, size, size * n_batch)
             with stop.abandonable():
-                record[name], _ = evaluate(self.trainer.model, blocks)
+                record[name] = self.ranks.evaluate(self.trainer.objective, self.trainer.model, blocks)
         if "val_loss" in record:
             self.best = min(record["val_loss"], record["val_loss"] if self.best is None else self.best)
         return record
@@ -204,21 +209,29 @@ class Run:
     def _sample(self) -> dict[str, Any]:
         """Generate after the prompt; write and return the text."""
         options = self.options.trainer
-        new = stream(
-            self.trainer.model,
-            [torch.tensor(self.prompt)],
-            options.sample_tokens,
-            options.sample_temperature,
-            top_k=options.sample_top_k,
-            seed=self.options.system.seed,
-        )
-        text = self.tokenizer.decode([*self.prompt, *(int(token) for token in new)])
+
+        def generated() -> list[int]:
+            new = stream(
+                self.trainer.model,
+                [torch.tensor(self.prompt)],
+                options.sample_tokens,
+                options.sample_temperature,
+                top_k=options.sample_top_k,
+                seed=self.options.system.seed,
+            )
+            return [int(token) for token in new]
+
+        text = self.tokenizer.decode([*self.prompt, *self.ranks.apart(self.trainer.objective, generated)])
         self.folder.write_sample(self.trainer.step, text)
         return {"event": "sample", "step": self.trainer.step, "text": text}
 
     def _save(self, certificate: dict[str, str] | None = None, *, owed: bool = False) -> dict[str, Any]:
         trainer = self.trainer
-        if not all(bool(weight.isfinite().all()) for weight in trainer.model.parameters()):
+        model, optimizer = self.ranks.gathered(trainer.model), trainer.optimizer
+        random, draws = self.ranks.random_states(), self.sampler.state()
+        tensors = state.tensors_of(trainer.model, optimizer, draws, random, self.ranks.whole)
+        finite = model is None or all(bool(weight.isfinite().all()) for weight in model.parameters())
+        if not self.ranks.every(finite):
             raise NumericError(
                 f"step {trainer.step}: weights are not finite and were not saved; "
                 "lower trainer.learning_rate."
@@ -227,14 +240,15 @@ class Run:
             "step": trainer.step,
             "best_val_loss": self.best,
             "text_sha256": self.tokens.sha256,
-            **_arithmetic(),
+            **self._arithmetic(),
             **({"owed": True} if owed else {}),
         }
 
         def write(aside: Path) -> None:
             files = {"tokenizer.json": self.tokenizer.to_json(), **(certificate or {})}
-            own.write(trainer.model, aside, files)
-            state.write(aside, trainer.model, trainer.optimizer, self.sampler.state(), numbers)
+            assert model is not None
+            own.write(model, aside, files)
+            state.write(aside, tensors, numbers)
 
         path = self.folder.save(trainer.step, write, self.options.trainer.keep)
         self.saved = trainer.step
@@ -245,11 +259,19 @@ class Run:
         trainer = self.trainer
         if self.options.model.folder is None or trainer.teacher is None or len(self.split.val) < 2:
             return {}
-        return healed_files(self.options, trainer.model, trainer.teacher, trainer.step, self.split.val)
+        given = self.options, trainer.model, trainer.teacher, trainer.step, self.split.val
+        files: dict[str, str] = self.ranks.apart(trainer.objective, lambda: healed_files(*given))
+        return files
 
     def _log(self, record: dict[str, Any]) -> dict[str, Any]:
         self.folder.log(record)
         return record
+
+    def _arithmetic(self) -> dict[str, Any]:
+        """Return the facts that rounding depends on."""
+        compiled = not isinstance(kernel(), KernelUnavailable)
+        facts = {"threads": torch.get_num_threads(), "torch": torch.__version__, "C++ kernel": compiled}
+        return {**facts, "processes": self.ranks.world}
 
     def _refuse_changes(self, checkpoint: Path) -> None:
         """Raise ConfigError for another text, model or seed than the run began with, or an earlier last step."""
@@ -280,18 +302,10 @@ class Run:
                     )
 
 
-def _arithmetic() -> dict[str, Any]:
-    """Return the facts that rounding depends on."""
-    compiled = not isinstance(kernel(), KernelUnavailable)
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "C++ kernel": compiled}
-
-
-def _warn_of_rounding(recorded: dict[str, Any]) -> None:
+def _warn_of_rounding(recorded: dict[str, Any], facts: dict[str, Any]) -> None:
     """Warn if a resumed run cannot be bit-identical to an uninterrupted one."""
     changed = [
-        f"{key} {recorded[key]} -> {now}"
-        for key, now in _arithmetic().items()
-        if recorded.get(key, now) != now
+        f"{key} {recorded[key]} -> {now}" for key, now in facts.items() if recorded.get(key, now) != now
     ]
     if changed:
         warnings.warn(f"the run resumes, but not bit for bit: {', '.join(changed)}", stacklevel=2)

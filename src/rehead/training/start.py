@@ -86,7 +86,9 @@ def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device
     place = options.trainer.teacher
     if place is None:
         return None
-    partly = options.trainer.train != "all"
+    partly = (
+        options.trainer.train != "all" and options.trainer.parallel != "fsdp"
+    )  # shares have other tensors
     dtype = torch.float32 if partly else None
     teacher = load(place, device="cpu" if partly else device, dtype=dtype, in_memory=not partly)
     require_same_vocabulary(model, teacher, place)

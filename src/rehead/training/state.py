@@ -1,6 +1,7 @@
 """The state that resuming needs besides the weights, as tensors and numbers."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,26 @@ LARGEST = 2**20
 WITHOUT = "Remove its folder, and the run resumes from the checkpoint before it."
 
 
-def write(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, draws: Tensor, numbers: dict[str, Any]
-) -> None:
-    """Write optimizer moments by weight name, random states, the batch sampler's `draws`, and `numbers`."""
-    tensors = {**random_states(), "rng.batches": draws}
+def tensors_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    draws: Tensor,
+    random: dict[str, Tensor],
+    whole: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """Return optimizer moments by weight name, random states, and the batch sampler's `draws`, as `write` wants them.
+
+    `whole` makes a whole tensor of one that may be sharded.
+    """
+    tensors = {**random, "rng.batches": draws}
     for name, weight in model.named_parameters():
         for key, value in optimizer.state.get(weight, {}).items():
-            tensors[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
+            tensors[f"optimizer.{key}.{name}"] = whole(value.detach()).cpu().contiguous()
+    return tensors
+
+
+def write(folder: Path, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Write `tensors_of` a run, and `numbers`."""
     save_file(tensors, folder / TENSORS)
     (folder / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
 
@@ -60,8 +73,16 @@ def read_numbers(folder: Path) -> dict[str, Any]:
     raise _damaged(folder / NUMBERS)
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+def restore(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    random: Callable[[dict[str, Tensor]], None] = restore_random,
+    like: Callable[[Tensor, Tensor], Tensor] = lambda weight, value: value.to(weight.device),
+) -> Tensor:
     """Restore the optimizer and the random states; return the state of the batch sampler.
+
+    `random` restores the random states, and `like` puts whole moments where a weight is.
 
     Raises IntegrityError if the state is damaged or belongs to another model.
     """
@@ -70,15 +91,17 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         sizes = {name: entry.shape for name, entry in read_header(path)}
         tensors = load_file(path)
         draws = tensors.pop("rng.batches")
-        restore_random({name: tensors.pop(name) for name in sorted(tensors) if name.startswith("rng.")})
+        random({name: tensors.pop(name) for name in sorted(tensors) if name.startswith("rng.")})
     except (InvalidInput, OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(path) from error
     _require_moments(path, {name: sizes[name] for name in tensors}, model, read_numbers(folder)["step"])
     for name, weight in model.named_parameters():
         for key in MOMENTS:
             if f"optimizer.{key}.{name}" in tensors:
-                at = torch.device("cpu") if key == "step" and weight.device.type == "cpu" else weight.device
-                optimizer.state[weight][key] = tensors[f"optimizer.{key}.{name}"].to(at)
+                value = tensors[f"optimizer.{key}.{name}"]
+                optimizer.state[weight][key] = (
+                    value.to(weight.device) if key == "step" else like(weight, value)
+                )
     return draws
 
 

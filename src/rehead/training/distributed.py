@@ -1,0 +1,322 @@
+"""Several processes that train one model, with PyTorch's DDP or FSDP2; imported only where trainer.parallel asks."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rehead.checkpoint import own
+from rehead.config import RunOptions
+from rehead.data import IGNORE, Batch, Tokens, read_ids
+from rehead.errors import ConfigError, Interrupted
+from rehead.measure.quality import mean_loss, sums
+from rehead.model import LanguageModel, skeleton
+from rehead.system.device import choose_device
+from rehead.tokenizer import Tokenizer
+from rehead.training.folder import RunFolder
+from rehead.training.heartbeat import PATIENCE, Heartbeat
+from rehead.training.interrupt import Abandoned, Stop
+from rehead.training.objective import Objective
+from rehead.training.ranks import OneProcess
+from rehead.training.start import read_text
+
+LONGEST = timedelta(minutes=30)
+"""How long a process may wait for the others: one of them may write a checkpoint alone."""
+
+
+class Group(OneProcess):
+    """The processes that torchrun started: ranks 0 to `world` - 1. Each computes its rows of every batch."""
+
+    def __init__(self, options: RunOptions, store: Store, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._store = store
+        self._told = 0
+        self._sharded = options.trainer.parallel == "fsdp"
+        self._device = torch.device("cpu")
+        size = options.trainer.batch_size
+        if size % world:
+            raise ConfigError(
+                f"trainer.batch_size={size} cannot be shared by {world} processes: use a multiple of {world}."
+            )
+
+    def stop(self) -> Stop:
+        """Return a stop that all processes agree on, between two steps."""
+        return AgreedStop(self)
+
+    def device(self, name: str) -> torch.device:
+        """Return this process's device: a GPU of its own, by its number on the machine."""
+        chosen = choose_device(name)
+        if chosen.type == "cuda":
+            if chosen.index is not None:
+                raise ConfigError(f"trainer.device={name} names one GPU for all processes: use cuda.")
+            chosen = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+            torch.cuda.set_device(chosen)
+        self._device = chosen
+        return chosen
+
+    def folder(self, path: Path) -> RunFolder:
+        """Return the run's folder, which the other processes only read."""
+        return SharedFolder(path, self)
+
+    def tell(self, text: str | None) -> str:
+        """Return the first process's text in all of them."""
+        self._told += 1
+        key = f"told/{self._told}"
+        if self.rank == 0:
+            assert text is not None
+            self._store.set(key, text)
+            return text
+        return self._store.get(key).decode()
+
+    def text(
+        self, options: RunOptions, folder: RunFolder, checkpoint: Path | None
+    ) -> tuple[Tokenizer, Tokens]:
+        """Return the tokenizer and the tokens of the text, which the first process writes down."""
+        if self.rank == 0:
+            tokenizer, tokens = read_text(options, folder.read_tokens, checkpoint)
+            about = {name: value for name, value in vars(tokens).items() if name != "ids"}
+            self.tell(json.dumps({"tokenizer": tokenizer.to_json(), **about}))
+        else:
+            about = json.loads(self.tell(None))
+            tokenizer = Tokenizer.from_json(about.pop("tokenizer"))
+            tokens = Tokens(ids=read_ids(folder.read_tokens, tokenizer), **about)
+        dist.barrier()  # the file gets its final name next
+        return tokenizer, tokens
+
+    def wrap(self, objective: Objective) -> nn.Module:
+        """Shard the model and its teacher layer by layer, or copy the model to all processes."""
+        if not self._sharded:
+            return DistributedDataParallel(objective)
+        mesh = init_device_mesh(self._device.type, (self.world,))
+        for layer in _layers(objective.model):
+            fully_shard(layer, mesh=mesh)
+        if objective.teacher is not None:
+            for layer in _layers(objective.teacher):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(objective, mesh=mesh)
+        register_fsdp_forward_method(objective, "apart")
+        return objective
+
+    def rows(self, batch: Batch) -> Batch:
+        """Return this process's rows of a batch; if there are too few, one whose targets are ignored."""
+        inputs, targets = (part[self.rank :: self.world] for part in batch)
+        if not len(inputs):
+            return batch[0][:1], torch.full_like(batch[1][:1], IGNORE)
+        return inputs, targets
+
+    def accumulating(self, objective: nn.Module, more: bool) -> AbstractContextManager[None]:
+        """Exchange gradients only after the last of several backward passes."""
+        if isinstance(objective, DistributedDataParallel):
+            return objective.no_sync() if more else nullcontext()
+        assert isinstance(objective, FSDPModule)
+        objective.set_requires_gradient_sync(not more)
+        return nullcontext()
+
+    def mean(self, number: float) -> float:
+        """Return the mean of a number over the processes."""
+        return self._summed(number)[0] / self.world
+
+    def every(self, condition: bool) -> bool:
+        """Return whether a condition holds in every process."""
+        return self._summed(float(not condition))[0] == 0
+
+    def number(self, value: Tensor) -> float:
+        """Return a scalar, which may be sharded."""
+        return float(self.whole(value))
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Return a whole tensor from one that may be sharded; all processes must ask at once."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def like(self, weight: Tensor, value: Tensor) -> Tensor:
+        """Return a whole tensor as `weight` is: on its device, and sharded if it is."""
+        if not isinstance(weight, DTensor):
+            return value.to(weight.device)
+        return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+
+    def apart(self, objective: nn.Module, work: Callable[[], Any]) -> Any:
+        """Return the result of `work` with the weights outside the layers whole meanwhile."""
+        if not isinstance(objective, FSDPModule):
+            return work()
+        assert isinstance(objective, Objective)
+        result = objective.apart(work)
+        objective.reshard()
+        return result
+
+    def evaluate(self, objective: nn.Module, model: LanguageModel, blocks: Iterable[Batch]) -> float:
+        """Return the mean loss over the blocks, of which each process reads its share."""
+        mine = map(self.rows, blocks)
+        total, count = self._summed(*self.apart(objective, lambda: sums(model, mine)))
+        return mean_loss(total, round(count))[0]
+
+    def gathered(self, model: LanguageModel) -> LanguageModel | None:
+        """Return the model with whole weights, on the CPU, in the first process; None in the others."""
+        weights = {}
+        for name, weight in model.named_parameters():
+            whole = self.whole(weight.detach())
+            if self.rank == 0:
+                weights[name] = whole.cpu()
+        if self.rank:
+            return None
+        plain = skeleton(model.config)
+        own.assign(plain, weights, "the model", in_memory=False)
+        return plain
+
+    def random_states(self) -> dict[str, Tensor]:
+        """Return the random states of all processes: those of rank 2 end with .2."""
+        states: dict[str, Tensor] = {}
+        for name, ours in super().random_states().items():
+            everyone = [torch.empty_like(ours, device=self._device) for _ in range(self.world)]
+            dist.all_gather(everyone, ours.to(self._device))
+            states |= {_of(name, rank): one.cpu() for rank, one in enumerate(everyone)}
+        return states
+
+    def restore_random(self, states: dict[str, Tensor]) -> None:
+        """Restore this process's random states; one that the run did not have before keeps its new ones."""
+        mine = {
+            name: states[_of(name, self.rank)]
+            for name in ("rng.torch", "rng.cuda")
+            if _of(name, self.rank) in states
+        }
+        if mine:
+            super().restore_random(mine)
+
+    def begin_dropout(self, seed: int) -> None:
+        """Let the processes draw different dropout masks; the first draws as one process would."""
+        if self.rank:
+            torch.manual_seed((seed + self.rank) % 2**63)
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the processes' numbers."""
+        held = torch.tensor(number, device=self._device)
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+        return int(held)
+
+    def _summed(self, *numbers: float) -> list[float]:
+        held = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(held)
+        return [float(number) for number in held]
+
+
+class AgreedStop(Stop):
+    """Signals that end a run between two steps, in all processes after the same one."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def check(self) -> None:
+        """Raise Abandoned if a signal has come to any process."""
+        largest = self._group.largest(self.signal or 0)
+        if largest:
+            self.signal = largest
+            raise Abandoned
+
+    @contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """Go on at a signal: the others wait for what the block computes."""
+        yield
+
+
+class SharedFolder(RunFolder):
+    """The folder of a run, which the first process writes."""
+
+    def __init__(self, path: Path, group: Group) -> None:
+        super().__init__(path)
+        self._group = group
+
+    @contextmanager
+    def open(self, *, resume: bool) -> Iterator[Path | None]:
+        """Yield the checkpoint that the first process found; it holds the lock.
+
+        What torchrun has started again after a loss resumes without being asked.
+        """
+        if self._group.rank == 0:
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.begun
+            with super().open(resume=resume or again) as checkpoint:
+                self._group.tell("" if checkpoint is None else str(checkpoint))
+                yield checkpoint
+        else:
+            found = self._group.tell(None)
+            yield Path(found) if found else None
+
+    def begin(self, config: str, before: Iterable[dict[str, Any]]) -> None:
+        """Begin the run; the others wait."""
+        if self._group.rank == 0:
+            super().begin(config, before)
+        dist.barrier()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        if self._group.rank == 0:
+            super().log(record)
+
+    def save(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
+        """Publish a checkpoint; the others wait until it is there."""
+        if self._group.rank == 0:
+            super().save(step, write, keep)
+        dist.barrier()
+        return self.checkpoints / f"step-{step:06d}"
+
+    def write_sample(self, step: int, text: str) -> None:
+        """Write a sample."""
+        if self._group.rank == 0:
+            super().write_sample(step, text)
+
+
+@contextmanager
+def group(options: RunOptions) -> Iterator[Group]:
+    """Yield this process's part in the group that torchrun started; leave it at the end.
+
+    If another process is lost, this one says so and ends, as in `Heartbeat`.
+    """
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, rank, world = next(rendezvous("env://", timeout=LONGEST))
+    beats = TCPStore(*where, is_master=False, timeout=timedelta(seconds=PATIENCE))
+    cuda = choose_device(options.trainer.device).type == "cuda"
+    ranks = Group(options, PrefixStore(f"rehead/{started}/told", store), rank, world)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=PrefixStore(f"rehead/{started}/group", store),
+        rank=rank,
+        world_size=world,
+        timeout=LONGEST,
+    )
+    heart = Heartbeat(PrefixStore(f"rehead/{started}/heart", beats), rank, world)
+    try:
+        yield ranks
+        dist.barrier()  # nobody leaves while another still talks
+    except BaseException as error:
+        if isinstance(error, RuntimeError):
+            time.sleep(PATIENCE + 5)  # the heartbeat names a rank that is lost, and ends this process
+        if not isinstance(error, Interrupted):  # else all leave together
+            heart.stop("failed")
+            raise
+        heart.stop("ended")
+        raise
+    heart.stop("ended")
+    dist.destroy_process_group()
+
+
+def _layers(model: LanguageModel) -> list[nn.Module]:
+    lists = [part for part in model.children() if isinstance(part, nn.ModuleList)]
+    return [layer for layers in lists for layer in layers]
+
+
+def _of(name: str, rank: int) -> str:
+    return f"{name}.{rank}" if rank else name
