@@ -1,0 +1,333 @@
+"""Several processes that train one model, started as a user starts them: with torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rehead
+from rehead.cli.entry import main
+from rehead.training import state
+
+TEXT = "A process that is lost is named; what it computed is not. " * 200
+ONE = ["trainer.batch_size=8", "trainer.max_iters=20", "trainer.eval_every=10", "trainer.eval_batches=2"]
+RUN = [*ONE, "data.block_size=32", "trainer.sample_every=20", "trainer.sample_tokens=8", "trainer.device=cpu"]
+RUN += ["data.path=text.txt", "trainer.save_every=10"]
+SMALL = ["model.n_layer=2", "model.n_query_head=4", "model.n_embd=32"]
+PLAIN = ["model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
+MODELS = {
+    "mha": [*SMALL, *PLAIN],
+    "gqa": [*SMALL, *PLAIN, "model.n_kv_head=2", "model.rope=True", "trainer.grad_accumulation=2"],
+    "mla": [*SMALL, *PLAIN, "model.attention=mla", "model.kv_lora_rank=16", "trainer.recompute=True"],
+    "windowed": [*SMALL, *PLAIN, "model.rope=True", "model.window=8"],
+    "rnn": [
+        "model.type=rnn",
+        "model.n_embd=32",
+        "model.n_hidden=32",
+        "model.n_layer=2",
+        "model.embd_pdrop=0",
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("text.txt").write_text(TEXT)
+
+
+def changed(*words: str) -> list[str]:
+    """Return RUN with some of its flags replaced."""
+    names = {word.partition("=")[0] for word in words}
+    return [*(word for word in RUN if word.partition("=")[0] not in names), *words]
+
+
+def torchrun(ranks: int, *words: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    return [*launcher, *(["-m", "rehead"] if words[0] in ("train", "heal") else []), *words]
+
+
+def run(*command: str) -> str:
+    """Run a command line to its end; return its stderr."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+def typed(*words: str) -> str:
+    return run(sys.executable, "-m", "rehead", *words)
+
+
+def records(place: str) -> list[dict]:
+    return [json.loads(line) for line in Path(place, "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(place: str) -> list[dict]:
+    return [record for record in records(place) if "loss" in record]
+
+
+def weights(place: str, step: int = 20) -> dict[str, torch.Tensor]:
+    return load_file(Path(place, "checkpoints", f"step-{step:06d}", "model.safetensors"))
+
+
+def moments(place: str, step: int = 20) -> dict[str, torch.Tensor]:
+    tensors = load_file(Path(place, "checkpoints", f"step-{step:06d}", state.TENSORS))
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer.")}
+
+
+def agree(one: str, two: str) -> None:
+    """N20: the first loss is equal, those of 20 steps within 5e-6, gradients within 1e-6 and weights within 1e-5."""
+    ours, theirs = steps(one), steps(two)
+    assert len(ours) == len(theirs) == 20
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=2.5e-7)
+    assert [a["loss"] for a in ours] == pytest.approx([b["loss"] for b in theirs], abs=5e-6)
+    assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-6)
+    validations = [[r["val_loss"] for r in records(place) if "val_loss" in r] for place in (one, two)]
+    assert validations[0] == pytest.approx(validations[1], abs=5e-6)
+    held, others = weights(one), weights(two)
+    assert held.keys() == others.keys()
+    assert max(float((held[name] - others[name]).abs().max()) for name in held) <= 1e-5
+
+
+def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_two_processes_train_as_one_and_resume_as_one():
+    typed("train", *RUN, *MODELS["mla"], "system.work_dir=one")
+    shown = run(*torchrun(2, "train", *RUN, *MODELS["mla"], "trainer.parallel=fsdp", "system.work_dir=two"))
+    agree("one", "two")
+    assert shown.count("saved step 20") == 1
+    assert len(records("two")) == len(records("one"))
+    before = weights("two"), moments("two")
+    again = ["system.work_dir=two", "trainer.resume=True", "trainer.parallel=none", "trainer.max_iters=20"]
+    typed("train", *again)
+    assert (equal(before[0], weights("two")), equal(before[1], moments("two"))) == (True, True)
+    assert "processes 2 -> 1" in typed("train", *again[:3], "trainer.max_iters=21", "trainer.sample_every=0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("model", MODELS)
+def test_processes_train_as_one(model, way):
+    typed("train", *RUN, *MODELS[model], "system.work_dir=plain")
+    for ranks in (1, 2, 4):
+        words = f"trainer.parallel={way}", f"system.work_dir={ranks}"
+        run(*torchrun(ranks, "train", *RUN, *MODELS[model], *words))
+        agree("plain", str(ranks))
+    assert equal(weights("plain"), weights("1")), "one process alone computes the same bits"
+    assert equal(moments("plain"), moments("1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_a_checkpoint_of_two_processes_is_resumed_by_any_number(model):
+    """N21: what one, four and two processes read is what two wrote, to the bit."""
+    words = [*RUN, *MODELS[model], "trainer.parallel=fsdp", "system.work_dir=run"]
+    run(*torchrun(2, "train", *words))
+    was = weights("run"), moments("run")
+    for ranks in (1, 4, 2):
+        # The last checkpoint is removed and written again from the one before, which has nothing left to train.
+        run(*torchrun(ranks, "train", *words, "trainer.resume=True"))
+        assert equal(was[0], weights("run"))
+        assert equal(was[1], moments("run"))
+        folder = Path(f"resumed-{ranks}")
+        Path("probe.py").write_text(PROBE)
+        run(*torchrun(ranks, "probe.py", "run", str(folder)))
+        assert equal(was[0], load_file(folder / "model.safetensors"))
+        assert equal(was[1], load_file(folder / "moments.safetensors"))
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from safetensors.torch import save_file
+from rehead.checkpoint import own
+from rehead.config import flags
+from rehead.training import state
+from rehead.training.ranks import ranks_of
+from rehead.training.run import Run
+
+place, out = sys.argv[1], Path(sys.argv[2])
+options = flags.read(["trainer.resume=True", "trainer.parallel=fsdp"], (Path(place) / "config.yaml",))
+with ranks_of(options) as ranks:
+    folder = ranks.folder(Path(place))
+    with folder.open(resume=True) as checkpoint:
+        run = Run(options, ranks, folder, checkpoint)
+        model, optimizer = run.trainer.model, run.trainer.optimizer
+        whole = ranks.gathered(model)
+        tensors = state.tensors_of(model, optimizer, run.sampler.state(), {}, ranks.whole)
+        held = sum(weight.to_local().nbytes for weight in model.parameters())
+        held_moments = sum(
+            (value.to_local() if hasattr(value, "to_local") else value).nbytes
+            for one in optimizer.state.values() for key, value in one.items() if key != "step"
+        )
+        record = run.trainer.advance(run.sampler.next)
+        gradients = sum(weight.grad.to_local().nbytes for weight in model.parameters())
+        if ranks.rank == 0:
+            out.mkdir()
+            own.write(whole, out, {})
+            save_file({n: t for n, t in tensors.items() if n.startswith("optimizer.")}, out / "moments.safetensors")
+            (out / "bytes").write_text(f"{held} {gradients} {held_moments}")
+"""
+
+
+@pytest.mark.slow
+def test_each_process_holds_its_share():
+    """Weights, gradients and moments fall as one over the number of processes."""
+    Path("probe.py").write_text(PROBE)
+    held = {}
+    for ranks in (1, 2, 4):
+        words = ["trainer.parallel=fsdp", f"system.work_dir={ranks}"]
+        run(*torchrun(ranks, "train", *RUN, *MODELS["gqa"], *words))
+        run(*torchrun(ranks, "probe.py", str(ranks), f"held-{ranks}"))
+        held[ranks] = [int(word) for word in Path(f"held-{ranks}", "bytes").read_text().split()]
+    assert held[1][2] == 2 * held[1][0]
+    for ranks in (2, 4):
+        for share, whole in zip(held[ranks], held[1], strict=True):
+            assert whole / ranks <= share <= whole / ranks * 1.02
+
+
+LONG = changed("trainer.max_iters=400", "trainer.eval_every=400", "trainer.sample_every=0")
+LONG += [*SMALL, "trainer.parallel=fsdp"]
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """Return the process that torchrun started as `rank`."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in environment:
+            return int(process.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+def begun(*command: str, place: str = "run") -> subprocess.Popen:
+    """Start a command line; return once it has saved a checkpoint."""
+    with Path("log").open("w") as log:
+        child = subprocess.Popen(command, stderr=log)
+    end = time.monotonic() + 120
+    while not Path(place, "checkpoints", "step-000010").exists():
+        assert child.poll() is None, Path("log").read_text()[-2000:]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return child
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_ends_the_others_by_name_and_restarts(lost):
+    run(*torchrun(2, "train", *LONG, "system.work_dir=whole"))
+    command = torchrun(2, "train", *LONG, "system.work_dir=run")
+    child = begun(*command)
+    start = time.monotonic()
+    os.kill(rank_of(child.pid, 1), lost)
+    assert child.wait(60) != 0
+    assert time.monotonic() - start < 60
+    said = Path("log").read_text()
+    assert "rank 1 (" in said if lost == signal.SIGSTOP else "rank      : 1" in said
+    run(*command, "trainer.resume=True")
+    assert equal(weights("whole", 400), weights("run", 400))
+    assert [a["loss"] for a in steps("whole")] == [b["loss"] for b in steps("run")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_torchrun_restarts_from_the_last_good_checkpoint():
+    run(*torchrun(2, "train", *LONG, "system.work_dir=whole"))
+    command = torchrun(2, "train", *LONG, "system.work_dir=run")
+    command[3:3] = ["--max-restarts", "1"]
+    child = begun(*command)
+    os.kill(rank_of(child.pid, 0), signal.SIGKILL)
+    assert child.wait(120) == 0, Path("log").read_text()[-2000:]
+    assert equal(weights("whole", 400), weights("run", 400))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_in_all_processes():
+    command = torchrun(2, "train", *LONG, "system.work_dir=run")
+    child = begun(*command)
+    child.terminate()
+    assert child.wait(60) != 0
+    assert Path("log").read_text().count("rehead: stopped at step") == 1
+    assert max(step for step, _ in rehead.checkpoint.find.steps(Path("run"))) == steps("run")[-1]["step"]
+    run(*command, "trainer.resume=True")
+
+
+@pytest.mark.slow
+def test_healing_shards_the_teacher_too():
+    typed("train", *RUN, *MODELS["gqa"], "system.work_dir=source")
+    typed("convert", "source", "mla", "--to", "mla", "--rank", "12")
+    words = [
+        "heal",
+        "mla",
+        "--teacher",
+        "source",
+        "trainer.max_iters=10",
+        "trainer.batch_size=8",
+        "trainer.device=cpu",
+    ]
+    for train in ("all", "attention"):
+        typed(*words, f"system.work_dir=one-{train}", f"trainer.train={train}")
+        run(
+            *torchrun(
+                2, *words, f"system.work_dir=two-{train}", f"trainer.train={train}", "trainer.parallel=fsdp"
+            )
+        )
+        one, two = (
+            json.loads(Path(f"{n}-{train}/checkpoints/step-000010/conversion.json").read_text())
+            for n in ("one", "two")
+        )
+        assert one["loss"] == pytest.approx(two["loss"], abs=5e-6)
+        assert one["logits"]["kl"] == pytest.approx(two["logits"]["kl"], rel=1e-3, abs=1e-7)
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(["train", *RUN, *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_one_process_is_refused_where_several_are_asked_for(capsys):
+    assert "needs processes. Start them with torchrun" in refused(capsys, "trainer.parallel=fsdp")
+    both = refused(capsys, "trainer.parallel=ddp", "trainer.compile=True")
+    assert "trainer.compile=True and trainer.parallel=ddp" in both
+
+
+def test_several_processes_are_refused_where_one_is_asked_for(capsys, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    assert "2 processes were started to train one run" in refused(capsys)
+    assert not Path("out").exists()
+
+
+def test_batches_that_cannot_be_shared():
+    done = subprocess.run(
+        torchrun(2, "train", *changed("trainer.batch_size=3"), *MODELS["mha"], "trainer.parallel=ddp"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "trainer.batch_size=3 cannot be shared by 2 processes: use a multiple of 2." in done.stderr
+    assert not Path("out/run/checkpoints").exists()
+
+
+def test_one_process_imports_nothing_of_it():
+    code = (
+        "import sys; from rehead.cli.entry import main; "
+        f"assert main(['train', *{[*changed('trainer.max_iters=1'), *MODELS['mha']]!r}]) == 0; "
+        "assert not {'rehead.training.distributed', 'rehead.training.heartbeat'} & set(sys.modules)"
+    )
+    run(sys.executable, "-c", code)
