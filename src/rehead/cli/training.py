@@ -1,6 +1,5 @@
 """`rehead train` and `rehead study`."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from cyclopts import Parameter
 from rehead.cli.app import LENGTH, Json, app, say
 from rehead.cli.options import OPTIONS
 from rehead.errors import Interrupted, UsageError
+from rehead.system.torchrun import of_torchrun
 
 SAME_OPTIONS = "options of the run, as `rehead train --help` lists them"
 
@@ -156,7 +156,8 @@ def _train(options: "RunOptions") -> dict[str, Any]:
     from rehead.training import train as run
 
     last: dict[str, Any] = {}
-    follows = options.trainer.parallel != "none" and os.environ.get("RANK", "0") != "0"
+    job = of_torchrun()
+    follows = options.trainer.parallel != "none" and job is not None and job.rank != 0
     records = run(options) if follows else watch(run(options), options.trainer.max_iters)
     try:
         for record in records:

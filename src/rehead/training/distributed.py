@@ -1,7 +1,6 @@
 """Several processes that train one model, with PyTorch's DDP or FSDP2; imported only where trainer.parallel asks."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,12 +25,14 @@ from rehead.errors import ConfigError, Interrupted
 from rehead.measure.quality import mean_loss, sums
 from rehead.model import LanguageModel, skeleton
 from rehead.system.device import choose_device
+from rehead.system.torchrun import Torchrun
 from rehead.tokenizer import Tokenizer
 from rehead.training.folder import RunFolder
 from rehead.training.heartbeat import PATIENCE, Heartbeat
 from rehead.training.interrupt import Abandoned, Stop
 from rehead.training.objective import Objective
 from rehead.training.ranks import OneProcess
+from rehead.training.shared_folder import SharedFolder
 from rehead.training.start import read_text
 
 LONGEST = timedelta(minutes=30)
@@ -41,16 +42,16 @@ LONGEST = timedelta(minutes=30)
 class Group(OneProcess):
     """The processes that torchrun started: ranks 0 to `world` - 1. Each computes its rows of every batch."""
 
-    def __init__(self, options: RunOptions, store: Store, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, options: RunOptions, job: Torchrun, store: Store) -> None:
+        self.rank, self.world, self.job = job.rank, job.world, job
         self._store = store
         self._told = 0
         self._sharded = options.trainer.parallel == "fsdp"
         self._device = torch.device("cpu")
         size = options.trainer.batch_size
-        if size % world:
+        if size % job.world:
             raise ConfigError(
-                f"trainer.batch_size={size} cannot be shared by {world} processes: use a multiple of {world}."
+                f"trainer.batch_size={size} cannot be shared by {job.world} processes: use a multiple of {job.world}."
             )
 
     def stop(self) -> Stop:
@@ -63,14 +64,14 @@ class Group(OneProcess):
         if chosen.type == "cuda":
             if chosen.index is not None:
                 raise ConfigError(f"trainer.device={name} names one GPU for all processes: use cuda.")
-            chosen = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+            chosen = choose_device(f"cuda:{self.job.local_rank}")
             torch.cuda.set_device(chosen)
         self._device = chosen
         return chosen
 
     def folder(self, path: Path) -> RunFolder:
         """Return the run's folder, which the other processes only read."""
-        return SharedFolder(path, self)
+        return SharedFolder(path, self.tell, first=self.rank == 0, again=self.job.restarts > 0)
 
     def tell(self, text: str | None) -> str:
         """Return the first process's text in all of them."""
@@ -232,72 +233,27 @@ class AgreedStop(Stop):
         yield
 
 
-class SharedFolder(RunFolder):
-    """The folder of a run, which the first process writes."""
-
-    def __init__(self, path: Path, group: Group) -> None:
-        super().__init__(path)
-        self._group = group
-
-    @contextmanager
-    def open(self, *, resume: bool) -> Iterator[Path | None]:
-        """Yield the checkpoint that the first process found; it holds the lock.
-
-        What torchrun has started again after a loss resumes without being asked.
-        """
-        if self._group.rank == 0:
-            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.begun
-            with super().open(resume=resume or again) as checkpoint:
-                self._group.tell("" if checkpoint is None else str(checkpoint))
-                yield checkpoint
-        else:
-            found = self._group.tell(None)
-            yield Path(found) if found else None
-
-    def begin(self, config: str, before: Iterable[dict[str, Any]]) -> None:
-        """Begin the run; the others wait."""
-        if self._group.rank == 0:
-            super().begin(config, before)
-        dist.barrier()
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
-        if self._group.rank == 0:
-            super().log(record)
-
-    def save(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
-        """Publish a checkpoint; the others wait until it is there."""
-        if self._group.rank == 0:
-            super().save(step, write, keep)
-        dist.barrier()
-        return self.checkpoints / f"step-{step:06d}"
-
-    def write_sample(self, step: int, text: str) -> None:
-        """Write a sample."""
-        if self._group.rank == 0:
-            super().write_sample(step, text)
-
-
 @contextmanager
-def group(options: RunOptions) -> Iterator[Group]:
+def group(options: RunOptions, job: Torchrun) -> Iterator[Group]:
     """Yield this process's part in the group that torchrun started; leave it at the end.
 
     If another process is lost, this one says so and ends, as in `Heartbeat`.
     """
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store, rank, world = next(rendezvous("env://", timeout=LONGEST))
-    beats = TCPStore(*where, is_master=False, timeout=timedelta(seconds=PATIENCE))
-    cuda = choose_device(options.trainer.device).type == "cuda"
-    ranks = Group(options, PrefixStore(f"rehead/{started}/told", store), rank, world)
+    store, _, _ = next(rendezvous("env://", timeout=LONGEST))
+    beats = TCPStore(job.address, job.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+
+    def part(of: Store, name: str) -> Store:
+        return PrefixStore(f"rehead/{job.restarts}/{name}", of)
+
+    ranks = Group(options, job, part(store, "told"))
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=PrefixStore(f"rehead/{started}/group", store),
-        rank=rank,
-        world_size=world,
+        "nccl" if choose_device(options.trainer.device).type == "cuda" else "gloo",
+        store=part(store, "group"),
+        rank=job.rank,
+        world_size=job.world,
         timeout=LONGEST,
     )
-    heart = Heartbeat(PrefixStore(f"rehead/{started}/heart", beats), rank, world)
+    heart = Heartbeat(part(beats, "heart"), job.rank, job.world)
     try:
         yield ranks
         dist.barrier()  # nobody leaves while another still talks

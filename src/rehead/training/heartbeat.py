@@ -1,13 +1,14 @@
 """Notices that another process of a run has ended or hangs, and ends this one."""
 
+import logging
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+log = logging.getLogger("rehead")
 BEAT, PATIENCE = 1.0, 20.0
 """Seconds between two signs of life, and how long a process may be silent."""
 
@@ -16,7 +17,7 @@ class Heartbeat:
     """Shows in `store` that this process lives, and watches the next rank; the last watches the first.
 
     A collective waits for a process that was killed or stopped, for up to half an hour. The thread does not: once the
-    watched rank is silent for `PATIENCE` seconds it names it on stderr and ends this process, whatever that waits for.
+    watched rank is silent for `PATIENCE` seconds it names it and ends this process, whatever that waits for.
     torchrun then ends the others. The GIL must be free sometimes: C++ that holds it for that long counts as silence.
     """
 
@@ -55,10 +56,8 @@ class Heartbeat:
                 self._give_up(f"rank {self._watched}{who} has been silent for {PATIENCE:.0f} seconds")
 
     def _give_up(self, why: str) -> None:
-        print(
-            f"rehead: rank {self._rank} stops: {why}. Start the same command again with trainer.resume=True.",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            "rank %d stops: %s. Start the same command again with trainer.resume=True.", self._rank, why
         )
         os._exit(5)
 

@@ -1,6 +1,5 @@
 """The processes that train one model together: here one process, in distributed.py several."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ from rehead.errors import ConfigError
 from rehead.measure import evaluate
 from rehead.model import LanguageModel
 from rehead.system.device import choose_device
+from rehead.system.torchrun import of_torchrun
 from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
@@ -108,21 +108,20 @@ def ranks_of(options: RunOptions) -> Iterator[OneProcess]:
 
     Raises ConfigError if the two do not agree.
     """
-    parallel, started = options.trainer.parallel, "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    parallel, job = options.trainer.parallel, of_torchrun()
     if parallel == "none":
-        if started and os.environ.get("WORLD_SIZE", "1") != "1":
+        if job is not None and job.world != 1:
             raise ConfigError(
-                f"{os.environ['WORLD_SIZE']} processes were started to train one run: give trainer.parallel=fsdp or "
-                "ddp."
+                f"{job.world} processes were started to train one run: give trainer.parallel=fsdp or ddp."
             )
         yield OneProcess()
         return
-    if not started:
+    if job is None:
         raise ConfigError(
             f"trainer.parallel={parallel} needs processes. Start them with torchrun --nproc-per-node 2 -m rehead train "
             "..., or leave it out."
         )
     from rehead.training.distributed import group
 
-    with group(options) as ranks:
+    with group(options, job) as ranks:
         yield ranks

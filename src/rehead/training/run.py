@@ -1,6 +1,5 @@
 """A whole training run: set up, train, evaluate, sample, save, and stop cleanly."""
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from rehead.data import BatchSampler, Split, Tokens, describe, evaluation_blocks
 from rehead.errors import ConfigError, Interrupted, NumericError
 from rehead.generation import stream
 from rehead.measure import parameters
-from rehead.native import KernelUnavailable
-from rehead.native.sequence import kernel
 from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
@@ -23,6 +20,7 @@ from rehead.training.heal import healed_files
 from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
+from rehead.training.rounding import arithmetic, warn_of_rounding
 from rehead.training.start import located, read_teacher, require_step, start_model
 
 PROMPT_TOKENS = 8
@@ -87,7 +85,7 @@ class Run:
         if checkpoint is not None and numbers is not None:
             self.trainer.step = numbers["step"]
             self.best = numbers["best_val_loss"]
-            _warn_of_rounding(numbers, self._arithmetic())
+            warn_of_rounding(numbers, arithmetic(ranks.world))
             optimizer = self.trainer.optimizer
             draws = state.restore(checkpoint, self.trainer.model, optimizer, ranks.restore_random, ranks.like)
             self.sampler.restore(draws)
@@ -176,7 +174,7 @@ class Run:
             "val_tokens": len(self.split.val),
             "text_sha256": self.tokens.sha256,
             "device": str(self.trainer.model.device),
-            **self._arithmetic(),
+            **arithmetic(self.ranks.world),
         }
 
     def _evaluation(self, stop: Stop) -> dict[str, Any]:
@@ -240,7 +238,7 @@ class Run:
             "step": trainer.step,
             "best_val_loss": self.best,
             "text_sha256": self.tokens.sha256,
-            **self._arithmetic(),
+            **arithmetic(self.ranks.world),
             **({"owed": True} if owed else {}),
         }
 
@@ -266,12 +264,6 @@ class Run:
     def _log(self, record: dict[str, Any]) -> dict[str, Any]:
         self.folder.log(record)
         return record
-
-    def _arithmetic(self) -> dict[str, Any]:
-        """Return the facts that rounding depends on."""
-        compiled = not isinstance(kernel(), KernelUnavailable)
-        facts = {"threads": torch.get_num_threads(), "torch": torch.__version__, "C++ kernel": compiled}
-        return {**facts, "processes": self.ranks.world}
 
     def _refuse_changes(self, checkpoint: Path) -> None:
         """Raise ConfigError for another text, model or seed than the run began with, or an earlier last step."""
@@ -300,12 +292,3 @@ class Run:
                         f"{group}.{name}={now} was {was} in the run to resume: leave it out, or start a new "
                         "system.work_dir."
                     )
-
-
-def _warn_of_rounding(recorded: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Warn if a resumed run cannot be bit-identical to an uninterrupted one."""
-    changed = [
-        f"{key} {recorded[key]} -> {now}" for key, now in facts.items() if recorded.get(key, now) != now
-    ]
-    if changed:
-        warnings.warn(f"the run resumes, but not bit for bit: {', '.join(changed)}", stacklevel=2)
