@@ -135,7 +135,6 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_any_number(model):
     run(*torchrun(2, "train", *words))
     was = weights("run"), moments("run")
     for ranks in (1, 4, 2):
-        # The last checkpoint is removed and written again from the one before, which has nothing left to train.
         run(*torchrun(ranks, "train", *words, "trainer.resume=True"))
         assert equal(was[0], weights("run"))
         assert equal(was[1], moments("run"))
@@ -170,12 +169,13 @@ with ranks_of(options) as ranks:
             (value.to_local() if hasattr(value, "to_local") else value).nbytes
             for one in optimizer.state.values() for key, value in one.items() if key != "step"
         )
-        record = run.trainer.advance(run.sampler.next)
-        gradients = sum(weight.grad.to_local().nbytes for weight in model.parameters())
         if ranks.rank == 0:
             out.mkdir()
             own.write(whole, out, {})
             save_file({n: t for n, t in tensors.items() if n.startswith("optimizer.")}, out / "moments.safetensors")
+        run.trainer.advance(run.sampler.next)  # in place: the weights of one process are those gathered
+        gradients = sum(weight.grad.to_local().nbytes for weight in model.parameters())
+        if ranks.rank == 0:
             (out / "bytes").write_text(f"{held} {gradients} {held_moments}")
 """
 
@@ -269,7 +269,7 @@ def test_sigterm_saves_in_all_processes():
 @pytest.mark.slow
 def test_healing_shards_the_teacher_too():
     typed("train", *RUN, *MODELS["gqa"], "system.work_dir=source")
-    typed("convert", "source", "mla", "--to", "mla", "--rank", "12")
+    typed("convert", "source", "mla", "--to", "mla", "--kv-rank", "12")
     words = [
         "heal",
         "mla",

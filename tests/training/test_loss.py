@@ -12,7 +12,7 @@ from rehead.config import ModelOptions, TrainerOptions
 from rehead.measure import logits
 from rehead.measure.memory_in_use import peak_allocated
 from rehead.model import build
-from rehead.training import loop, loss
+from rehead.training import loss, objective
 from rehead.training.loop import Trainer
 
 B, L, D, N = 3, 11, 5, 17
@@ -66,8 +66,8 @@ def test_a_step_takes_it_where_logits_are_many(monkeypatch, share, cap):
     batch = torch.randint(19, (4, 8)), torch.randint(19, (4, 8))
     records, taken = [], []
     name = "cross_entropy" if share is None else "distillation"
-    real = getattr(loop, name)
-    monkeypatch.setattr(loop, name, lambda *a: taken.append(1) or real(*a))
+    real = getattr(objective, name)
+    monkeypatch.setattr(objective, name, lambda *a: taken.append(1) or real(*a))
     for held in (10**6, 100):
         monkeypatch.setattr(logits, "LOGITS", held)
         options = TrainerOptions(distillation=1.0 if share is None else share)

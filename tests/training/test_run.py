@@ -614,7 +614,7 @@ def test_a_step_that_is_not_finite_changes_no_weight(broken, monkeypatch):
     one.advance(batches(3).next)
     weights = {name: weight.clone() for name, weight in one.model.state_dict().items()}
     moments = {p: {k: v.clone() for k, v in s.items()} for p, s in one.optimizer.state.items()}
-    monkeypatch.setattr(one, "_loss", lambda *batch: broken(one.model.head.weight))
+    monkeypatch.setattr(one.objective, "forward", lambda *batch: broken(one.model.head.weight))
     with pytest.raises(NumericError, match=r"step 2: loss .* not finite.*trainer.learning_rate"):
         one.advance(batches(3).next)
     assert one.step == 1
