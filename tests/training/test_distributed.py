@@ -115,6 +115,7 @@ def test_two_processes_train_as_one_and_resume_as_one():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 @pytest.mark.parametrize("model", MODELS)
 def test_processes_train_as_one(model, way):
@@ -128,6 +129,7 @@ def test_processes_train_as_one(model, way):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_checkpoint_of_two_processes_is_resumed_by_any_number(model):
     """N21: what one, four and two processes read is what two wrote, to the bit."""
@@ -181,6 +183,7 @@ with ranks_of(options) as ranks:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_each_process_holds_its_share():
     """Weights, gradients and moments fall as one over the number of processes."""
     Path("probe.py").write_text(PROBE)
@@ -196,7 +199,7 @@ def test_each_process_holds_its_share():
             assert whole / ranks <= share <= whole / ranks * 1.02
 
 
-LONG = changed("trainer.max_iters=400", "trainer.eval_every=400", "trainer.sample_every=0")
+LONG = changed("trainer.max_iters=200", "trainer.eval_every=200", "trainer.sample_every=0")
 LONG += [*SMALL, "trainer.parallel=fsdp"]
 
 
@@ -226,24 +229,28 @@ def begun(*command: str, place: str = "run") -> subprocess.Popen:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 @pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_ends_the_others_by_name_and_restarts(lost):
     run(*torchrun(2, "train", *LONG, "system.work_dir=whole"))
     command = torchrun(2, "train", *LONG, "system.work_dir=run")
     child = begun(*command)
-    start = time.monotonic()
+    other, start = rank_of(child.pid, 0), time.monotonic()
     os.kill(rank_of(child.pid, 1), lost)
-    assert child.wait(60) != 0
-    assert time.monotonic() - start < 60
+    while Path(f"/proc/{other}").exists() and child.poll() is None:
+        assert time.monotonic() - start < 60
+        time.sleep(0.1)
+    assert child.wait(60) != 0  # torchrun itself waits half a minute for a stopped process
     said = Path("log").read_text()
     assert "rank 1 (" in said if lost == signal.SIGSTOP else "rank      : 1" in said
     run(*command, "trainer.resume=True")
-    assert equal(weights("whole", 400), weights("run", 400))
+    assert equal(weights("whole", 200), weights("run", 200))
     assert [a["loss"] for a in steps("whole")] == [b["loss"] for b in steps("run")]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_torchrun_restarts_from_the_last_good_checkpoint():
     run(*torchrun(2, "train", *LONG, "system.work_dir=whole"))
@@ -252,10 +259,11 @@ def test_torchrun_restarts_from_the_last_good_checkpoint():
     child = begun(*command)
     os.kill(rank_of(child.pid, 0), signal.SIGKILL)
     assert child.wait(120) == 0, Path("log").read_text()[-2000:]
-    assert equal(weights("whole", 400), weights("run", 400))
+    assert equal(weights("whole", 200), weights("run", 200))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_sigterm_saves_in_all_processes():
     command = torchrun(2, "train", *LONG, "system.work_dir=run")
     child = begun(*command)
@@ -267,9 +275,10 @@ def test_sigterm_saves_in_all_processes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_healing_shards_the_teacher_too():
     typed("train", *RUN, *MODELS["gqa"], "system.work_dir=source")
-    typed("convert", "source", "mla", "--to", "mla", "--kv-rank", "12")
+    typed("convert", "source", "mla", "--to", "mla", "--kv-rank", "12", "--allow-loss")
     words = [
         "heal",
         "mla",
