@@ -315,7 +315,12 @@ def test_one_process_is_refused_where_several_are_asked_for(capsys):
 
 
 def test_several_processes_are_refused_where_one_is_asked_for(capsys, monkeypatch):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     assert "2 processes were started to train one run" in refused(capsys)
     assert not Path("out").exists()

@@ -176,7 +176,12 @@ DUE = ["trainer.eval_every=2", "trainer.sample_every=2", "trainer.sample_tokens=
 
 @pytest.mark.parametrize(
     ("where", "calls", "last"),
-    [("BatchSampler.next", 8, 2), ("evaluate", 3, 2), ("evaluate", 6, 4), ("stream", 1, 2)],
+    [
+        ("BatchSampler.next", 8, 2),
+        ("OneProcess.evaluate", 3, 2),
+        ("OneProcess.evaluate", 6, 4),
+        ("stream", 1, 2),
+    ],
 )
 def test_what_a_signal_abandons_is_made_up_for(where, calls, last, monkeypatch, capsys):
     """A step among its batches, an evaluation, also the last, and a sample."""
