@@ -6,6 +6,7 @@ call on the same machine gives the same tokens in every dtype.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from typing import Any
 
@@ -15,15 +16,17 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rehead.attention import EMPTY
-from rehead.decoding import decoder
+from rehead.decoding import decoder, is_intercepted, is_whole
 from rehead.errors import ReheadError, UsageError
-from rehead.model import LanguageModel, evaluating
+from rehead.model import LanguageModel, evaluated, evaluating
 from rehead.model.base import Decode, LayerState, require_model, require_one_dtype
 from rehead.model.ids import require_ids, require_range
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
 MOST_TOKENS = 10_000_000
 """Per call: memory for all of them is allocated at the start."""
+TORCH_SEEDS = 2**32
+"""Seeds that torch's generator tells apart; it ignores all higher bits."""
 
 
 def generate(
@@ -101,7 +104,7 @@ def stream(
     noise = _noise(len(prompts), max_new_tokens, seed).to(model.device).T
 
     def tokens() -> Iterator[Tensor]:
-        with evaluating(model):
+        with evaluating(model) if is_intercepted(model) else nullcontext():
             for step in range(max_new_tokens):
                 with torch.inference_mode():
                     logits = contexts.next_logits(use_cache)
@@ -204,8 +207,11 @@ class Contexts:
             place = torch.arange(ids.shape[1], device=ids.device)[None]
             positions = torch.where(place < sizes[:, None], place, EMPTY)
         cache = self.model.new_cache(len(rows), self.capacity) if use_cache else None
-        hidden = self.model.hidden(ids, positions, cache)
-        logits = self.model.logits(hidden[torch.arange(len(rows), device=ids.device), sizes - 1])
+        model, last = evaluated(self.model), (torch.arange(len(rows), device=ids.device), sizes - 1)
+        if is_whole(model):
+            logits = model(ids, positions, cache)[last]
+        else:  # the head reads the last tokens only
+            logits = model.logits(model.hidden(ids, positions, cache)[last])
         if len(rows) < len(texts):
             sources = torch.tensor(which, device=ids.device)
             logits = logits[sources]
@@ -222,7 +228,7 @@ def _tensor(ids: Tensor | np.ndarray) -> Tensor:
 def _noise(n_row: int, n_step: int, seed: int | np.integer[Any] | Sequence[int] | None) -> Tensor:
     """Return a uniform number for every draw, (B, steps), each row from its own seed."""
     if seed is None:
-        seed = [int(torch.randint(2**62, ())) for _ in range(n_row)]
+        seed = [int(torch.randint(2**62, ())) % TORCH_SEEDS for _ in range(n_row)]
     seeds = list(seed) if isinstance(seed, Iterable) else [seed] * n_row
     for value in seeds:
         if not isinstance(value, Integral):
@@ -234,4 +240,6 @@ def _noise(n_row: int, n_step: int, seed: int | np.integer[Any] | Sequence[int] 
 
 
 def _uniform(n_step: int, seed: int) -> Tensor:
-    return torch.rand(n_step, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if seed < TORCH_SEEDS:
+        return torch.rand(n_step, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.from_numpy(np.random.default_rng(seed).random(n_step))

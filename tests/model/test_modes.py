@@ -86,8 +86,38 @@ def test_also_after_a_failure(model, manager):
     assert modes(model) == before
 
 
-def test_a_generation_that_is_given_up(model):
+def test_a_generation_takes_no_mode_from_a_training(model):
+    """Between two tokens, as in another thread, dropout is on in a model that is trained and off in what is generated."""
+    for dropout in (model.embd_dropout, *(layer.resid_dropout for layer in model.layers)):
+        dropout.p = 0.9
+    before, evaluated = modes(model), build(model.config)
+    evaluated.load_state_dict(model.state_dict())
+    tokens = stream(model, list(IDS), 5, 0)
+    texts = []
+    for token in tokens:
+        texts.append(int(token))
+        assert modes(model) == before
+        assert not torch.equal(model(IDS), model(IDS))
+    assert texts == generate(evaluated.eval(), IDS, 5, 0)[0, IDS.shape[1] :].tolist()
+
+
+def test_a_model_in_training_is_trained_while_it_generates(model):
+    """The copy that generates has the model's own weights."""
+    tokens = stream(model, list(IDS), 9, 0)
+    next(tokens)
+    with torch.no_grad():
+        model.head.weight[3] = 100 * model.head.weight[3].abs() + 100
+        model.head.weight[4] = -model.head.weight[3]
+    assert set(map(int, tokens)) <= {3, 4}
+
+
+def test_what_refers_to_the_model_itself_generates_in_eval_mode(model):
+    """A closure calls the layer that is trained, so the mode of that is changed meanwhile."""
+    model.embd_dropout.p, whole = 0.9, model.embd_dropout.forward
+    model.embd_dropout.forward = lambda x: whole(x)
     before = modes(model)
+    once, twice = (generate(model, IDS, 9, 0) for _ in range(2))
+    assert torch.equal(once, twice)
     tokens = stream(model, list(IDS), 5, 0)
     next(tokens)
     assert not any(modes(model).values())

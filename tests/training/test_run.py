@@ -615,12 +615,25 @@ def test_a_step_that_is_not_finite_changes_no_weight(broken, monkeypatch):
     weights = {name: weight.clone() for name, weight in one.model.state_dict().items()}
     moments = {p: {k: v.clone() for k, v in s.items()} for p, s in one.optimizer.state.items()}
     monkeypatch.setattr(one.objective, "forward", lambda *batch: broken(one.model.head.weight))
-    with pytest.raises(NumericError, match=r"step 2: loss .* not finite.*trainer.learning_rate"):
+    which = r"(, batch 1 of 1)?: loss \S+, gradient norm \S+, first in \S+weight: not finite"
+    with pytest.raises(NumericError, match=rf"step 2{which}.*trainer.learning_rate"):
         one.advance(batches(3).next)
     assert one.step == 1
     assert all(torch.equal(weight, weights[name]) for name, weight in one.model.state_dict().items())
     for weight, kept in one.optimizer.state.items():
         assert all(torch.equal(value, moments[weight][key]) for key, value in kept.items())
+
+
+def test_the_batch_and_the_weight_are_named():
+    one = trainer("trainer.grad_accumulation=3")
+    sampler, whole, parts = batches(3), one.objective.forward, iter(range(1, 4))
+    one.objective.forward = lambda *batch: whole(*batch) * (float("inf") if next(parts) > 1 else 1)
+    last = one.model.head.weight
+    with pytest.raises(NumericError, match=r"step 1, batch 2 of 3: loss inf, gradient norm \S+, first in embed_tokens"):
+        one.advance(sampler.next)
+    one.objective.forward = lambda *batch: whole(*batch) + (last * 0).sum().sqrt()
+    with pytest.raises(NumericError, match=r"step 1: loss \d.*, first in head\.weight: not finite"):
+        one.advance(sampler.next)
 
 
 @pytest.mark.parametrize("flags", [["trainer.learning_rate=1e30"], ["trainer.learning_rate=1e300"]])

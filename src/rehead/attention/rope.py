@@ -240,6 +240,10 @@ class Rotary:
         self.config, self.head_dim, self.width = config, width, config.rotated(width)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
+    def __deepcopy__(self, _: object) -> "Rotary":
+        """Return the rotation itself: copies of a model share its tables."""
+        return self
+
     def __call__(
         self, x: Float[Tensor, "B L H E"], positions: Int[Tensor, "#B L"] | None = None, start: int = 0
     ) -> Float[Tensor, "B L H E"]:

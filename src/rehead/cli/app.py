@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 
 from rehead import __version__
 from rehead.cli.layout import Layout
+from rehead.report.text import inert
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +27,14 @@ app = App(
 )
 
 
+def tell(message: str) -> None:
+    """Print a message on stderr; what names, paths and files put into it cannot command the terminal."""
+    print(inert(f"rehead: {message}"), file=sys.stderr)
+
+
 def warn(message: object) -> None:
     """Print a warning on stderr."""
-    print(f"rehead: warning: {message}", file=sys.stderr)
+    tell(f"warning: {message}")
 
 
 def torch_dtype(name: Dtype) -> "torch.dtype":
@@ -38,6 +44,11 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
+def shown(text: str) -> str:
+    """Return `text` as it may go to stdout: as it is into a file or pipe, unable to command a terminal."""
+    return inert(text) if sys.stdout.isatty() else text
+
+
 def say(document: dict[str, Any], text: str, json: bool) -> None:
     """Print a result on stdout, as one JSON document or as text."""
-    print(jsonlib.dumps(document) if json else text)
+    print(jsonlib.dumps(document) if json else shown(text))

@@ -19,7 +19,7 @@ from cyclopts import CycloptsError
 
 from rehead import native
 from rehead.cli import conversion, importing, measuring, models, training  # noqa: F401 (each enters its commands)
-from rehead.cli.app import app, warn
+from rehead.cli.app import app, tell, warn
 from rehead.cli.interrupt import WORDS
 from rehead.cli.loading import load_torch
 from rehead.cli.wording import as_typed, worded
@@ -101,7 +101,7 @@ class _Lines(logging.Handler):
         if record.levelno >= logging.WARNING:
             warn(record.getMessage())
         else:
-            print(f"rehead: {record.getMessage()}", file=sys.stderr)
+            tell(record.getMessage())
 
 
 @contextmanager
@@ -200,5 +200,5 @@ def _warn_once(shown: set[str], message: Warning | str, *where: Any, **more: Any
 def _fail(error: ReheadError, debug: bool, argv: Sequence[str] = ()) -> int:
     if debug:
         traceback.print_exc()
-    print(f"rehead: {' '.join(map(_short, as_typed(str(error), argv).split()))}", file=sys.stderr)
+    tell(" ".join(map(_short, as_typed(str(error), argv).split())))
     return error.exit_code

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, app, say, torch_dtype
+from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, app, say, shown, torch_dtype
 from rehead.errors import InvalidInput, ResourceError
 
 
@@ -69,7 +69,7 @@ def inspect(
     else:
         present(inspections, change, layer, head)
         if html is not None:
-            print(f"page     {html}")
+            print(shown(f"page     {html}"))
 
 
 @app.command

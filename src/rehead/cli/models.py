@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, app, say, torch_dtype, warn
+from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, app, say, shown, torch_dtype, warn
 from rehead.errors import UsageError
 
 MOST_SAMPLES = 10_000
@@ -92,10 +92,10 @@ def generate(
             first = list(
                 staged(islice(tokens, 1), "reading the prompt", longest, "tokens", lambda _: longest)
             )
-        print(prompt[0], end="", flush=True)
+        print(shown(prompt[0]), end="", flush=True)
         only = (int(token[0]) for token in chain(first, tokens))
         for piece in tokenizer.stream(takewhile(lambda token: token not in ends, only), after=ids[0]):
-            print(piece, end="", flush=True)
+            print(shown(piece), end="", flush=True)
         print()
         return
     with Board():

@@ -27,8 +27,8 @@ class SystemOptions:
 
     def __post_init__(self) -> None:
         require_types(self, "system.")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"system.seed={self.seed}. Use 0 up to {2**63 - 1}.")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"system.seed={self.seed}. Use 0 up to {2**32 - 1}.")
 
 
 @dataclass(kw_only=True)

@@ -65,7 +65,7 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
     """
     count = max(1, tokens // length)
     starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
-    seeds = np.random.SeedSequence(seed).generate_state(count, np.uint64).tolist()
+    seeds = np.random.SeedSequence(seed).generate_state(2 * count, np.uint32)[::2].tolist()
     model = _in_memory(model)
     rows: list[torch.Tensor] = []
     together = max(1, TOGETHER // length)

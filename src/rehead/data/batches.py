@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from rehead.data.tokens import Ids, require_block
+from rehead.data.tokens import Ids, require_block, taken
 from rehead.errors import ConfigError, IntegrityError, InvalidInput
 from rehead.stages import staged
 
@@ -29,7 +29,7 @@ class BatchSampler:
         """Return inputs (B, L) and targets (B, L), the inputs shifted by one token."""
         n_start = len(self._ids) - self._block_size
         starts = torch.randint(n_start, (self._batch_size, 1), generator=self._generator).numpy()
-        windows = torch.from_numpy(self._ids[starts + np.arange(self._block_size + 1)].astype(np.int64))
+        windows = taken(self._ids, starts + np.arange(self._block_size + 1))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def state(self) -> UInt8[Tensor, "bytes"]:
@@ -83,7 +83,7 @@ def evaluation_blocks(
         starts = starts[np.arange(limit) * len(starts) // limit]
     for first in range(0, len(starts), batch_size):
         at = starts[first : first + batch_size, None] + np.arange(block_size + 1)
-        windows = torch.from_numpy(ids[np.minimum(at, len(ids) - 1)].astype(np.int64))
+        windows = taken(ids, np.minimum(at, len(ids) - 1))
         beyond = torch.from_numpy(at >= len(ids))
         seen = torch.from_numpy((at[:, :1] > 0) & (np.arange(block_size) < block_size - stride))
         yield (

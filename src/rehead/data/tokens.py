@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Integer
+import torch
+from jaxtyping import Int64, Integer
+from torch import Tensor
 
 from rehead.data.files import resource, write_whole
-from rehead.errors import ConfigError, InvalidInput
+from rehead.errors import ConfigError, IntegrityError, InvalidInput
 from rehead.stages import staged
 from rehead.tokenizer import Tokenizer
 
@@ -78,6 +80,18 @@ def read_ids(store: Path, tokenizer: Tokenizer) -> Ids:
         raise InvalidInput(f"{store} cannot be read as tokens ({error}): give a text.") from error
     require_vocabulary(ids, tokenizer.vocab_size)
     return ids
+
+
+def taken(ids: Ids, places: Integer[np.ndarray, "..."]) -> Int64[Tensor, "..."]:
+    """Return the ids at `places`. Raises IntegrityError if the file they are read from has been cut short.
+
+    The system would end the process when it reads a page of memory beyond the end of its file.
+    """
+    if isinstance(ids, np.memmap) and (file := ids._mmap) is not None and file.size() < len(file):  # type: ignore[attr-defined]
+        raise IntegrityError(
+            f"{ids.filename} was cut from {len(file):,} to {file.size():,} bytes while it was read: start again."
+        )
+    return torch.from_numpy(ids[places].astype(np.int64))
 
 
 def _dtype(tokenizer: Tokenizer) -> type[np.uint16 | np.uint32]:

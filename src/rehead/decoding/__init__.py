@@ -5,15 +5,18 @@ A model describes one token as a program (`rehead.attention.program`); the engin
 
 from rehead.decoding.change import Decoder
 from rehead.decoding.graph_engine import graph_decoder, graph_refusal
+from rehead.decoding.lowering import is_intercepted, is_whole
 from rehead.decoding.native_engine import native_decoder, native_refusal, prepare
 from rehead.decoding.torch_engine import torch_decoder
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, evaluated
 from rehead.model.base import Decode
 
 __all__ = [
     "decoder",
     "graph_decoder",
     "graph_refusal",
+    "is_intercepted",
+    "is_whole",
     "native_decoder",
     "native_refusal",
     "prepare",
@@ -24,7 +27,13 @@ __all__ = [
 def decoder(model: LanguageModel) -> Decode:
     """Return the function that decodes one token of every sequence with the current weights.
 
-    The model must be in eval mode, without gradients. It may be converted or moved (`model.double()`), get hooks, or
-    be called under autocast later. Create a new decoder after other changes of weights or parts.
+    It decodes in eval mode, whatever the mode of the model, and without gradients. The model may be converted or moved
+    (`model.double()`), get hooks, or be called under autocast later. Create a new decoder after other changes of
+    weights or parts.
     """
-    return Decoder(model, lambda: native_decoder(model) or graph_decoder(model) or torch_decoder(model))
+
+    def engine() -> Decode:
+        still = evaluated(model)
+        return native_decoder(still) or graph_decoder(still) or torch_decoder(still)
+
+    return Decoder(model, engine)

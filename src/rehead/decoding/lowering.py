@@ -14,11 +14,7 @@ from rehead.model import GPT, LanguageModel
 
 def lowered(model: LanguageModel) -> Program | None:
     """Return the program of a model; None if the model must be run with `forward`."""
-    if (
-        any(hooks(model))
-        or has_other_forward(map(vars, model.modules()))
-        or torch.is_autocast_enabled(model.device.type)
-    ):
+    if is_intercepted(model) or torch.is_autocast_enabled(model.device.type):
         return None
     return model.lower()
 
@@ -36,11 +32,26 @@ def why_not_lowered(model: LanguageModel) -> str:
     return f"a model of type {model.config.model_type}"
 
 
+def is_intercepted(model: LanguageModel) -> bool:
+    """Whether hooks or replaced `forward`s take part in the calls of the model or of one of its parts."""
+    return any(hooks(model)) or has_other_forward(map(vars, model.modules()))
+
+
+def is_whole(model: LanguageModel) -> bool:
+    """Whether only a call of the model shows all it computes: its hooks, or a `forward` of its own, take part."""
+    own = "forward" in vars(model) or type(model).forward is not LanguageModel.forward
+    return own or any((model._forward_hooks, model._forward_pre_hooks, *_hooks_of_all()))
+
+
 def hooks(model: nn.Module) -> list[dict[int, Any]]:
     """Return the tables of forward hooks, of each part and of all modules; a program would not call the hooks."""
     tables = [table for part in model.modules() for table in (part._forward_hooks, part._forward_pre_hooks)]
-    every = nn.modules.module  # where profilers enter theirs
-    return [*tables, every._global_forward_hooks, every._global_forward_pre_hooks]
+    return [*tables, *_hooks_of_all()]
+
+
+def _hooks_of_all() -> list[dict[int, Any]]:
+    """Return the tables of hooks of all modules, where profilers enter theirs."""
+    return [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
 
 
 def has_other_forward(parts: Iterable[dict[str, Any]]) -> bool:

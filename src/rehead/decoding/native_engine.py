@@ -79,7 +79,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
         n_position = caches[0].n_token + 1
         token = next_token(ids, caches, layers)
         if not bound or not bound[0].fits(caches, n_position):
-            room = max(2 * n_position, *(cache.capacity or 0 for cache in caches), 64)
+            room = max(2 * n_position, widest(caches).n_rows, 64)
             bound[:] = [BoundProgram(program, caches, room)]
         if token.positions is None:
             positions = torch.full((len(ids),), token.start)

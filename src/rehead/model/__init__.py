@@ -2,7 +2,7 @@
 
 from rehead.model.base import LanguageModel, build, skeleton
 from rehead.model.gpt import GPT
-from rehead.model.modes import evaluating, modes_kept
+from rehead.model.modes import evaluated, evaluating, modes_kept
 from rehead.model.rnn import RNN, StateCache, both_seen
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "StateCache",
     "both_seen",
     "build",
+    "evaluated",
     "evaluating",
     "modes_kept",
     "skeleton",

@@ -2,8 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from itertools import chain
+from typing import TypeVar
 
 from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @contextmanager
@@ -24,3 +29,15 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         for model in models:
             model.eval()
         yield
+
+
+def evaluated(model: Model) -> Model:
+    """Return `model` if all of it is in eval mode, otherwise a copy in eval mode that shares its weights.
+
+    So another thread can go on training the model. A hook, and a `forward` that was replaced, may refer to the model
+    itself and not to the copy.
+    """
+    if not any(part.training for part in model.modules()):
+        return model
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return deepcopy(model, shared).eval()

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from rehead.report.text import inert
+
 WIDEST = 1000
 NARROWEST = 24
 """Minimum characters of a text column before other columns are dropped; after that, half of it."""
@@ -27,6 +29,8 @@ def show(
     If the terminal is too narrow, `optional` columns are left out, the last of them first; then the table is
     split into several, each with the first `keys` columns. Numbers are never cut.
     """
+    title, notes = inert(title), inert(notes)
+    header, rows = [*map(inert, header)], [[*map(inert, row)] for row in rows]
     console = Console(highlight=False)
     console.print(title, style="bold")
     columns, least, spare = list(range(len(header))), NARROWEST, list(optional)

@@ -11,6 +11,8 @@ LONGEST, LONGEST_LABEL = 200, 24
 SHOWN = {"\n", "\t"}
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Control and format characters, such as those that reverse the direction of what follows."""
+TURNS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""Classes of characters that set the direction of what follows."""
 SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
 """Blanks of a label."""
 
@@ -24,6 +26,17 @@ def sanitise(text: object, most: int = LONGEST) -> str:
         for letter in whole[:most]
     )
     return f"{shown} … and {rest:,} more characters" if rest > 0 else shown
+
+
+def inert(text: str) -> str:
+    """Return `text` with all that would command a terminal, or reverse the direction of what follows, escaped."""
+    return "".join(letter if _is_inert(letter) else f"\\u{ord(letter):04x}" for letter in text)
+
+
+def _is_inert(letter: str) -> bool:
+    if letter in SHOWN or letter.isprintable():
+        return True
+    return unicodedata.category(letter) not in {"Cc", "Cs"} and unicodedata.bidirectional(letter) not in TURNS
 
 
 def token_labels(tokens: Iterable[str]) -> list[str]:

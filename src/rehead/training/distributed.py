@@ -199,7 +199,7 @@ class Group(OneProcess):
     def begin_dropout(self, seed: int) -> None:
         """Let the processes draw different dropout masks; the first draws as one process would."""
         if self.rank:
-            torch.manual_seed((seed + self.rank) % 2**63)
+            torch.manual_seed((seed + self.rank) % 2**32)
 
     def largest(self, number: int) -> int:
         """Return the largest of the processes' numbers."""

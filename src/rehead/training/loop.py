@@ -2,12 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rehead.config import TrainerOptions
 from rehead.data import Batch
@@ -56,20 +56,23 @@ class Trainer:
             group["lr"] = rate
         self.model.train(self.teacher is None)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
+        loss, parts = 0.0, list[float]()
         with abandonable():
             for left in reversed(range(options.grad_accumulation)):
                 with self.ranks.accumulating(self.objective, left > 0):
                     part = self.objective(*self.ranks.rows(next_batch())) / options.grad_accumulation
                     part.backward()
-                loss += float(part.detach())
+                parts.append(float(part.detach()))
+                loss += parts[-1]
         loss = self.ranks.mean(loss)
-        norm = self.ranks.number(nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip))
+        total = nn.utils.get_total_norm(self._gradients().values())
+        norm = self.ranks.number(total)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NumericError(
-                f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite. The "
-                "weights are unchanged; lower trainer.learning_rate."
+                f"step {self.step + 1}{_batch(parts)}: loss {loss}, gradient norm {norm}{self._weight()}: not finite. "
+                "The weights are unchanged; lower trainer.learning_rate."
             )
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), options.grad_norm_clip, total)
         self.optimizer.step()
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
@@ -83,3 +86,19 @@ class Trainer:
             "seconds": round(seconds, 6),
             **memory(self.model.device),
         }
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: weight.grad for name, weight in self.model.named_parameters() if weight.grad is not None}
+
+    def _weight(self) -> str:
+        """Name the first weight with a gradient that is not finite."""
+        for name, gradient in self._gradients().items():
+            if not math.isfinite(self.ranks.number(nn.utils.get_total_norm([gradient]))):
+                return f", first in {name}"
+        return ""
+
+
+def _batch(losses: Sequence[float]) -> str:
+    """Name the first of a step's batches whose loss is not finite."""
+    bad = [number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)]
+    return f", batch {bad[0]} of {len(losses)}" if bad else ""
