@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 from itertools import chain
 
 import numpy as np
@@ -17,6 +18,19 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a background job of a shell script, as `nohup make test &` is
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whose children would inherit that
+
+
+def _no_network(event, given):
+    """Refuses connections to other machines; an audit hook cannot be taken away again."""
+    if event == "socket.connect" and isinstance(given[1], tuple) and not _is_local(str(given[1][0])):
+        raise OSError(f"a test connects to {given[1][0]}: tests use no network")
+
+
+def _is_local(host):
+    return host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
+
+
+sys.addaudithook(_no_network)
 
 torch.set_num_threads(1)  # also for fixtures that are set up before a test, such as a module's
 

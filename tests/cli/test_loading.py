@@ -5,19 +5,21 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from rehead.cli import main
 
 pytestmark = pytest.mark.process
 WORDS = [sys.executable, "-m", "rehead"]
 
 
-def on_a_terminal(*words):
-    """Exit status and what a terminal showed on stderr."""
+def on_a_terminal(*words, stream="stderr"):
+    """Exit status, what a terminal showed of stderr, or stdout, and the other one."""
     here, there = pty.openpty()
-    done = subprocess.run(
-        [*WORDS, *words], stderr=there, stdout=subprocess.PIPE, env=os.environ | {"TERM": "xterm"}
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: there}
+    done = subprocess.run([*WORDS, *words], env=os.environ | {"TERM": "xterm"}, **streams)
     os.close(there)
     shown = b""
     try:
@@ -26,7 +28,8 @@ def on_a_terminal(*words):
     except OSError:  # Linux: nobody writes any more
         pass
     os.close(here)
-    return done.returncode, shown.decode(errors="replace"), done.stdout
+    other = done.stdout if stream == "stderr" else done.stderr
+    return done.returncode, shown.decode(errors="replace"), other
 
 
 def test_a_terminal_says_what_it_waits_for(tmp_path):
@@ -46,3 +49,33 @@ def test_a_pipe_is_told_nothing(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {n_layer: 2}\n")
     done = subprocess.run([*WORDS, "plan", tmp_path / "config.yaml"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+ESCAPES = "\x1b]0;mine\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_nothing_that_a_file_or_a_prompt_says_commands_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text(f"an emoji 👩‍👧 and é\n{ESCAPES}" * 200)
+    small = ["model.n_layer=1", "model.n_embd=8", "model.n_query_head=2", "data.block_size=64"]
+    run = ["data.path=input.txt", "trainer.max_iters=0", "trainer.eval_batches=1", "trainer.device=cpu"]
+    assert main(["train", *small, *run, "system.work_dir=run"]) == 0
+    words = ["generate", "run", "--prompt", f"an 👩‍👧{ESCAPES}", "--max-new-tokens", "90"]
+    status, shown, _ = on_a_terminal(*words, stream="stdout")
+    assert status == 0
+    assert shown.startswith(r"an 👩‍👧\u001b]0;mine\u0007\u001b[2J\u202e\u009b31m")
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown)
+    piped = subprocess.run([*WORDS, *words], stdout=subprocess.PIPE, check=True).stdout.decode()
+    assert piped.startswith(f"an 👩‍👧{ESCAPES}"), "elsewhere the text is as it is"
+    _, shown, _ = on_a_terminal(*words, "--prompt", "a", stream="stdout")
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown)
+    for typed in (
+        ["inspect", f"no{ESCAPES}such", "--text", "a"],
+        ["plan", f"no{ESCAPES}"],
+        ["train", f"a{ESCAPES}=3"],
+    ):
+        status, shown, _ = on_a_terminal(*typed)
+        assert status in (2, 3)
+        assert "1b]0;mine" in shown, shown
+        for part in ("\x1b]", "\x07", "\x1b[2J", "\u202e", "\x9b"):
+            assert part not in shown

@@ -343,6 +343,22 @@ def test_one_seed_for_all_rows_or_one_each():
     assert not torch.equal(each[1], each[2])
 
 
+def test_seeds_that_torchs_generator_confuses_are_told_apart():
+    """It reads 32 bits of a seed."""
+    model, ids = make("gqa"), tokens(4)
+    for seed in (4, 0, 2**32 - 1):
+        texts = {tuple(generate(model, ids, 30, seed=seed + n * 2**32)[0].tolist()) for n in range(3)}
+        assert len(texts) == 3
+    uniform = torch.rand(30, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    drawn = []
+    for token, number in zip(generate(model, ids, 30, seed=4)[0, 4:], uniform, strict=True):
+        text = torch.cat([ids[0], torch.tensor(drawn, dtype=torch.long)])
+        likely = model(text[None])[0, -1].softmax(-1) if len(text) <= BLOCK else None
+        if likely is not None:
+            assert int((likely.cumsum(0) <= number).sum()) == int(token)
+        drawn.append(int(token))
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("end", ["finished", "left early", "failed"])
 def test_mode_is_restored(training, end):

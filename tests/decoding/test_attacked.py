@@ -154,3 +154,83 @@ for name, part in model.named_modules():
     torch.testing.assert_close(new_logits(decode, model.new_cache(2)), plain, rtol=1e-5, atol=1e-5)
 assert changed > 20
 """)
+
+
+def test_hooks_and_other_forwards_of_the_model_take_part_in_its_first_token(attacked):
+    """The prompt is read without `model(...)`, unless that computes more."""
+    attacked("""
+def favoured(logits):
+    return torch.nn.functional.one_hot(torch.full(logits.shape[:-1], 5), 23) + 0 * logits
+
+def texts():
+    return rehead.generate(model, ids[None], 3, 0)[0, 2:].tolist()
+
+before = texts()
+assert 5 not in before
+hook = model.register_forward_hook(lambda module, given, logits: favoured(logits))
+assert texts() == [5, 5, 5]
+hook.remove()
+hook = nn.modules.module.register_module_forward_hook(
+    lambda module, given, result: favoured(result) if module is model else None
+)
+assert texts() == [5, 5, 5]
+hook.remove()
+assert texts() == before
+model.forward = lambda *given, **more: favoured(type(model).forward(model, *given, **more))
+assert texts() == [5, 5, 5]
+""")
+
+
+def test_threads_that_share_a_model_each_generate_as_alone(attacked):
+    attacked("""
+from concurrent.futures import ThreadPoolExecutor
+prompts = [torch.arange(1 + n % 7) for n in range(24)]
+alone = [rehead.generate(model, prompt, 40, seed=n) for n, prompt in enumerate(prompts)]
+with ThreadPoolExecutor(8) as pool:
+    together = list(pool.map(lambda n: rehead.generate(model, prompts[n], 40, seed=n), range(24)))
+    shared = decoding.native_decoder(model)
+    def several(n):
+        caches, tokens = model.new_cache(1, 60), torch.arange(60) * (n + 1) % 23
+        with torch.inference_mode():
+            return torch.cat([shared(tokens[at, None], caches) for at in range(60)])
+    logits = list(pool.map(several, range(24)))
+assert all(map(torch.equal, alone, together))
+assert all(map(torch.equal, map(several, range(24)), logits))
+""")
+
+
+def test_a_process_forked_after_use_computes(attacked):
+    """Its OpenMP threads are gone, and a parallel loop would wait for them forever."""
+    attacked("""
+import os, signal
+torch.set_num_threads(2)
+import dataclasses
+wide = build(dataclasses.replace(model.config, vocab_size=512, n_embd=256, n_hidden=700)).eval()
+prompt = torch.arange(30)
+here = rehead.generate(wide, prompt, 20, 0)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(0 if torch.equal(rehead.generate(wide, prompt, 20, 0), here) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.get_num_threads() == 2
+""")
+
+
+def test_a_window_far_into_a_text_takes_the_memory_of_its_window(attacked):
+    """The cosines and sines of the positions that are reached, not of all that may follow."""
+    attacked("""
+import dataclasses, resource
+from rehead.generation import stream
+near = dataclasses.replace(attention, window=8)
+windowed = build(dataclasses.replace(model.config, attention=(near, near))).eval()
+assert decoding.native_refusal(windowed) is None
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+list(stream(windowed, [ids], 100, 0))
+before = peak()
+few = stream(windowed, [ids], 3_000_000, 0)
+for _ in range(5):
+    next(few)
+assert peak() - before < 150_000, peak() - before  # KiB; ids and noise are 48 MB, all tables 240 MB
+""")

@@ -15,7 +15,7 @@ from rehead.measure.attention_maps import attention_maps
 from rehead.measure.fidelity import compare
 from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.training import step_memory
-from rehead.model import build, evaluating, modes_kept
+from rehead.model import build, evaluated, evaluating, modes_kept
 
 IDS = torch.arange(9)[None]
 BLOCKS = [(IDS[:, :-1], IDS[:, 1:])]
@@ -87,7 +87,7 @@ def test_also_after_a_failure(model, manager):
 
 
 def test_a_generation_takes_no_mode_from_a_training(model):
-    """Between two tokens, as in another thread, dropout is on in a model that is trained and off in what is generated."""
+    """Between two tokens, as in another thread, the model that is trained has dropout; what is generated has none."""
     for dropout in (model.embd_dropout, *(layer.resid_dropout for layer in model.layers)):
         dropout.p = 0.9
     before, evaluated = modes(model), build(model.config)
@@ -103,6 +103,8 @@ def test_a_generation_takes_no_mode_from_a_training(model):
 
 def test_a_model_in_training_is_trained_while_it_generates(model):
     """The copy that generates has the model's own weights."""
+    own = list(model.parameters())
+    assert all(a is b for a, b in zip(evaluated(model).parameters(), own, strict=True))
     tokens = stream(model, list(IDS), 9, 0)
     next(tokens)
     with torch.no_grad():

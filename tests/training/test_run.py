@@ -3,6 +3,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -629,7 +631,9 @@ def test_the_batch_and_the_weight_are_named():
     sampler, whole, parts = batches(3), one.objective.forward, iter(range(1, 4))
     one.objective.forward = lambda *batch: whole(*batch) * (float("inf") if next(parts) > 1 else 1)
     last = one.model.head.weight
-    with pytest.raises(NumericError, match=r"step 1, batch 2 of 3: loss inf, gradient norm \S+, first in embed_tokens"):
+    with pytest.raises(
+        NumericError, match=r"step 1, batch 2 of 3: loss inf, gradient norm \S+, first in embed_tokens"
+    ):
         one.advance(sampler.next)
     one.objective.forward = lambda *batch: whole(*batch) + (last * 0).sum().sqrt()
     with pytest.raises(NumericError, match=r"step 1: loss \d.*, first in head\.weight: not finite"):
@@ -755,3 +759,30 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path):
 def test_more_sample_tokens_than_a_text_has_are_refused_before_training():
     with pytest.raises(ConfigError, match=r"trainer\.sample_tokens=100000000000\. Use 0 to 1,000,000"):
         read(["trainer.sample_tokens=100000000000"])
+
+
+CUT = """
+import sys, numpy as np
+from pathlib import Path
+from rehead.data import BatchSampler, evaluation_blocks
+from rehead.errors import IntegrityError
+Path("tokens.bin").write_bytes(np.arange(300_000, dtype=np.uint16).tobytes())
+ids = np.memmap("tokens.bin", dtype=np.uint16, mode="r")
+sampler, blocks = BatchSampler(ids[: 200_000], 8, 16, 0), evaluation_blocks(ids[200_000:], 8, 16)
+sampler.next(), next(blocks)
+with open("tokens.bin", "r+b") as file:
+    file.truncate(8192)
+for batch in (sampler.next, lambda: next(blocks)):
+    try:
+        batch()
+    except IntegrityError as error:
+        print(error)
+"""
+
+
+def test_a_text_that_is_cut_while_it_is_read_ends_the_run_and_not_the_process():
+    """The system sends SIGBUS to whoever reads memory beyond the end of the file it stands for."""
+    done = subprocess.run([sys.executable, "-c", CUT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.returncode
+    said = "tokens.bin was cut from 600,000 to 8,192 bytes while it was read: start again."
+    assert [line.endswith(said) for line in done.stdout.splitlines()] == [True, True]

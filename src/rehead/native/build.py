@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from rehead.errors import ResourceError
@@ -57,7 +57,9 @@ def library(name: str) -> ctypes.CDLL | KernelUnavailable:
 @cache
 def _loaded(name: str) -> ctypes.CDLL | KernelUnavailable:
     try:
-        return ctypes.CDLL(str(_built(name)))
+        loaded = ctypes.CDLL(str(_built(name)))
+        _one_thread_after_a_fork()
+        return loaded
     except KernelUnavailable as problem:
         missing = problem
     except OSError as problem:
@@ -67,6 +69,14 @@ def _loaded(name: str) -> ctypes.CDLL | KernelUnavailable:
         )
     _log_once(f"{missing}: PyTorch computes instead, slower. {missing.remedy}")
     return missing
+
+
+@cache
+def _one_thread_after_a_fork() -> None:
+    """Let forked processes compute on one thread: OpenMP's others do not exist in them, and it would wait for them."""
+    import torch
+
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 @cache

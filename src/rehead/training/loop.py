@@ -88,7 +88,9 @@ class Trainer:
         }
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: weight.grad for name, weight in self.model.named_parameters() if weight.grad is not None}
+        return {
+            name: weight.grad for name, weight in self.model.named_parameters() if weight.grad is not None
+        }
 
     def _weight(self) -> str:
         """Name the first weight with a gradient that is not finite."""
