@@ -1,8 +1,9 @@
 """`rehead train` and `rehead study`."""
 
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -96,6 +97,26 @@ def study(
     fraction: Annotated[
         float, Parameter(help="share of every run's iterations to train; the report shows it")
     ] = 1.0,
+    only: Annotated[
+        str | None, Parameter(help="make one run, named by its folder as in mha/seed-0, and no report")
+    ] = None,
+    launcher: Annotated[
+        Literal["local", "slurm"],
+        Parameter(
+            help="where the runs are made: here, or each in a batch job of a Slurm cluster (docs/scale.md)"
+        ),
+    ] = "local",
+    slurm: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            help="an option of all batch jobs, as in partition=gpu, time=4:00:00, gpus_per_node=1, cpus_per_task=8 or "
+            "mem=32G; may be repeated",
+        ),
+    ] = (),
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="print the scripts of the batch jobs, and submit nothing")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train variants of one model, or convert and heal them, and compare them in a report.
@@ -112,17 +133,32 @@ def study(
     from rehead.report.progress import Board
     from rehead.report.story import Story
     from rehead.report.study import present, require_packages, write
-    from rehead.study import Preset, maps, one_source
+    from rehead.study import Preset, maps, one_source, study_one
     from rehead.study import jobs as jobs_of
     from rehead.study import study as run
 
     require_packages()
     if jobs < 1:
         raise UsageError(f"--jobs {jobs}: the number of parallel runs. Use 1 or more.")
+    if launcher == "local" and (slurm or dry_run):
+        raise UsageError(f"{'--slurm' if slurm else '--dry-run'} describes batch jobs: add --launcher slurm.")
+    if launcher == "slurm" and (jobs > 1 or only):
+        raise UsageError(
+            f"{'--only' if only else '--jobs'} is for --launcher local: Slurm runs what it has room for."
+        )
+    if launcher == "slurm" and find_spec("submitit") is None:
+        raise UsageError('--launcher slurm needs submitit: pip install "rehead[slurm]".')
     chosen = Preset.read(preset)
     planned = jobs_of(chosen, list(flags), fraction)
     command = ["rehead", "study", "--preset", preset, *flags]
     command += [] if fraction == 1 else ["--fraction", str(fraction)]
+    if launcher == "slurm":
+        from rehead.study.slurm import run_on_slurm, scripts
+
+        if dry_run:
+            texts = scripts(chosen, planned, command, slurm)
+            say({"scripts": texts}, "\n".join(texts.values()), json)
+            return
     several = len({job.seed for job in planned}) > 1
     with Board() as board:
         story = None if one_source(planned) is None else Story(planned, board)
@@ -138,6 +174,12 @@ def study(
             else:
                 board.show(record, job.options.trainer.max_iters, title)
 
+        if only is not None:
+            found = study_one(chosen, planned, only, watch)
+            say(found, f"done: {planned[0].place / only}", json)
+            return
+        if launcher == "slurm":
+            run_on_slurm(chosen, planned, command, slurm)
         document = run(chosen, planned, watch, command=command, n_process=jobs, fraction=fraction)
     place = planned[0].place
     write(document, maps(planned), place)

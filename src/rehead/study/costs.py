@@ -3,6 +3,7 @@
 The variants take turns in every round, so that a slow phase of the machine affects all of them.
 """
 
+import json
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -12,21 +13,55 @@ from torch import Tensor
 
 from rehead.attention import LatentConfig
 from rehead.config import GPTConfig
+from rehead.data.files import write_whole
 from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.attention_cost import AttentionCost, attention_cost
+from rehead.measure.environment import environment
 from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
 from rehead.stages import staged
+from rehead.study.begun import read
 from rehead.study.job import Job
 from rehead.study.work import load
 from rehead.training.loop import Trainer
 
+Record = dict[str, Any]
+FILE = "costs.json"
 ROUNDS = 3
 SHOWN_LENGTHS = 8
 
 
-def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -> dict[str, dict[str, Any]]:
+def known_costs(jobs: Sequence[Job]) -> Record | None:
+    """Return what `measure_costs` wrote; None if there is nothing, or a job has changed since."""
+    known = read(jobs[0].place / FILE)
+    if known is None or known.get("of") != _described(jobs) or "environment" not in known:
+        return None
+    return known
+
+
+def measure_costs(jobs: Sequence[Job], *, serving: bool) -> Record:
+    """Measure the first job of every variant; return and write `costs`, what they are `of`, and the `environment`."""
+    known = {
+        "of": _described(jobs),
+        "environment": environment(),
+        "costs": costs(_first(jobs), serving=serving),
+    }
+    write_whole(jobs[0].place / FILE, [json.dumps(known).encode()])
+    return known
+
+
+def _first(jobs: Sequence[Job]) -> list[Job]:
+    """Return the first job of every variant that is compared."""
+    compared = [job for job in jobs if job.export is None]
+    return list({job.variant: job for job in reversed(compared)}.values())[::-1]
+
+
+def _described(jobs: Sequence[Job]) -> list[Record]:
+    return [job.description() for job in _first(jobs)]
+
+
+def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -> dict[str, Record]:
     """Return the costs by variant. Times are [median, lowest, highest] of `rounds` rounds.
 
     A training step has the variant's own batch size and length, on random tokens; converted models are not
@@ -57,7 +92,7 @@ class _Subject:
         self.trainer = Trainer(self.model, job.options.trainer) if trained else None
         self.n_token = job.options.data.block_size
 
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> Record:
         """Return sizes by formula and as measured."""
         model, n_token = self.model, self.n_token
         config = model.config

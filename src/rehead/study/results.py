@@ -3,7 +3,7 @@
 import csv
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from rehead.config import GPTConfig
 from rehead.conversion.folder import read_plannable
 from rehead.conversion.plan import plan
 from rehead.measure import parameters
-from rehead.measure.environment import environment
 from rehead.study.claims import claim
 from rehead.study.job import Job, one_source
 from rehead.study.preset import PANELS, Preset, Question
@@ -27,19 +26,20 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def gather(
-    preset: Preset, jobs: Sequence[Job], costs: Mapping[str, Record], command: Sequence[str], fraction: float
+    preset: Preset, jobs: Sequence[Job], measured_costs: Record, command: Sequence[str], fraction: float
 ) -> Record:
     """Return the document that is written as results.json and shown as a report.
 
-    A claim compares a variant's validation losses with those of the question's first variant, if the two are
-    comparable. `told_apart` needs at least two seeds of both, and ranges of losses that do not overlap.
+    `measured_costs` is the content of costs.json. A claim compares a variant's validation losses with those of
+    the question's first variant, if the two are comparable. `told_apart` needs at least two seeds of both, and
+    ranges of losses that do not overlap.
     """
     by_variant: dict[str, list[Job]] = {}
     for job in jobs:
         if job.export is not None:
             continue
         by_variant.setdefault(job.variant, []).append(job)
-    variants = [_variant(several, costs[name]) for name, several in by_variant.items()]
+    variants = [_variant(several, measured_costs["costs"][name]) for name, several in by_variant.items()]
     by_name = {variant["variant"]: variant for variant in variants}
     unknown = {name: variant["runs"][0].get("unknown_characters", []) for name, variant in by_name.items()}
     questions = []
@@ -57,7 +57,7 @@ def gather(
         "fraction": fraction,
         "temperature": preset.temperature,
         "prompt_note": prompt_note(preset.prompt, unknown),
-        "environment": environment(),
+        "environment": measured_costs["environment"],
         "variants": variants,
         "questions": questions,
         "conversion": _conversion(jobs),

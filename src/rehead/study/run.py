@@ -8,10 +8,12 @@ from typing import Any
 
 from rehead.data.files import write_whole
 from rehead.data.hold import LOCK, hold
+from rehead.errors import UsageError
+from rehead.registry import nearest
 from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
 from rehead.study.begun import require_same
-from rehead.study.costs import costs
+from rehead.study.costs import known_costs, measure_costs
 from rehead.study.job import Job, one_source
 from rehead.study.parallel import run_parallel
 from rehead.study.preset import Preset
@@ -45,6 +47,40 @@ def study(
         return _run(preset, jobs, watch, command, n_process, fraction)
 
 
+def study_one(preset: Preset, jobs: Sequence[Job], name: str, watch: Watch) -> Record:
+    """Run the job whose folder is `name` below that of the study, and return its results, without a report.
+
+    Several processes, also on several machines, may do so at once, each with another job. Raises UsageError for
+    an unknown name, and for a job that starts from one that is not finished.
+    """
+    by_name = {name_of(job): job for job in jobs}
+    if name not in by_name:
+        raise UsageError(f"--only {name}: there is no such run.{nearest(name, list(by_name))}")
+    job = by_name[name]
+    if job.parent is not None and not is_done(job.parent, preset):
+        raise UsageError(
+            f"--only {name} starts from {name_of(job.parent)}, which is not finished: run that before."
+        )
+    unfinished(preset, [job])
+    with Sharing(job.folder) as sharing, listening(partial(_report, watch, job)):
+        for record in run_job(job, preset, sharing):
+            watch(job, record)
+    return measured(job)
+
+
+def name_of(job: Job) -> str:
+    """Return the folder of a job below that of its study, such as "two-heads/seed-0"."""
+    return job.folder.relative_to(job.place).as_posix()
+
+
+def unfinished(preset: Preset, jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs that are still to be run, after a look at what is in their folders and at their texts."""
+    require_same(jobs)
+    missing = [job for job in jobs if not is_done(job, preset)]
+    require_texts(missing, preset)
+    return missing
+
+
 def _run(
     preset: Preset,
     jobs: Sequence[Job],
@@ -54,8 +90,7 @@ def _run(
     fraction: float,
 ) -> Record:
     """Run the jobs in a folder that this process has locked."""
-    open_jobs = [job for job in jobs if not is_done(job, preset)]
-    require_texts(open_jobs, preset)
+    open_jobs = unfinished(preset, jobs)
     for job in jobs:
         if job not in open_jobs:
             watch(job, {"event": "measured", "found": measured(job)})
@@ -85,20 +120,10 @@ def _report(watch: Watch, job: Job, stage: Stage) -> None:
     watch(job, {"event": "stage", "stage": stage})
 
 
-def _costs(jobs: Sequence[Job], watch: Watch) -> dict[str, Record]:
-    """Return the costs of every variant's first job, measured again only if one of the jobs has changed."""
-    compared = [job for job in jobs if job.export is None]
-    first = list({job.variant: job for job in reversed(compared)}.values())[::-1]
-    serving = one_source(jobs) is not None
-    file = jobs[0].place / "costs.json"
-    described = [job.description() for job in first]
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        if known["of"] == described:
-            return dict(known["costs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    watch(first[0], {"event": "costs"})
-    measured_costs = costs(first, serving=serving)
-    write_whole(file, [json.dumps({"of": described, "costs": measured_costs}).encode()])
-    return measured_costs
+def _costs(jobs: Sequence[Job], watch: Watch) -> Record:
+    """Return the costs of every variant and the machine they were measured on, now or before."""
+    known = known_costs(jobs)
+    if known is None:
+        watch(jobs[0], {"event": "costs"})
+        known = measure_costs(jobs, serving=one_source(jobs) is not None)
+    return known

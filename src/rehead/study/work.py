@@ -12,6 +12,7 @@ from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.folder import export_folder
 from rehead.data import Split, evaluation_blocks, shown, split
 from rehead.data.files import write_whole
+from rehead.data.hold import hold
 from rehead.generation import stream
 from rehead.measure import evaluate
 from rehead.model import LanguageModel
@@ -63,13 +64,20 @@ def run_job(job: Job, preset: Preset, sharing: Sharing) -> Iterator[Record]:
             if record.get("event") == "start":  # not earlier: a refused run leaves nothing behind
                 note(job)
             yield record
-    else:
+        yield {"event": "measured", "found": _results(job, preset)}
+        return
+    with hold(job.folder, lambda: True, "system.work_dir"):
         note(job)
         if job.kind != "given" and not job.model.exists():
             _make(job, sharing)
+        yield {"event": "measured", "found": _results(job, preset)}
+
+
+def _results(job: Job, preset: Preset) -> Record:
+    """Measure the model of a job, and write what is found."""
     results = {"of": _subject(job, preset), **_measure(job, preset)}
     write_whole(job.folder / MEASURED, [json.dumps(results).encode()])
-    yield {"event": "measured", "found": results}
+    return results
 
 
 def _make(job: Job, sharing: Sharing) -> None:
