@@ -112,12 +112,12 @@ def run_on_slurm(preset: Preset, jobs: Sequence[Job], command: Sequence[str], op
     Those of an earlier call that still are, are waited for and not submitted again. A signal ends the waiting,
     and they go on. Raises ResourceError without Slurm, for a job that sbatch refuses, and for one that failed.
     """
+    place = _folder(jobs)
+    writer = Scripts(place, options)
     if shutil.which("sbatch") is None:
         raise ResourceError(
             "--launcher slurm: there is no sbatch here. Use a machine that submits jobs, or look with --dry-run."
         )
-    place = _folder(jobs)
-    writer = Scripts(place, options)
     missing = unfinished(preset, jobs)
     if not missing and known_costs(jobs) is not None:
         return
