@@ -1,7 +1,8 @@
 """sbatch, srun, squeue and scancel for tests: batch jobs are processes of this machine, in the folder $STANDIN.
 
 Linked under each of the four names. A job is a file of its state, named by its id. With $STANDIN_HELD, jobs stay
-in the queue. With $STANDIN_INTERRUPT=N, the Nth squeue sends SIGINT to the process that asks.
+in the queue. With $STANDIN_INTERRUPT=N, the Nth squeue sends SIGINT to the process that asks; with $STANDIN_DEAF=N
+it fails.
 """
 
 import os
@@ -99,6 +100,8 @@ def squeue(arguments):
     calls = PLACE / "calls"
     with calls.open("a") as file:
         file.write(".")
+    if calls.stat().st_size == int(os.environ.get("STANDIN_DEAF", 0)):
+        sys.exit("Socket timed out")
     if calls.stat().st_size == int(os.environ.get("STANDIN_INTERRUPT", 0)):
         os.kill(os.getppid(), signal.SIGINT)
     for file in PLACE.iterdir():

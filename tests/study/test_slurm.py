@@ -178,7 +178,20 @@ def test_a_run_in_the_queue_is_not_submitted_again(here, cluster, capsys, monkey
     assert [states[number] for number in range(101, 110)] == [
         "PENDING", "PENDING", "PENDING", "FAILED", "CANCELLED", "CANCELLED", "PENDING", "PENDING", "PENDING",
     ]  # fmt: skip
+    monkeypatch.setenv("STANDIN_INTERRUPT", "9")
+    assert main([*words, "trainer.batch_size=5"]) == 130  # another study, of which nothing has begun
+    assert sorted(number for number, now in jobs(cluster).items() if now == "PENDING") == [*range(110, 116)]
     shutil.rmtree("queued")
+
+
+def test_a_squeue_that_fails_once_is_asked_again(here, cluster, capsys, monkeypatch):
+    monkeypatch.setenv("STANDIN_HELD", "1")
+    monkeypatch.setenv("STANDIN_INTERRUPT", "3")
+    monkeypatch.setenv("STANDIN_DEAF", "2")
+    assert main([*TINY, *SLURM, "system.work_dir=deaf"]) == 130
+    assert "--format=%A: Socket timed out; asking again" in (said := capsys.readouterr().err)
+    assert "and 6 jobs go on" in said
+    shutil.rmtree("deaf")
 
 
 @pytest.mark.process

@@ -26,6 +26,7 @@ from rehead.study.run import name_of, unfinished
 from rehead.study.work import is_done
 from rehead.training.interrupt import Stop, stop_signals
 
+log = logging.getLogger("rehead")
 REPORT = "report"
 RECORD = "jobs.json"
 OURS = (
@@ -121,17 +122,17 @@ def run_on_slurm(preset: Preset, jobs: Sequence[Job], command: Sequence[str], op
     missing = unfinished(preset, jobs)
     if not missing and known_costs(jobs) is not None:
         return
-    with hold(place, lambda: any(file.name != LOCK for file in place.iterdir()), "system.work_dir"):
-        ids = _submit(batches(missing, command), writer, place)
     with stop_signals() as stop:
+        with hold(place, lambda: any(file.name != LOCK for file in place.iterdir()), "system.work_dir"):
+            ids = _submit(batches(missing, command), writer, place)
         for _ in staged(_ended(set(ids.values()), stop), "waiting for Slurm", len(ids), "jobs"):
             pass
     lost = [name_of(job) for job in missing if not is_done(job, preset)]
     if not lost and known_costs(jobs) is None:
         lost = [REPORT]
     if lost:
-        log = place / f"{ids[lost[0]]}_0_log.err"
-        words = log.read_text(errors="replace").split("rehead: ") if log.exists() else [""]
+        said = place / f"{ids[lost[0]]}_0_log.err"
+        words = said.read_text(errors="replace").split("rehead: ") if said.exists() else [""]
         raise ResourceError(
             f"{len(lost)} of {len(ids)} jobs ended without a result, first {lost[0]} (job {ids[lost[0]]}): "
             f"{words[-1].strip() or 'it wrote nothing'}. Logs are in {place}. Repeat the command to submit them again."
@@ -141,7 +142,7 @@ def run_on_slurm(preset: Preset, jobs: Sequence[Job], command: Sequence[str], op
 def _submit(wanted: Sequence[Batch], writer: Scripts, place: Path) -> dict[str, str]:
     """Return the id of every batch job; submit those that are not in the queue.
 
-    One in the queue that waits for others than those of now is cancelled, and submitted again.
+    One in the queue of another command, or that waits for others than those of now, is cancelled and submitted again.
     """
     known = read(place / RECORD) or {}
     queue = _queue()
@@ -150,16 +151,16 @@ def _submit(wanted: Sequence[Batch], writer: Scripts, place: Path) -> dict[str, 
         after = [ids[name] for name in batch.after]
         before = known.get(batch.name)
         if before is not None and before["id"] in queue:
-            if set(after) <= set(before["after"]):
+            if before["command"] == list(batch.command) and set(after) <= set(before["after"]):
                 ids[batch.name] = before["id"]
                 continue
             _ask("scancel", before["id"])
         file = place / f"{batch.name.replace('/', '-')}.sh"
         write_whole(file, [writer.write(batch, ids).encode()])
         ids[batch.name] = _ask("sbatch", "--parsable", str(file)).partition(";")[0].strip()
-        known[batch.name] = {"id": ids[batch.name], "after": after}
+        known[batch.name] = {"id": ids[batch.name], "after": after, "command": batch.command}
         write_whole(place / RECORD, [json.dumps(known, indent=1).encode()])
-        logging.getLogger("rehead").info("%s is job %s", batch.name, ids[batch.name])
+        log.info("%s is job %s", batch.name, ids[batch.name])
     return ids
 
 
@@ -169,9 +170,14 @@ def _ended(ids: set[str], stop: Stop) -> Iterator[str]:
     while ids:
         now = time.monotonic()
         if now >= asked + min(LONGEST, (asked - begun) / 10 + 1):
-            asked, queue = now, _queue()
-            yield from sorted(ids - queue)
-            ids &= queue
+            asked = now
+            try:
+                ended = ids - _queue()
+            except ResourceError as error:
+                log.warning("%s; asking again", error)
+                continue
+            yield from sorted(ended)
+            ids -= ended
         if stop.signal is not None:
             raise Interrupted(
                 f"stopped waiting, and {len(ids)} jobs go on: repeat the command to wait for them again, or end them "
@@ -187,8 +193,8 @@ def _queue() -> set[str]:
 
 
 def _ask(*command: str) -> str:
-    """Return what a command of Slurm prints. Raises ResourceError with its error."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """Return what a command of Slurm prints; Ctrl-C does not reach it. Raises ResourceError with its error."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode:
         words = done.stderr.strip().splitlines()
         raise ResourceError(f"{shlex.join(command)}: {words[-1] if words else f'status {done.returncode}'}")
