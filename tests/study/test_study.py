@@ -140,7 +140,7 @@ def stamps(folder):
 def test_what_is_done_is_not_done_again(whole, here, monkeypatch):
     before = stamps(whole)
     monkeypatch.setattr("rehead.study.work.train", lambda options: 1 / 0)
-    monkeypatch.setattr("rehead.study.run.costs", lambda jobs: 1 / 0)
+    monkeypatch.setattr("rehead.study.costs.costs", lambda jobs: 1 / 0)
     assert main([*TINY, "system.work_dir=whole"]) == 0
     assert stamps(whole) == before
 
