@@ -20,7 +20,7 @@ GROUPS: dict[str, Any] = {group.name: group.type for group in fields(RunOptions)
 OPTIONS: dict[str, dict[str, Field]] = {
     group: {option.name: option for option in fields(kind)} for group, kind in GROUPS.items()
 }
-LARGEST = 4 * 2**20
+LARGEST = 64 * 2**10
 """Bytes of a --config file, at most."""
 Tables = dict[str, dict[str, Any]]
 """Values by group and name."""

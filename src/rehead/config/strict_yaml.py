@@ -1,7 +1,7 @@
-"""A strict YAML: no code, no references, no duplicate keys, and 5e-4 is a number."""
+"""A strict YAML: no code, no tags, no references, no duplicate keys, and 5e-4 is a number."""
 
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -11,12 +11,17 @@ FLOAT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(
-                problem="a reference; write the value itself", problem_mark=mark
-            )
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse("a reference", event)
+        if event.tag is not None:
+            self._refuse(f"a tag ({event.tag!s:.40})", event)
         return super().compose_node(parent, index)
+
+    def _refuse(self, what: str, event: yaml.Event) -> NoReturn:
+        raise yaml.composer.ComposerError(
+            problem=f"{what}; write the value itself", problem_mark=event.start_mark
+        )
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -37,7 +42,7 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse(text: str) -> Any:
-    """Parse YAML without code, references or duplicate keys. Raises yaml.YAMLError for anything else."""
+    """Parse YAML without tags, references or duplicate keys. Raises yaml.YAMLError for anything else."""
     try:
         return _Loader(text).get_single_data()
     except (ValueError, RecursionError) as error:  # an invalid date, too many digits, too deep

@@ -56,9 +56,10 @@ def others(config: ModelConfig) -> Iterator[Variant]:
     seen = {config.attention}
     for candidate in _candidates(config):
         try:
-            layers = tuple(candidate.target(layer) for layer in config.attention)
+            targets = {layer: candidate.target(layer) for layer in dict.fromkeys(config.attention)}
         except ConfigError:  # not to be meant of every layer, such as a head too many
             continue
+        layers = tuple(targets[layer] for layer in config.attention)
         if layers not in seen:
             seen.add(layers)
             yield _judge(config, replace(config, attention=layers), candidate)
@@ -95,9 +96,8 @@ def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Varian
     try:
         if candidate.exports:
             require_sayable(source)
-        paths = [
-            path(old, new, source.n_embd) for old, new in zip(source.attention, result.attention, strict=True)
-        ]
+        pairs = dict.fromkeys(zip(source.attention, result.attention, strict=True))  # most layers are alike
+        paths = [path(old, new, source.n_embd) for old, new in pairs]
     except CannotConvert as error:
         return judged("impossible", error.reason, error.step)
     steps = [step for steps in paths for step in steps]
@@ -109,7 +109,7 @@ def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Varian
         return judged("impossible", "its KV heads rotate in ways of their own")
     if any(
         step.result.kv_numbers() < new.kv_numbers()
-        for steps, new in zip(paths, result.attention, strict=True)
+        for steps, (_, new) in zip(paths, pairs, strict=True)
         for step in steps
     ):
         return judged(

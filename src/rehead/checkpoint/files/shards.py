@@ -28,7 +28,7 @@ OTHERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I32": torch.
 """Dtypes of buffers, which are not read; any other dtype is quantised."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LARGEST_HEADER = 16 * 2**20
-MOST_TENSORS = 100_000
+MOST_TENSORS, MOST_AXES = 100_000, 8
 PICKLES = (".bin", ".pt", ".pth")
 LARGEST_INDEX = 16 * 2**20
 LONG = 2**28
@@ -233,10 +233,12 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise InvalidInput(f"{where}: expected dtype, shape and data_offsets.")
     shape, offsets = value["shape"], value["data_offsets"]
-    if value["dtype"] not in DTYPES | OTHERS:
+    if not isinstance(value["dtype"], str) or value["dtype"] not in DTYPES | OTHERS:
         raise InvalidInput(
             f"{where} holds {value['dtype']!r:.40}: rehead reads {', '.join(DTYPES)}, nothing quantised."
         )
+    if isinstance(shape, list) and len(shape) > MOST_AXES:
+        raise InvalidInput(f"{where} has {len(shape):,} axes: a tensor has at most {MOST_AXES}.")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
             raise InvalidInput(
