@@ -55,6 +55,9 @@ def matcher(kind: Any) -> Callable[[Any], bool]:
     if origin in (tuple, list):
         item = matcher(inner[0])
         return lambda value: isinstance(value, origin) and all(map(item, value))
+    if origin is dict:
+        key, item = map(matcher, inner)
+        return lambda value: isinstance(value, dict) and all(key(k) and item(v) for k, v in value.items())
     if kind in (int, float):
         number = int if kind is int else (int, float)
         return lambda value: isinstance(value, number) and not isinstance(value, bool)

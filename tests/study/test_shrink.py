@@ -111,7 +111,7 @@ def test_exact_is_exact_and_the_others_say_what_they_lost(demo, results, here):
         [512, size] for size in (256, 128, 64, 256, 128, 256)
     ]
     assert len({one.test.sha256 for one in found.values()}) == 1
-    assert found["GQA, healed"].healing[0]["steps"] == 1
+    assert found["GQA, healed"].healing[0].steps == 1
 
 
 class Cells(HTMLParser):

@@ -18,7 +18,7 @@ class _Loader(yaml.SafeLoader):
             self._refuse(f"a tag ({event.tag!s:.40})", event)
         return super().compose_node(parent, index)
 
-    def _refuse(self, what: str, event: yaml.Event) -> NoReturn:
+    def _refuse(self, what: str, event: Any) -> NoReturn:
         raise yaml.composer.ComposerError(
             problem=f"{what}; write the value itself", problem_mark=event.start_mark
         )

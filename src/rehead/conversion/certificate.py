@@ -19,6 +19,7 @@ from rehead.conversion.fit.teaching import Taught
 from rehead.conversion.texts import Passage
 from rehead.data import shown
 from rehead.errors import ConfigError, InvalidInput
+from rehead.fields import require_types
 from rehead.measure import kv_bytes_per_token, parameters
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
@@ -29,6 +30,8 @@ CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 LARGEST = 16 * 2**20
 """Bytes of a certificate, at most."""
 RANDOM = "random tokens"
+MEASURED = {"tokens", "max_error", "relative_error", "kl", "argmax_flips"}
+"""What `logits` has at least."""
 NOTHING = 1e-20
 """A share of energy below this is rounding, not loss."""
 
@@ -81,6 +84,20 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Healing:
+    """A training that learned the source's predictions. `kl` and `loss` are before and after it; None is unknown."""
+
+    steps: int
+    teacher: str
+    distillation: float
+    train: str
+    learning_rate: float
+    batch_tokens: int
+    kl: list[float | None]
+    loss: list[float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Certificate:
     """Saved as conversion.json beside the model, and for people as CONVERSION.md.
 
@@ -110,12 +127,12 @@ class Certificate:
     seed: int
     environment: dict[str, str | int]
     teach: int = 0
-    healing: list[dict[str, Any]] = field(default_factory=list)
+    healing: list[Healing] = field(default_factory=list)
     compared_on: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> "Certificate":
-        """Read the certificate in a converted model's folder. Raises InvalidInput where there is none."""
+        """Read the certificate in a converted model's folder. Raises InvalidInput where there is none that is whole."""
         path = folder / CERTIFICATE
         try:
             table = strict_json(path, LARGEST)
@@ -123,10 +140,28 @@ class Certificate:
                 "layers": [Layer(**layer) for layer in table["layers"]],
                 "calibration": [Text(**text) for text in table["calibration"]],
                 "test": None if table["test"] is None else Text(**table["test"]),
+                "healing": [Healing(**healing) for healing in table.get("healing", [])],
             }
-            return cls(**table | parts)
-        except (ValueError, TypeError, KeyError) as error:  # InvalidInput is a ValueError
-            raise InvalidInput(f"{path} is not a conversion certificate ({error}).") from error
+            certificate = cls(**table | parts)
+            certificate._require_whole()
+        except (ValueError, TypeError, KeyError) as error:  # InvalidInput and ConfigError are ValueErrors
+            raise InvalidInput(f"{path} is not a conversion certificate ({error!s:.200}).") from error
+        return certificate
+
+    def _require_whole(self) -> None:
+        """Refuse what was not written by `to_json`: another format, other types, fewer numbers."""
+        if self.format != FORMAT:
+            raise InvalidInput(f"format {self.format!r:.40}, expected {FORMAT!r}")
+        texts = [*self.calibration, *([] if self.test is None else [self.test])]
+        for part in (self, *self.layers, *texts, *self.healing):
+            require_types(part)
+        pairs: list[Sequence[float | None] | None] = [self.loss, self.kv_bytes_per_token, self.parameters]
+        pairs += [pair for layer in self.layers for pair in (layer.kv_numbers, layer.taught)]
+        pairs += [pair for healing in self.healing for pair in (healing.kl, healing.loss)]
+        if not self.layers or any(pair is not None and len(pair) != 2 for pair in pairs):
+            raise InvalidInput("without layers, or with figures that are not a pair: before and after")
+        if missing := MEASURED - self.logits.keys():
+            raise InvalidInput(f"its logits lack {sorted(missing)[0]}")
 
     def to_json(self) -> str:
         """Return the text of conversion.json."""

@@ -145,7 +145,7 @@ def _healing(certificate: Certificate) -> list[tuple[str, ...]]:
         return " to ".join("?" if one is None else f"{one:.5g}" for one in pair)
 
     return [
-        (str(one["steps"]), f"{one['batch_tokens']:,}", change(one["kl"]), change(one["loss"]))
+        (str(one.steps), f"{one.batch_tokens:,}", change(one.kl), change(one.loss))
         for one in certificate.healing
     ]
 

@@ -10,7 +10,7 @@ from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
 from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
-from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
+from rehead.conversion.certificate import CERTIFICATE, Certificate, Healing, Text
 from rehead.conversion.folder import require_apart
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
@@ -143,18 +143,16 @@ def healed_files(
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     losses = list(logits.pop("losses"))
     alike = before.test is not None and before.test.sha256 == test.sha256
-    entry = {
-        "steps": step,
-        "teacher": options.trainer.teacher,
-        "distillation": options.trainer.distillation,
-        "train": options.trainer.train,
-        "learning_rate": options.trainer.learning_rate,
-        "batch_tokens": options.trainer.batch_size
-        * options.trainer.grad_accumulation
-        * options.data.block_size,
-        "kl": [before.logits["kl"] if alike else None, logits["kl"]],
-        "loss": [before.loss[1] if alike and before.loss else None, losses[1]],
-    }
+    entry = Healing(
+        steps=step,
+        teacher=str(options.trainer.teacher),
+        distillation=options.trainer.distillation,
+        train=options.trainer.train,
+        learning_rate=options.trainer.learning_rate,
+        batch_tokens=options.trainer.batch_size * options.trainer.grad_accumulation * options.data.block_size,
+        kl=[before.logits["kl"] if alike else None, logits["kl"]],
+        loss=[before.loss[1] if alike and before.loss else None, losses[1]],
+    )
     after = replace(
         before,
         logits=logits,
