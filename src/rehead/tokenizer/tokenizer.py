@@ -19,6 +19,7 @@ from tokenizers import models
 from rehead.checkpoint import read_config
 from rehead.checkpoint.files.shards import require_regular
 from rehead.errors import ConfigError, InvalidInput, ReheadError
+from rehead.tokenizer.growth import require_modest
 from rehead.tokenizer.kinds import KINDS, MAX_VOCAB, UNITS, characters, single_bytes, valid_text
 
 FILE = "tokenizer.json"
@@ -176,6 +177,7 @@ class Tokenizer:
         """
         with _guard(f"{name} is not a usable {FILE}", AGAIN):
             inner = hf.Tokenizer.from_str(text)
+            require_modest(text, name)
             vocab = inner.get_vocab()
             tokens = sorted(vocab, key=lambda token: vocab[token])
             if len(set(vocab.values())) != len(vocab):
