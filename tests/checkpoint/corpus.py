@@ -152,11 +152,13 @@ FILES = {
         f"C08 {shape}": file_of(one(shape=shape), bytes(24))
         for shape in ([-2, -3], [2.0, 3], [True, 6], [2**63, 3], ["2", 3], 6, None, [[2], 3])
     },
+    "C08 100,000 axes": file_of(one(shape=[1] * 100_000), bytes(24)),
+    "C08 9 axes": file_of(one(shape=[2, 3] + [1] * 7), bytes(24)),
     "C08 1e400": file_of(json.dumps(one()).replace("[2, 3]", "[1e400, 3]").encode(), bytes(24)),
     "C08 5000 digits": file_of(json.dumps(one()).replace("[2, 3]", f"[{'9' * 5000}, 3]").encode(), bytes(24)),
     **{
         f"C09 {dtype}": file_of(one(dtype=dtype), bytes(24))
-        for dtype in ("U8", "F4", "F8_E4M3", "X", 1, None)
+        for dtype in ("U8", "F4", "F8_E4M3", "X", 1, None, [], {}, [[]])
     },
     **{
         f"C11 {name[:9]!r}": file_of({name: one()["a"]}, bytes(24))
@@ -364,6 +366,14 @@ def added(number, content="<x>"):
     return {"id": number, "content": content, "special": True, **flags}
 
 
+def replaces(pattern, content):
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def in_turn(normalizers):
+    return {"type": "Sequence", "normalizers": normalizers}
+
+
 def manifest(change, part="config"):
     """A case in which the manifest of a native folder says something else."""
 
@@ -474,6 +484,17 @@ CORPUS: dict[str, Case] = {
     ),
     "C33 a merge of nothing": tokens(
         lambda table: table | {"model": table["model"] | {"vocab": {"a": 0}, "merges": [["x", "y"]]}}
+    ),
+    "C33 an id near 2^31": tokens(lambda table: table | {"added_tokens": [added(2**31 - 5)]}),
+    "C33 replacements that double": tokens(
+        lambda table: table | {"normalizer": in_turn([replaces("a", "aa")] * 30)}
+    ),
+    "C33 replacements of nothing": tokens(lambda table: table | {"normalizer": replaces("", "a" * 100)}),
+    "C33 a decoder that doubles": tokens(
+        lambda table: table | {"decoder": {"type": "Sequence", "decoders": [replaces("a", "aa")] * 30}}
+    ),
+    "C33 a long beginning": tokens(
+        lambda table: table | {"normalizer": {"type": "Prepend", "prepend": "a" * 10**7}}
     ),
     "C33 70 MB": Case(
         damage=lambda folder: os.truncate(folder / "tokenizer.json", 70 << 20), part="tokenizer"

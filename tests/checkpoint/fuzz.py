@@ -1,8 +1,8 @@
 """Random faults in every file that rehead reads and did not write: each is read, or refused in one clean line.
 
-`python fuzz.py config 5000 1` reads 5,000 damaged configs, from seed 1, and prints as JSON what was wrong. An input is
-wrong if reading it ends with another status than those of `CLEAN`, more than one line, more than `SECONDS` of computing
-or more than `KIB` of memory; a signal ends the process, and the last input is left in the file `input`.
+`python fuzz.py 1 config=5000 argv=500` reads 5,000 damaged configs and 500 command lines, from seed 1, and prints as
+JSON what was wrong. An input is wrong if reading it ends with another status than those of `CLEAN`, more than one line,
+more than `SECONDS` of computing or more than `KIB` of memory. A signal ends the process; the input is in `input` then.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import re
 import resource
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from corpus import TEXT, folder_of, native_folder, sharded_folder, stock_folder  # beside this file
+from damage import command_line, damaged_json, damaged_lines, damaged_weights, damaged_yaml
 from families_corpus import GOOD as KINDS
 
 import rehead
@@ -33,117 +33,8 @@ from rehead.training.metrics import records
 
 CLEAN = (0, 2, 3, 4, 5, 7)
 SECONDS, KIB = 2.0, 300 * 1024
-EXTREMES = [
-    0, -1, 1, 2, 3, 2.5, 1e-320, 1e308, 10**9, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**30,
-    -(2**63), float("inf"), float("nan"), True, False, None, "", "8", "x", "\x00", "\ud800", "../x", "[red]", "a" * 5000,
-    [], {}, [[]], [0], [1, 2, 3], [None], {"a": 1}, [[1] * 9] * 9, "F32", "BF16", "int",
-]  # fmt: skip
 Damage = Callable[[bytes, random.Random], bytes]
 Read = Callable[[Path], object]
-
-
-def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Flip, drop, repeat or insert some bytes."""
-    out = bytearray(data)
-    for _ in range(rng.choice((1, 1, 1, 2, 5, 20))):
-        at, length = rng.randrange(len(out) + 1), rng.choice((1, 1, 2, 4, 8, 64, 1000))
-        match rng.randrange(5):
-            case 0 if at < len(out):
-                out[at] ^= 1 << rng.randrange(8)
-            case 1:
-                del out[at : at + length]
-            case 2:
-                out[at:at] = out[at : at + length]
-            case 3:
-                out[at:at] = rng.randbytes(length)
-            case _:
-                out[at : at + 1] = rng.choice(
-                    (b'"', b"{", b"[", b"}", b",", b":", b"9", b"-", b"\\", b"\xff", b"\x00")
-                )
-    return bytes(out)
-
-
-def damaged_value(value: object, rng: random.Random) -> object:
-    """Replace, drop, add or rename something in a JSON value."""
-    places: list[tuple[object, object]] = []
-
-    def walk(inner: object) -> None:
-        keys = inner if isinstance(inner, dict) else range(len(inner)) if isinstance(inner, list) else ()
-        for key in keys:
-            places.append((inner, key))
-            walk(inner[key])
-
-    value = json.loads(json.dumps(value))
-    walk(value)
-    if not places or rng.random() < 0.01:
-        return rng.choice(EXTREMES)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        inner, key = rng.choice(places)
-        with contextlib.suppress(KeyError, IndexError):
-            if (kind := rng.randrange(8)) == 0:
-                del inner[key]
-            elif kind == 1 and isinstance(inner, dict):
-                inner[rng.choice((str(key)[:-1], str(key).upper(), "x", "__class__"))] = inner.pop(key)
-            elif kind == 2 and isinstance(inner, list):
-                inner[key:key] = inner[key : key + 1] * rng.choice((1, 9, 1000))
-            elif kind == 3 and isinstance(inner[key], int | float):
-                inner[key] = inner[key] * rng.choice((-1, 2, 0.5, 1000)) + rng.choice((-1, 0, 1))
-            else:
-                inner[key] = rng.choice(EXTREMES)
-    return value
-
-
-def damaged_json(data: bytes, rng: random.Random) -> bytes:
-    """Damage a JSON text: its values, more often than its bytes."""
-    if rng.random() < 0.3:
-        return damaged_bytes(data, rng)
-    text = json.dumps(damaged_value(json.loads(data), rng)).encode()
-    return text if rng.random() < 0.95 else damaged_bytes(text, rng)
-
-
-def damaged_lines(data: bytes, rng: random.Random) -> bytes:
-    """Damage one of the lines of JSON."""
-    lines = data.splitlines(keepends=True)
-    at = rng.randrange(len(lines))
-    lines[at] = damaged_json(lines[at], rng) + (b"\n" if rng.random() < 0.9 else b"")
-    return b"".join(lines)
-
-
-def damaged_weights(data: bytes, rng: random.Random) -> bytes:
-    """Damage a safetensors file: its header, its length, or what follows."""
-    (length,) = struct.unpack("<Q", data[:8])
-    header, rest = data[8 : 8 + length], data[8 + length :]
-    match rng.randrange(10):
-        case 0:
-            return damaged_bytes(data, rng)
-        case 1:
-            wrong = rng.choice(
-                (0, 1, length - 1, length + 1, 2**31, 2**63 - 1, 2**64 - 1, rng.randrange(2**64))
-            )
-            return struct.pack("<Q", wrong) + header + rest
-        case 2:
-            return data[: rng.randrange(len(data))]
-    header = damaged_json(header, rng)
-    return struct.pack("<Q", len(header)) + header + rest
-
-
-YAML = (
-    b"!!int ", b"!!float ", b"!!python/name:os.system ", b"!!binary ", b"!!set ", b"!!timestamp ", b"&a ", b"*a ", b"<<: ",
-    b"---\n", b"? ", b"0x", b"1:2:3", b".inf", b".nan", b"~", b"'", b"|\n", b">\n", b"- ", b"2001-01-01", b"1e999",
-    b"9" * 5000, b"[" * 200, b"{a: " * 200,
-)  # fmt: skip
-
-
-def damaged_yaml(data: bytes, rng: random.Random) -> bytes:
-    """Damage a YAML text."""
-    if rng.random() < 0.3:
-        return damaged_bytes(data, rng)
-    lines = data.splitlines(keepends=True)
-    at = rng.randrange(len(lines))
-    name, colon, value = lines[at].partition(b": ")
-    value = rng.choice((value, b"\n", str(rng.choice(EXTREMES)).encode(errors="replace") + b"\n"))
-    lines[at] = name + colon + rng.choice(YAML) + value if rng.random() < 0.7 else name + colon + value
-    return b"".join(lines)
 
 
 def typed(*words: str) -> int:
@@ -206,8 +97,28 @@ def resumed(folder: Path) -> None:
     typed("train", f"system.work_dir={folder}", "trainer.resume=True", "trainer.max_iters=3")
 
 
+def read_command_line(folder: Path) -> None:
+    """Run the command line in the file `words`, where a model and a text are."""
+    with contextlib.chdir(folder):
+        typed(*json.loads(Path("words").read_text()))
+
+
+def typing_folder(folder: Path) -> None:
+    """A model, a text, and an empty command line."""
+    stock_folder(folder / "model")
+    (folder / "text.txt").write_text(TEXT * 40)
+    (folder / "words").write_text("[]")
+
+
 Fuzzed = tuple[Callable[[Path], None], str, Damage, Read]
+LAST = Path("input").resolve()
 FUZZED: dict[str, Fuzzed] = {
+    "argv": (
+        typing_folder,
+        "words",
+        lambda _, rng: json.dumps(command_line(rng)).encode(),
+        read_command_line,
+    ),
     "header": (stock_folder, "model.safetensors", damaged_weights, load),
     "index": (sharded_folder, "model.safetensors.index.json", damaged_json, load),
     "config": (stock_folder, "config.json", damaged_json, plan),
@@ -218,10 +129,16 @@ FUZZED: dict[str, Fuzzed] = {
     "manifest": (native_folder, "MANIFEST.json", damaged_json, load),
     "tokenizer": (stock_folder, "tokenizer.json", damaged_json, tokenizer),
     "certificate": (converted_folder, "conversion.json", damaged_json, certificate),
-    "metrics": (run_folder, "metrics.jsonl", damaged_lines, lambda folder: list(records(folder / "metrics.jsonl"))),
+    "metrics": (
+        run_folder,
+        "metrics.jsonl",
+        damaged_lines,
+        lambda folder: list(records(folder / "metrics.jsonl")),
+    ),
     "yaml": (run_folder, "config.yaml", damaged_yaml, planned),
     "metrics-resumed": (run_folder, "metrics.jsonl", damaged_lines, resumed),
-}  # fmt: skip
+    "state": (run_folder, "checkpoints/step-000002/state.json", damaged_json, resumed),
+}
 
 
 def memory(name: str) -> int:
@@ -251,8 +168,8 @@ def wrong(read: Read, folder: Path) -> str:
     return fault
 
 
-def fuzz(name: str, count: int, seed: int) -> dict[str, int | dict[str, str]]:
-    """Read `count` damaged files; return how many were taken and refused, and the faults by the file's text."""
+def fuzz(name: str, count: int, seed: int) -> dict[str, str]:
+    """Read `count` damaged files; return the faults, each with the beginning of the file's text."""
     make, file, damage, read = FUZZED[name]
     faults: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
@@ -265,12 +182,18 @@ def fuzz(name: str, count: int, seed: int) -> dict[str, int | dict[str, str]]:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(whole, folder)
             (folder / file).write_bytes(bad)
-            Path("input").write_bytes(bad)
+            LAST.write_bytes(bad)
             if (fault := wrong(read, folder)) and number >= 0:  # before, imports take their time
-                faults[f"{number}: {fault}"] = repr(bad)[:400]
+                faults[f"{name} {seed} {number}: {fault}"] = repr(bad)[:400]
     return faults
 
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    print(json.dumps(fuzz(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])), indent=1))
+    counts = {name: int(count) for name, _, count in (word.partition("=") for word in sys.argv[2:])}
+    found = [fuzz(name, count, int(sys.argv[1])) for name, count in counts.items()]
+    print(
+        json.dumps(
+            {"inputs": counts, "wrong": {k: v for faults in found for k, v in faults.items()}}, indent=1
+        )
+    )
