@@ -42,6 +42,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--few", action="store_true", help="contract tests on a few examples of every variant, no long tests"
     )
+    parser.addoption("--nightly", action="store_true", help="reliability tests twenty times as long")
+
+
+@pytest.fixture
+def nightly(request):
+    """Whether reliability tests take the whole night."""
+    return request.config.getoption("nightly")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -160,6 +160,8 @@ def command_line(rng: random.Random) -> list[str]:
             "trainer.eval_batches=1",
             "system.work_dir=run",
         ]
+    if words[0] == "bench":
+        words += ["--prompt-lengths", "4", "--rounds", "1"]
     if words[0] == "study":
         words += ["--preset", rng.choice(("nosuch", "", "..", "text.txt"))]
     return words

@@ -25,6 +25,7 @@ from damage import command_line, damaged_json, damaged_lines, damaged_weights, d
 from families_corpus import GOOD as KINDS
 
 import rehead
+from rehead.checkpoint.files.publish import _write_manifest
 from rehead.cli import main
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.page import page
@@ -110,6 +111,14 @@ def typing_folder(folder: Path) -> None:
     (folder / "words").write_text("[]")
 
 
+def resumed_as_written(folder: Path) -> None:
+    """Resume a state whose damage the manifest does not tell."""
+    step = folder / "checkpoints" / "step-000002"
+    (step / "MANIFEST.json").unlink()
+    _write_manifest(step)
+    resumed(folder)
+
+
 Fuzzed = tuple[Callable[[Path], None], str, Damage, Read]
 LAST = Path("input").resolve()
 FUZZED: dict[str, Fuzzed] = {
@@ -137,7 +146,8 @@ FUZZED: dict[str, Fuzzed] = {
     ),
     "yaml": (run_folder, "config.yaml", damaged_yaml, planned),
     "metrics-resumed": (run_folder, "metrics.jsonl", damaged_lines, resumed),
-    "state": (run_folder, "checkpoints/step-000002/state.json", damaged_json, resumed),
+    "state": (run_folder, "checkpoints/step-000002/state.json", damaged_json, resumed_as_written),
+    "moments": (run_folder, "checkpoints/step-000002/state.safetensors", damaged_weights, resumed_as_written),
 }
 
 

@@ -258,6 +258,9 @@ M = "optimizer.exp_avg.norm.weight"
 STATES = {
     "of another shape": other(lambda t: t | {M: t[M][:-1]}),
     "of another weight": other(lambda t: t | {"optimizer.exp_avg.x.weight": t[M].clone()}),
+    "of another dtype": other(lambda t: t | {M: t[M].half()}),
+    "of whole numbers": other(lambda t: {k: v.int() if "optimizer" in k else v for k, v in t.items()}),
+    "steps of another dtype": other(lambda t: {k: v.half() if ".step." in k else v for k, v in t.items()}),
     "one moment of two": other(lambda t: {k: v for k, v in t.items() if k != M}),
     "a step per number": other(lambda t: t | {"optimizer.step.norm.weight": t[M].clone()}),
     "no optimizer": other(lambda t: {k: v for k, v in t.items() if "optimizer" not in k}),

@@ -88,13 +88,13 @@ def restore(
     """
     path = folder / TENSORS
     try:
-        sizes = {name: entry.shape for name, entry in read_header(path)}
+        kinds = {name: (entry.shape, entry.dtype) for name, entry in read_header(path)}
         tensors = load_file(path)
         draws = tensors.pop("rng.batches")
         random({name: tensors.pop(name) for name in sorted(tensors) if name.startswith("rng.")})
     except (InvalidInput, OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(path) from error
-    _require_moments(path, {name: sizes[name] for name in tensors}, model, read_numbers(folder)["step"])
+    _require_moments(path, {name: kinds[name] for name in tensors}, model, read_numbers(folder)["step"])
     for name, weight in model.named_parameters():
         for key in MOMENTS:
             if f"optimizer.{key}.{name}" in tensors:
@@ -105,20 +105,31 @@ def restore(
     return draws
 
 
-def _require_moments(path: Path, sizes: dict[str, tuple[int, ...]], model: nn.Module, step: int) -> None:
-    """Raise IntegrityError for moments of unknown weights, wrong shapes, or missing moments."""
-    left = dict(sizes)
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
+
+def _require_moments(path: Path, kinds: dict[str, Kind], model: nn.Module, step: int) -> None:
+    """Raise IntegrityError for moments of unknown weights, of wrong shapes or dtypes, or missing ones."""
+    left = dict(kinds)
     for name, weight in model.named_parameters():
-        shapes = {key: left.pop(f"optimizer.{key}.{name}", None) for key in MOMENTS}
-        expected = {key: () if key == "step" else tuple(weight.shape) for key in MOMENTS}
-        if any(shape is not None for shape in shapes.values()) and shapes != expected:
+        found = {key: left.pop(f"optimizer.{key}.{name}", None) for key in MOMENTS}
+        if any(found.values()) and not all(_fits(kind, key, weight) for key, kind in found.items()):
             raise IntegrityError(
-                f"{path}: {name} has moments of shapes {shapes}, expected {expected}. {WITHOUT}"
+                f"{path}: {name} has moments {found}, expected those of {tuple(weight.shape)} in {weight.dtype}. "
+                f"{WITHOUT}"
             )
     if left:
         raise IntegrityError(f"{path}: {min(left):.200} does not belong to a weight of this model. {WITHOUT}")
-    if step and not sizes:
+    if step and not kinds:
         raise IntegrityError(f"{path} has no optimizer state although step {step} was reached. {WITHOUT}")
+
+
+def _fits(kind: Kind | None, key: str, weight: Tensor) -> bool:
+    """Whether a moment is what AdamW keeps for a weight; it counts steps in float32 or in the default dtype."""
+    if key == "step":
+        return kind in (((), torch.float32), ((), torch.get_default_dtype()))
+    return kind == (tuple(weight.shape), weight.dtype)
 
 
 def _damaged(path: Path) -> IntegrityError:
