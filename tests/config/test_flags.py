@@ -304,9 +304,9 @@ def test_entries_of_a_table_come_one_by_one(tmp_path):
     }
 
 
-def test_a_config_is_a_regular_file_of_some_mib(tmp_path):
+def test_a_config_is_a_regular_file_of_some_kib(tmp_path):
     with pytest.raises(InvalidInput, match="/dev/zero is not a regular file"):
         read([], (Path("/dev/zero"),))
-    (tmp_path / "large.yaml").write_bytes(b"#" * (2**22 + 1))
-    with pytest.raises(InvalidInput, match="more than 4,194,304 bytes"):
+    (tmp_path / "large.yaml").write_bytes(b"#" * (2**16 + 1))
+    with pytest.raises(InvalidInput, match="more than 65,536 bytes"):
         read([], (tmp_path / "large.yaml",))
