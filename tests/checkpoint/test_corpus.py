@@ -37,6 +37,7 @@ def test_no_reader_is_taken_in(part):
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_no_refusal_is_an_assert(part):

@@ -42,15 +42,29 @@ def resolve(path: Path) -> Path:
 def read_at(path: Path, read: Callable[[Path], T]) -> T:
     """Return `read(folder)` for the model folder that `path` refers to.
 
-    If a run in training deletes that checkpoint in the meantime, the next one is read.
+    If a run in training deletes that checkpoint in the meantime, the next one is read; if the folder is replaced, it is
+    read again, since its files may have been those of two models.
     """
     while True:
         folder = resolve(path)
+        before = _identity(folder)
         try:
-            return read(folder)
+            result = read(folder)
         except (InvalidInput, IntegrityError):
-            if folder.exists():
+            if _identity(folder) == before:
                 raise
+        else:
+            if _identity(folder) in (before, None):
+                return result
+
+
+def _identity(folder: Path) -> tuple[int, ...] | None:
+    """Return what tells a folder from another of its name; None if there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _resolve(path: Path) -> Path:
