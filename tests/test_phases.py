@@ -184,6 +184,7 @@ PHASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_ends_in_one_line(phase, number, model, start):

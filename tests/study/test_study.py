@@ -245,6 +245,7 @@ def test_killed_anywhere_it_finishes_the_rest_and_repeats_nothing(whole, here):
 
 
 @pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_fifty_times_at_any_moment_it_loses_nothing(whole, here):

@@ -226,6 +226,7 @@ def test_a_signal_before_the_first_step_blocks_nothing(start):
 
 
 @pytest.mark.slow
+@pytest.mark.reliability
 def test_killed_at_any_time_the_newest_good_checkpoint_is_there(capsys, start):
     """P01: what was acknowledged as saved can be loaded; nothing half written is ever taken for a model."""
     rng = random.Random(0)
