@@ -127,7 +127,10 @@ def errors_of(name):
     )
 
 
-EVERY = [pytest.param(errno.errorcode[error.errno], marks=[pytest.mark.slow, pytest.mark.reliability]) for error in ERRORS]
+EVERY = [
+    pytest.param(errno.errorcode[error.errno], marks=[pytest.mark.slow, pytest.mark.reliability])
+    for error in ERRORS
+]
 
 
 @pytest.mark.parametrize("errors", ["each in turn", *EVERY, pytest.param("Ctrl-C", marks=pytest.mark.slow)])

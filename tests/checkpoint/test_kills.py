@@ -24,7 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 def kills(few, many):
     return pytest.mark.parametrize(
-        "kills", [few, pytest.param(many, marks=[pytest.mark.slow, pytest.mark.reliability, pytest.mark.timeout(900)])]
+        "kills",
+        [
+            few,
+            pytest.param(many, marks=[pytest.mark.slow, pytest.mark.reliability, pytest.mark.timeout(900)]),
+        ],
     )
 
 
