@@ -231,6 +231,34 @@ def test_without_a_certificate_one_is_told(capsys):
     assert not (resolve(Path("bare-healed")) / "conversion.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "other"}, "expected 'rehead-"),
+        ({"layers": []}, "without layers"),
+        ({"logits": {}}, "lack"),
+        ({"length": 0}, "length=0"),
+        ({"length": 10**12}, "length=1000000000000"),
+        ({"loss": 3}, "loss"),
+        ({"healing": [{}]}, "missing"),
+    ],
+)
+@pytest.mark.parametrize("command", ["heal", "train"])
+def test_a_certificate_that_could_not_be_written_at_the_end_is_refused_at_the_beginning(
+    change, says, command, capsys
+):
+    files = {name: (Path("mqa") / name).read_text() for name in ("tokenizer.json", "conversion.json")}
+    files["conversion.json"] = json.dumps(json.loads(files["conversion.json"]) | change)
+    rehead.save(rehead.load("mqa"), "odd", files=files, overwrite=True)
+    given = ["model.folder=odd", "trainer.teacher=source", "data.path=input.txt", "data.block_size=16"]
+    words = ["heal", "odd", "--teacher", "source"] if command == "heal" else ["train", *given]
+    flags = [flag for flag in QUICK if flag != "--json"]
+    assert main([*words, *flags, "trainer.max_iters=1", "system.work_dir=odd-run"]) == 3
+    said = capsys.readouterr().err
+    assert says in said
+    assert not list(Path().glob("odd-run/checkpoints/*"))
+
+
 def test_a_model_in_bfloat16_is_healed_in_float32():
     """Or most steps would be rounded away."""
     model = rehead.load("mqa").bfloat16()

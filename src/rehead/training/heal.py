@@ -129,15 +129,36 @@ def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place:
         )
 
 
-def healed_files(
-    options: RunOptions, model: LanguageModel, teacher: LanguageModel, step: int, held_out: Ids
-) -> dict[str, str]:
-    """Return the certificate, measured again against the teacher, as files by name; none without a certificate."""
-    assert options.model.folder is not None
+def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | None:
+    """Return the certificate of the model to heal; None of one that was not converted.
+
+    Raises InvalidInput, before the first step, for one that the healed model could not be measured by.
+    """
+    if options.model.folder is None or options.trainer.teacher is None:
+        return None
+    path = Path(options.model.folder)
     try:
-        before = read_at(Path(options.model.folder), Certificate.read)
-    except InvalidInput:
-        return {}
+        resolve(path)
+    except InvalidInput:  # a run may go on after the folder it began with is gone
+        return None
+    certificate = read_at(path, lambda place: Certificate.read(place) if (place / CERTIFICATE).exists() else None)
+    if certificate is not None and not 1 <= certificate.length <= model.config.block_size:
+        raise InvalidInput(
+            f"{path}: its {CERTIFICATE} was measured on texts of length={certificate.length}, the model reads 1 to "
+            f"{model.config.block_size} tokens. Convert the model again."
+        )
+    return certificate
+
+
+def healed_files(
+    before: Certificate,
+    options: RunOptions,
+    model: LanguageModel,
+    teacher: LanguageModel,
+    step: int,
+    held_out: Ids,
+) -> dict[str, str]:
+    """Return the certificate `before`, measured again against the teacher, as files by name."""
     test = Text.of(Passage(name="validation part of the run's text", ids=held_out), TEST_TOKENS)
     blocks = blocks_of(model, held_out, TEST_TOKENS, before.length)
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))

@@ -16,7 +16,7 @@ from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
 from rehead.training.frozen import freeze
-from rehead.training.heal import healed_files
+from rehead.training.heal import certificate_of, healed_files
 from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
@@ -78,7 +78,7 @@ class Run:
             before = [one for one in before if one["step"] < self.saved or "loss" in one]
         model = model.to(device)
         freeze(model, options.trainer)
-        teacher = read_teacher(options, model, device)
+        teacher, self.certificate = read_teacher(options, model, device), certificate_of(options, model)
         require_step(options, model)
         self.trainer = Trainer(model, options.trainer, teacher, ranks)
         ranks.begin_dropout(seed)
@@ -255,9 +255,9 @@ class Run:
     def _certificate(self) -> dict[str, str]:
         """Return the certificate files of a healed model; none for other runs."""
         trainer = self.trainer
-        if self.options.model.folder is None or trainer.teacher is None or len(self.split.val) < 2:
+        if self.certificate is None or trainer.teacher is None or len(self.split.val) < 2:
             return {}
-        given = self.options, trainer.model, trainer.teacher, trainer.step, self.split.val
+        given = self.certificate, self.options, trainer.model, trainer.teacher, trainer.step, self.split.val
         files: dict[str, str] = self.ranks.apart(trainer.objective, lambda: healed_files(*given))
         return files
 
