@@ -190,20 +190,19 @@ class RopeConfig:
     def __post_init__(self) -> None:
         require_types(self, "rope ")
         if not 1 <= self.theta < math.inf:
-            raise ConfigError(
-                f"rope theta={self.theta}: the base of the angles must be at least 1. Use 10000."
-            )
+            raise ConfigError(f"rope theta={self.theta}: the base of angles is at least 1. Use 10000.")
         if not 0 < self.partial_rotary_factor <= 1:
             raise ConfigError(
                 f"rope partial_rotary_factor={self.partial_rotary_factor}: a share of each head. Use a number above 0 "
                 "up to 1, or rope=False."
             )
+        if self.theta == 1 and self.scaling is not None:
+            raise ConfigError("rope theta=1 with a scaling: all pairs turn alike. Use 10000.")
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
-            if name == "factor" and not value >= 1:
-                raise ConfigError(f"rope scaling factor={value}: it extends the context. Use 1 or more.")
+            least = 1 if name == "factor" else 1e-6
             for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not 0 < number < math.inf:
-                    raise ConfigError(f"rope scaling {name}={number}. Use a positive number.")
+                if number is not None and not least <= number <= 1e9:
+                    raise ConfigError(f"rope scaling {name}={number}. Use {least:g} to 1,000,000,000.")
 
     def rotated(self, width: int) -> int:
         """Return how many numbers of a head of `width` rotate: the first ones, rounded down as in Hugging Face."""

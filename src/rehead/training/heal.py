@@ -141,7 +141,9 @@ def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | N
         resolve(path)
     except InvalidInput:  # a run may go on after the folder it began with is gone
         return None
-    certificate = read_at(path, lambda place: Certificate.read(place) if (place / CERTIFICATE).exists() else None)
+    certificate = read_at(
+        path, lambda place: Certificate.read(place) if (place / CERTIFICATE).exists() else None
+    )
     if certificate is not None and not 1 <= certificate.length <= model.config.block_size:
         raise InvalidInput(
             f"{path}: its {CERTIFICATE} was measured on texts of length={certificate.length}, the model reads 1 to "
