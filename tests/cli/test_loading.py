@@ -79,3 +79,27 @@ def test_nothing_that_a_file_or_a_prompt_says_commands_the_terminal(tmp_path, mo
         assert "1b]0;mine" in shown, shown
         for part in ("\x1b]", "\x07", "\x1b[2J", "\u202e", "\x9b"):
             assert part not in shown
+
+
+def test_a_name_in_brackets_is_a_name(tmp_path, monkeypatch):
+    """The library that draws tables and progress reads [red] as a colour, and stops at [/bold]."""
+    monkeypatch.chdir(tmp_path)
+    Path("text [b].txt").write_text("to be or not to be\n" * 200)
+    name, small = "a[red]b[/bold]", ["model.n_layer=1", "model.n_embd=8", "model.n_query_head=2"]
+    run = ["data.path=text [b].txt", "data.block_size=8", "trainer.max_iters=1", "trainer.eval_batches=1"]
+    status, shown, _ = on_a_terminal("train", *small, *run, "trainer.device=cpu", f"system.work_dir={name}")
+    assert status == 0, shown
+    assert f"{name}/checkpoints/step-000001" in shown
+    for words in (
+        ["plan", name],
+        ["eval", name, "--data", "text [b].txt"],
+        ["inspect", name, "--text", "to be"],
+        ["bench", name, "--prompt-lengths", "4", "--rounds", "1"],
+        ["convert", name, f"{name}-mqa", "--to", "mqa", "--allow-loss"],
+        ["export", name, f"{name}-out"],
+    ):
+        status, shown, printed = on_a_terminal(*words)
+        assert status in (0, 2, 3), shown
+        assert "a bug" not in shown
+        if words[0] in ("eval", "bench", "convert"):
+            assert name in "".join((shown + printed.decode()).split("\n")), (words, shown, printed)

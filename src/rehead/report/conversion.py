@@ -9,6 +9,7 @@ from rehead.conversion import Certificate
 from rehead.conversion.page import PAGE
 from rehead.conversion.plan import Plan, Row
 from rehead.report.table import show
+from rehead.report.text import inert
 
 PARTS = ("variant", "K+V parameters", "output projection", "projection FLOPs", "score and sum FLOPs")
 HEADER = ("variant", "KV B/\ntoken", "share", "cache", "parameters", "FLOPs/step", "read/step", "conversion")
@@ -24,11 +25,11 @@ def present_plan(plan: Plan) -> None:
         title += f", what one of {plan.tp} GPUs caches"
         header[1], header[3] = "KV B/\ntoken, GPU", "cache, GPU"
     show(title, header, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for line in (f"{row.variant}: {row.why}" for row in plan.rows if row.why):
-        console.print(_filled(line, console.width, "  "))
+        console.print(_filled(inert(line), console.width, "  "))
     for line in ("", plan.advice, *plan.notes):
-        console.print(_filled(line, console.width, ""))
+        console.print(_filled(inert(line), console.width, ""))
 
 
 def present_parts(plan: Plan) -> None:

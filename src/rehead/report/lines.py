@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rehead.report.text import inert
 from rehead.stages import Stage
 
 SOON, EVERY, TICK = 2.0, 30.0, 0.5
@@ -92,7 +93,7 @@ class PlainLines:
 
     def _print(self, text: object) -> None:
         self._last = time.monotonic()
-        self._console.print(str(text), soft_wrap=True, markup=False)
+        self._console.print(inert(str(text)), soft_wrap=True)
 
     def _print_due(self) -> None:
         """Print what is due: stages longer than `SOON`, and everything after a silence."""

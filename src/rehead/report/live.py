@@ -18,12 +18,17 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from rehead.report.text import wrapped
+from rehead.report.text import inert, wrapped
 from rehead.stages import Stage
 
 WIDE = 100
 """Characters of a terminal with room for a run's bar; steps and time left are always shown."""
 Record = dict[str, Any]
+
+
+def _text(field: str, **options: Any) -> TextColumn:
+    """Return a column that shows a field of each task as it is: `[red]` in a name is no colour."""
+    return TextColumn(f"{{task.{field}}}", markup=False, **options)
 
 
 class LiveLines:
@@ -34,21 +39,19 @@ class LiveLines:
 
     def __init__(self, console: Console, purpose: str) -> None:
         self._console = console
-        self._purpose = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
-        )
+        self._purpose = Progress(SpinnerColumn(), _text("description"), TimeElapsedColumn(), console=console)
         if purpose:
-            self._purpose.add_task(purpose, total=None)
-        stages = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+            self._purpose.add_task(inert(purpose), total=None)
+        stages = _text("description"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
         self._stages = Progress(*stages, console=console)
         columns: list[ProgressColumn] = [
-            TextColumn(
-                "{task.description}",
+            _text(
+                "description",
                 table_column=Column(no_wrap=True, overflow="ellipsis", max_width=console.width // 4),
             ),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=13)),
             TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
-            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            _text("fields[state]", table_column=Column(no_wrap=True, overflow="ellipsis")),
         ]
         if console.width >= WIDE:
             columns.insert(1, BarColumn(bar_width=24))
@@ -73,7 +76,7 @@ class LiveLines:
     def stage(self, stage: Stage, title: str) -> None:
         """Update the progress of a stage under a title."""
         if stage.state == "begun":
-            self._tasks[title] = self._stages.add_task(title, total=stage.total)
+            self._tasks[title] = self._stages.add_task(inert(title), total=stage.total)
         self._stages.update(self._tasks[title], completed=stage.done)
         if stage.state == "ended":
             self._live.refresh()
@@ -82,17 +85,17 @@ class LiveLines:
     def run(self, record: Record, total: int, title: str, event: str) -> None:
         """Update a run of `total` steps with a record, and print its `event` if there is one."""
         if title not in self._tasks:
-            self._tasks[title] = self._runs.add_task(title, total=total, state="")
+            self._tasks[title] = self._runs.add_task(inert(title), total=total, state="")
         seen = self._seen.setdefault(title, {})
         seen |= {key: value for key, value in record.items() if key in ("loss", "val_loss", "seconds")}
         self._runs.update(self._tasks[title], completed=record["step"], state=_state(seen))
         if event:
-            self._console.print(event, style="dim", soft_wrap=True)
+            self._console.print(inert(event), style="dim", soft_wrap=True)
 
     def say(self, text: str, *, faint: bool) -> None:
         """Print a line above the others."""
-        text = text if faint else wrapped(text, self._console)
-        self._console.print(text, style="dim" if faint else None, soft_wrap=True, markup=False)
+        text = inert(text) if faint else wrapped(inert(text), self._console)
+        self._console.print(text, style="dim" if faint else None, soft_wrap=True)
 
     def forget(self, title: str) -> None:
         """Remove a run that has ended."""

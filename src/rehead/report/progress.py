@@ -22,7 +22,7 @@ class Board:
     """
 
     def __init__(self, purpose: str = "") -> None:
-        console = Console(stderr=True, highlight=False)
+        console = Console(stderr=True, highlight=False, markup=False)
         watched = sys.stderr.isatty() and not console.is_dumb_terminal
         self._lines = LiveLines(console, purpose) if watched else PlainLines(console, purpose)
         self._open = ExitStack()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rehead.report.chart import Chart, Look, Panel, Series
 from rehead.report.figures import MARKERS, rebuilding
 from rehead.report.table import show
-from rehead.report.text import sanitise, wrapped
+from rehead.report.text import inert, sanitise, wrapped
 
 Record = dict[str, Any]
 HEADER = ("variant", "made", "KV B", "share", "loss", "tok/s")
@@ -181,7 +181,7 @@ def present(document: Record) -> None:
     show(document["about"], HEADER, cells, notes, texts=(0, 1))
     console = Console()
     for finding in findings(variants):
-        print(wrapped(finding, console))
+        print(wrapped(inert(finding), console))
     print()
     wide = max(len(sanitise(row.name, 24)) for row in variants)
     for row in variants:

@@ -31,7 +31,7 @@ def show(
     """
     title, notes = inert(title), inert(notes)
     header, rows = [*map(inert, header)], [[*map(inert, row)] for row in rows]
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(title, style="bold")
     columns, least, spare = list(range(len(header))), NARROWEST, list(optional)
     while spare and not _fits(console, _table(header, rows, texts, columns, least)):
