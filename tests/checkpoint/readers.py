@@ -39,7 +39,8 @@ COMMANDS = {
 }
 READERS = ["load", *(name for name in COMMANDS if name in app)]
 RUNS = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork")
-PYTHON = tuple({os.path.realpath(place) for place in (sys.prefix, sys.base_prefix, *sys.path) if place})
+PLACES = [place for place in (sys.prefix, sys.base_prefix, *sys.path) if place]
+PYTHON = tuple({*PLACES, *map(os.path.realpath, PLACES)})
 HARMLESS = ("/proc/cpuinfo", "/proc/self/", "/proc/meminfo", "/sys/fs/cgroup", "/dev/null")
 
 _events: list[tuple[str, str]] | None = None
@@ -69,9 +70,12 @@ def outside(events, own):
     """Events that no reader of a folder may cause: a file elsewhere, code, a process, a connection."""
     for event, what in events:
         place = os.path.realpath(what) if not what.isdigit() else ""
-        fine = (*own, *PYTHON)
-        if event == "open" and (place.startswith(fine) or what.isdigit() or what.startswith(HARMLESS)):
+        if event == "open" and (what.isdigit() or what.startswith(HARMLESS)):
             continue
+        if event == "open" and (
+            place.startswith((*own, *PYTHON)) or os.path.abspath(what).startswith(PYTHON)
+        ):
+            continue  # packages may be links
         if event == "exec" and place.startswith(PYTHON):
             continue
         yield f"{event} {what}"

@@ -1,13 +1,17 @@
 """What long work says where stderr is no terminal."""
 
+import io
 import json
 import re
+import sys
 import time
+from functools import partial
 
 import pytest
+from rich.console import Console
 
 from rehead.cli import main
-from rehead.report import lines, progress
+from rehead.report import lines, progress, table
 from rehead.stages import listening, staged
 
 TEXT = "O God, O God! How weary, stale, flat and unprofitable\n"
@@ -41,6 +45,32 @@ def test_a_line_per_evaluation_says_how_long_the_rest_will_take(clock, capfd):
         "train  step 30/80  train loss 2.0000  val loss 2.5000  0:00:50 left",
         "train  step 80/80  train loss 2.0000  val loss 2.5000",
     ]
+
+
+NAMES = ("run[/bold]", "[red]x", "[link=file:///etc]y[/link]", "\\[z")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_brackets_of_names_are_shown_as_they_are(name, monkeypatch, capsys):
+    """Live, as on a terminal, and in tables; they mean markup to rich."""
+    stream = io.StringIO()
+    monkeypatch.setattr(
+        progress, "Console", partial(Console, file=stream, force_terminal=True, color_system=None, width=199)
+    )
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.Board(f"converting {name}") as board, listening(board.stage):
+        board.say(f"said {name}")
+        board.show({"event": "save", "step": 1, "path": name}, 3, f"run {name}")
+        for _ in staged(range(3), f"stage {name}", 3, "steps"):
+            board._lines._live.refresh()
+    shown = stream.getvalue()
+    for where in ("converting", "said", "saved step 1 in", "run", "stage"):
+        assert f"{where} {name}" in shown
+    monkeypatch.setenv("COLUMNS", "200")
+    table.show(f"title {name}", ["variant", f"head {name}"], [[f"cell {name}", f"of {name}"]], f"note {name}")
+    printed = capsys.readouterr().out
+    for where in ("title", "head", "cell", "of", "note"):
+        assert f"{where} {name}" in printed
 
 
 def run(folder, capfd):
