@@ -104,7 +104,7 @@ MUTANTS = {  # file, source, fault, test file, and which of its tests
         "data/hold.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", ATTACKS, "two_starts",
     ),
     "tags in YAML": ("config/strict_yaml.py", "if event.tag is not None:", "if False:",
-        "checkpoint/test_fuzz.py", "others"),
+        "config/test_flags.py", "refused_files"),
     "escapes reach the terminal": (
         "report/text.py", "letter in SHOWN or letter.isprintable()", "True",
         "cli/test_loading.py", "commands_the_terminal",

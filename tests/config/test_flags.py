@@ -168,6 +168,12 @@ FILES = [  # bytes of a YAML file, error, what the message must name
     (b"", InvalidInput, "system, data, model, trainer"),
     (b"model: 3\ntrainer: {max_iters: 7", InvalidInput, "in line 2"),
     (b"model: \xff", InvalidInput, "run.yaml is not YAML"),
+    (
+        b"model: {n_layer: !!int ''}",
+        InvalidInput,
+        "a tag (tag:yaml.org,2002:int); write the value itself in line 1",
+    ),
+    (b"model: {n_layer: ! 3}", InvalidInput, "a tag (!)"),
     (b"model: !!python/object/apply:os.getcwd []", InvalidInput, "run.yaml is not YAML"),
 ]
 

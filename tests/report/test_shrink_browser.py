@@ -98,3 +98,36 @@ def test_one_model_is_not_ranked_and_what_is_slow_is_named(shrunk):
         text.count("C: for every new token, rotary keys are rebuilt from the latents of the whole context.")
         == 2
     )
+
+
+BOXES = """[...document.querySelectorAll('.chart .plot')].map((plot) => (
+[...plot.querySelectorAll('text')].map((text) => {
+  const box = text.getBoundingClientRect();
+  return [text.classList.contains('name'), box.left, box.right, box.top, box.bottom, text.textContent];
+}))).find((texts) => texts.some((text) => text[0]))"""
+
+
+@pytest.mark.parametrize("width", [360, 390, 1200])
+def test_no_name_in_the_chart_lies_on_another_text(shrunk, attention, tmp_path, opened, until, width):
+    """Four models of nearly one loss, side by side; on a phone the names have little room."""
+    file, document = tmp_path / "report.html", shrunk(" and a long name")
+    for place, one in enumerate(document["variants"][1:], 1):
+        for run in one["runs"]:
+            run["certificate"]["loss"] = [1.0, 1.0 + place * 1e-3]
+            run["certificate"]["kv_bytes_per_token"] = [256, 256 // place]
+    file.write_text(study.html(document, attention([one["variant"] for one in document["variants"][:2]])))
+    page = opened(file, width=width)
+    until(page, CHARTS)
+    texts = page.evaluate(BOXES)
+    names = [text for text in texts if text[0]]
+    assert len(names) >= (2 if width < 400 else 4)
+    for name in names:
+        assert 0 <= name[1] < name[2] <= width
+        for other in texts:
+            apart = (
+                name[2] <= other[1]
+                or other[2] <= name[1]
+                or name[4] <= other[3] + 3
+                or other[4] <= name[3] + 3
+            )
+            assert other is name or apart, (name, other)

@@ -124,16 +124,21 @@
     return stops(data, shown).map((stop) => ({ ...stop, left: scaleX(stop.x), top: scaleY(stop.y) }));
   }
 
-  // The name beside every point, moved down if it would overlap another name.
+  // The name beside every point, moved up or down or to its other side where another name is; the legend has them all.
   function names(svg, series, scaleX, scaleY, width) {
-    const taken = [];
+    const taken = [], lowest = HEIGHT - BOTTOM - 2;
     for (const one of [...series].sort((a, b) => b.y[0] - a.y[0])) {
-      const x = scaleX(one.x[0]), right = x < width / 2, wide = 7 * one.name.length;
-      const from = right ? x + 12 : x - 12 - wide;
-      let y = scaleY(one.y[0]) + 4;
-      while (taken.some((other) => Math.abs(other.y - y) < 14 && other.from < from + wide && from < other.from + other.wide)) y += 14;
-      taken.push({ from, wide, y });
-      add(svg, "text", { x: right ? x + 12 : x - 12, y, "text-anchor": right ? "start" : "end", class: "name" }, one.name);
+      const x = scaleX(one.x[0]), first = x < width / 2, wide = 7 * one.name.length;
+      const places = [first, !first].flatMap((right) => [0, 14, -14, 28, -28].map((down) => (
+        { right, wide, from: right ? x + 12 : x - 12 - wide, y: Math.min(scaleY(one.y[0]) + 4, lowest) + down }
+      )));
+      const meets = (a, b) => Math.abs(a.y - b.y) < 14 && a.from < b.from + b.wide && b.from < a.from + a.wide;
+      const free = places.find((place) => place.y <= lowest && place.y >= TOP && place.from >= 0 && place.from + wide <= width
+        && !taken.some((other) => meets(place, other)));
+      if (!free) continue;
+      taken.push(free);
+      const anchor = free.right ? "start" : "end";
+      add(svg, "text", { x: free.right ? x + 12 : x - 12, y: free.y, "text-anchor": anchor, class: "name" }, one.name);
     }
   }
 
