@@ -196,8 +196,8 @@ class RopeConfig:
                 f"rope partial_rotary_factor={self.partial_rotary_factor}: a share of each head. Use a number above 0 "
                 "up to 1, or rope=False."
             )
-        if self.theta == 1 and self.scaling is not None:
-            raise ConfigError("rope theta=1 with a scaling: all pairs turn alike. Use 10000.")
+        if self.theta == 1 and isinstance(self.scaling, YarnScaling):
+            raise ConfigError("rope theta=1 with yarn, which divides by its logarithm. Use 10000.")
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
             least = 1 if name == "factor" else 1e-6
             for number in value if isinstance(value, tuple) else (value,):
