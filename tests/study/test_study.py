@@ -297,7 +297,7 @@ def held(lock):
 
 MASK = """
 import multiprocessing, signal
-from rehead.study.parallel import _interrupt_held
+from rehead.system.workers import interrupt_held
 
 def tell(place):
     with open(place, "w") as file:
@@ -305,7 +305,7 @@ def tell(place):
 
 if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=tell, args=("held",))
-    with _interrupt_held():
+    with interrupt_held():
         process.start()
     process.join()
 """

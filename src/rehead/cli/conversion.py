@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from rehead.cli.app import LENGTH, Dtype, Json, app, say, torch_dtype, warn
+from rehead.errors import UsageError
 
 
 @app.command
@@ -123,6 +124,9 @@ def convert(
     allow_loss: Annotated[
         bool, Parameter(negative="", help="write the result even if it is not exact")
     ] = False,
+    jobs: Annotated[
+        int, Parameter(help="layers converted in parallel, each in a process of its own with one thread")
+    ] = 1,
     resume: Annotated[
         bool, Parameter(negative="", help="go on with an interrupted conversion to this destination")
     ] = False,
@@ -142,6 +146,8 @@ def convert(
     from rehead.report.conversion import present_certificate
     from rehead.report.progress import Board
 
+    if jobs < 1:
+        raise UsageError(f"--jobs {jobs}: the number of layers converted in parallel. Use 1 or more.")
     wanted = Target(
         to=to,
         target=target,
@@ -167,6 +173,7 @@ def convert(
             teach=teach,
             resume=resume,
             seed=seed,
+            n_process=jobs,
         )
     if not any(layer.steps for layer in certificate.layers):
         warn(f"{source} already is what is asked for: {destination} is a copy in rehead's format.")

@@ -63,12 +63,21 @@ class Statistics:
     pair: tuple[Float64[Tensor, "D D"], Float64[Tensor, "N N"]] | None = None
     turns: Float64[Tensor, "3 H F"] | None = None
 
+    @classmethod
+    def of(cls, tensors: "Weights") -> "Statistics":
+        """Return those that `tensors` were made of."""
+        pair = (tensors["pair.inputs"], tensors["pair.outputs"]) if "pair.inputs" in tensors else None
+        return cls(inputs=tensors.get("inputs"), pair=pair, turns=tensors.get("turns"))
+
+    def tensors(self) -> "Weights":
+        """Return them by name, as files keep them."""
+        both = (None, None) if self.pair is None else self.pair
+        named = {"inputs": self.inputs, "pair.inputs": both[0], "pair.outputs": both[1], "turns": self.turns}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
     def in_memory(self) -> "Statistics":
         """Return them with their moments read from the file that they are kept in, if they are."""
-        inputs = None if self.inputs is None else materialise(self.inputs)
-        pair = None if self.pair is None else (materialise(self.pair[0]), materialise(self.pair[1]))
-        turns = None if self.turns is None else materialise(self.turns)
-        return Statistics(inputs=inputs, pair=pair, turns=turns)
+        return Statistics.of({name: materialise(tensor) for name, tensor in self.tensors().items()})
 
     def weighing(self, needs: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
         """Return the moments of inputs and outputs by which a method weighs an error; None for equal weights.

@@ -1,8 +1,6 @@
 """A whole model into another, in memory, with its certificate."""
 
 import copy
-import hashlib
-import json
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint.files.deferred import in_memory, map_deferred, materialise
-from rehead.checkpoint.files.shards import Shards
-from rehead.checkpoint.files.writing import write_weights
+from rehead.checkpoint.files.deferred import in_memory, map_deferred
 from rehead.config import GPTConfig, encode
-from rehead.conversion.base import Converted, Statistics, Step, Weights, require_method
+from rehead.conversion.base import Converted, Statistics, require_method
 from rehead.conversion.blocks import (
     CALIBRATION_TOKENS,
     TEST_TOKENS,
@@ -32,10 +28,12 @@ from rehead.conversion.fit import teaching
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.frequencies import are_open, with_frequencies
+from rehead.conversion.kept import Kept, Order
 from rehead.conversion.layers import Layers, with_layers
 from rehead.conversion.search import path
 from rehead.conversion.target import Target, layers_of
 from rehead.conversion.texts import Passage, passage, passages
+from rehead.conversion.unfinished import digest
 from rehead.data import Batch, Ids
 from rehead.errors import ConfigError
 from rehead.measure.length import text_length
@@ -146,18 +144,20 @@ class Converter:
         held_out: bool = False,
         ranked: bool = False,
         teach: int = 0,
+        kept: Kept | None = None,
     ) -> tuple[LanguageModel, Certificate]:
         """Return the model with `targets` for attentions, and its certificate: on `test`, or on random tokens.
 
         `held_out` says that `test` is a part of a calibration text, `ranked` that `targets` were chosen on the
         calibration. `teach` is the number of passes over it in which lossy attentions learn from the source's.
+        Layers are taken from `kept`, and put there.
         """
         self._require_lessons(teach)
         share = CALIBRATION_TOKENS // max(1, len(self.calibration))
         calibration = [Text.of(text, share) for text in self.calibration]
         measured = None if test is None else Text.of(test, TEST_TOKENS)
         require_different(calibration, measured)
-        shared, records = self.follow(targets)
+        shared, records = self.follow(targets, kept)
         if teach:
             records = self._taught(shared, records, teach)
         blocks = random_blocks(self.config, self.seed, self.length)
@@ -178,7 +178,9 @@ class Converter:
             teach=teach,
         )
 
-    def follow(self, targets: Sequence[AttentionConfig]) -> tuple[LanguageModel, list[LayerRecord]]:
+    def follow(
+        self, targets: Sequence[AttentionConfig], kept: Kept | None = None
+    ) -> tuple[LanguageModel, list[LayerRecord]]:
         """Return the model with `targets` for attentions, sharing all other weights with the source.
 
         All layers take their first step together, then their second, so that an approximation further
@@ -204,25 +206,33 @@ class Converter:
             readers = {index for index, step in at.items() if step.is_fitted(chosen[index])}
             needs = {need for i in readers for need in at[i].conversion.methods[chosen[i]]}
             found = self._gather(layers, turn, needs) if readers else []
-            for index, step in staged(at.items(), "converting", len(at), "layers"):
-                seen = found[index] if index in readers else Statistics()
-                done = self._take(step, layers[index][1], seen, chosen[index])
-                if step is paths[index][-1]:
+            orders = [
+                Order(
+                    turn=turn,
+                    index=index,
+                    step=step,
+                    method=chosen[index],
+                    weights=layers[index][1],
+                    seen=found[index] if index in readers else Statistics(),
+                )
+                for index, step in at.items()
+            ]
+            taken = self._take(orders) if kept is None else kept.take(orders)
+            for index, done in staged(taken, "converting", len(at), "layers"):
+                if at[index] is paths[index][-1]:
                     require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
-                layers[index] = step.result, done.weights
+                layers[index] = at[index].result, done.weights
                 records[index] = records[index].after(chosen[index], done)
         return with_layers(self.model, layers), records
 
-    def _take(self, step: Step, weights: Weights, seen: Statistics, method: str) -> Converted:
-        """Take one step on one layer. Its weights are in memory, or in a file that is deleted with the last of them."""
-        weights = {name: materialise(weight) for name, weight in weights.items()}
-        done = step.conversion.convert(weights, step.source, step.result, seen.in_memory(), method)
-        if self.scratch is None:
-            return done
-        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
-            write_weights(Path(folder), done.weights)
-            shards = Shards(Path(folder))
-        return replace(done, weights={name: shards.deferred(name) for name in shards.entries})
+    def _take(self, orders: Sequence[Order]) -> Iterator[tuple[int, Converted]]:
+        """Take steps in memory or, with `scratch`, in a file that is deleted with the last of its weights."""
+        for order in orders:
+            if self.scratch is None:
+                yield order.index, order.take()
+                continue
+            with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+                yield from Kept(Path(folder)).take([order])
 
     def _require_lessons(self, passes: int) -> None:
         """Refuse a number of passes that is none, or that there is no text for."""
@@ -245,14 +255,19 @@ class Converter:
         assert isinstance(self.model, GPT)
         assert isinstance(result, GPT)
         made_of = [encode(result.config), [record.methods for record in records], passes]
-        name = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
-        with self._kept(f"teaching-{name}") as folder:
+        with self._kept(f"teaching-{digest(made_of)}") as folder:
             errors = teaching.teach(
                 self.model, result, lossy, self.blocks, folder, passes=passes, seed=self.seed
             )
             if self.scratch is None:
                 in_memory(result)
         return [replace(record, taught=errors.get(index)) for index, record in enumerate(records)]
+
+    def kept(self, targets: Sequence[AttentionConfig], n_process: int) -> Kept:
+        """Return the place of the layers of a conversion to `targets`, in `scratch`."""
+        assert self.scratch is not None
+        made_of = [encode(replace(self.config, attention=tuple(targets))), self.method]
+        return Kept(self.scratch / f"layers-{digest(made_of)}", n_process)
 
     def statistics(self, needs: Collection[str]) -> list[Statistics]:
         """Return the statistics of every layer of the source; gathered once."""

@@ -87,6 +87,7 @@ class FolderConverter:
         max_loss: float | None = None,
         allow_loss: bool = False,
         teach: int = 0,
+        n_process: int = 1,
     ) -> Certificate:
         """Write the converted model into the folder `aside`; for the rest see `convert_folder`.
 
@@ -94,8 +95,9 @@ class FolderConverter:
         """
         to = _layers(self.converter, target, measured_ranks, max_loss)
         ranked = measured_ranks or max_loss is not None
+        kept = self.converter.kept(to, n_process)
         result, certificate = self.converter.convert(
-            to, self.texts.test, held_out=self.texts.held_out, ranked=ranked, teach=teach
+            to, self.texts.test, held_out=self.texts.held_out, ranked=ranked, teach=teach, kept=kept
         )
         if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
@@ -107,6 +109,7 @@ class FolderConverter:
         if self.tokenizer is not None:
             files["tokenizer.json"] = self.tokenizer.to_json()
         own.write(result, aside, files, self.special)
+        kept.remove()
         self.read.require_unchanged()
         return certificate
 
@@ -126,14 +129,16 @@ def convert_folder(
     teach: int = 0,
     seed: int = 0,
     resume: bool = False,
+    n_process: int = 1,
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
     What is worked out is kept in DESTINATION.unfinished until the end; if the process is interrupted or killed,
     `resume` goes on there, and gives the same bytes. For the texts see `FolderConverter`. `teach` passes
-    over the calibration let attentions that lost something learn from the source's. `max_loss` accepts the
-    loss it names. Raises UsageError for another lossy result without `allow_loss`, with the loss it would have; then,
-    as after any other error, nothing is left at `destination`.
+    over the calibration let attentions that lost something learn from the source's. `n_process` layers are
+    converted at a time, each in a process of its own; it changes no byte. `max_loss` accepts the loss it names.
+    Raises UsageError for another lossy result without `allow_loss`, with the loss it would have; then, as after
+    any other error, nothing is left at `destination`.
     """
     require_apart(source, destination)
     require_seed(seed)
@@ -157,6 +162,7 @@ def convert_folder(
             max_loss=max_loss,
             allow_loss=allow_loss,
             teach=teach,
+            n_process=n_process,
         )
 
 

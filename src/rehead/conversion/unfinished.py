@@ -61,12 +61,16 @@ def fingerprint(folder: Path) -> list[tuple[str, int, int]]:
 
 def place_of(folder: Path, **made_of: object) -> Path:
     """Return the folder in `folder` for what is made of these, JSON; create it. Work made of others is left out."""
-    text = json.dumps(made_of, sort_keys=True)
-    place = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    place = folder / digest(made_of)
     if not place.exists() and _done(folder):
         log.info("%s is of another source, text, seed or version: starting anew", folder)
     place.mkdir(exist_ok=True)
     return place
+
+
+def digest(made_of: object) -> str:
+    """Return a name for what is made of this, JSON."""
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _done(folder: Path) -> bool:

@@ -1,14 +1,10 @@
 """Runs several jobs in parallel, each in its own process with its share of the threads."""
 
 import multiprocessing
-import os
-import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,10 +18,10 @@ from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.sharing import Sharing
 from rehead.study.work import run_job
+from rehead.system.workers import end_with_parent, interrupt_held
 from rehead.training.interrupt import HANDLED, stop_signals
 
 Record = dict[str, Any]
-FROM_TERMINAL = {signal.SIGINT, signal.SIGHUP}
 TURN = 0.2
 """Seconds between two checks for a signal."""
 
@@ -51,7 +47,7 @@ def run_parallel(
                 process: BaseProcess = context.Process(
                     target=_process, args=(job, preset, threads, kernels, sender)
                 )
-                with _interrupt_held():
+                with interrupt_held():
                     process.start()
                 sender.close()
                 running[receiver] = job, process
@@ -76,20 +72,6 @@ def run_parallel(
                     watch(job, message)
     if failure is not None:
         raise failure
-
-
-@contextmanager
-def _interrupt_held() -> Iterator[None]:
-    """Block SIGINT and SIGHUP in processes started here: a terminal sends them to all, only the parent handles them.
-
-    Starting the first process would start Python's resource tracker, which unblocks signals, so it is started before.
-    """
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, FROM_TERMINAL)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_TERMINAL)
 
 
 def _ready(waiting: Sequence[Job], running: dict[Connection, tuple[Job, BaseProcess]]) -> Job | None:
@@ -128,7 +110,7 @@ def _lost(job: Job, status: int | None) -> ReheadError:
 
 def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connection) -> None:
     """Run one job in this process; send its records and warnings, and an error if there is one."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(threads)
     native.use(kernels)
     with warnings.catch_warnings():
@@ -146,11 +128,3 @@ def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connecti
             error.add_note(traceback.format_exc())
             out.send(error)
     out.close()
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent process has ended, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

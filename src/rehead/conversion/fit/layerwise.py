@@ -127,9 +127,7 @@ class _Reading:
     def found(self, index: int) -> Statistics:
         """Return the statistics of a layer, in their file until they are used."""
         shards = Shards(self._place(index))
-        parts = {name: shards.deferred(name) for name in shards.entries}
-        pair = (parts["pair.inputs"], parts["pair.outputs"]) if "pair.inputs" in parts else None
-        return Statistics(inputs=parts["inputs"], pair=pair, turns=parts.get("turns"))
+        return Statistics.of({name: shards.deferred(name) for name in shards.entries})
 
     def _skip(self, layers: int) -> Iterator[None]:
         """Count layers that were done before an interruption."""
@@ -194,16 +192,9 @@ class _Reading:
         return pull.view_as(hidden)
 
     def _keep(self, index: int, moments: LayerMoments) -> None:
-        found = moments.statistics()
-        assert found.inputs is not None
-        weights = {"inputs": found.inputs}
-        if found.pair is not None:
-            weights |= {"pair.inputs": found.pair[0], "pair.outputs": found.pair[1]}
-        if found.turns is not None:
-            weights["turns"] = found.turns
         aside = self.folder / f"statistics-{index}.part"
         aside.mkdir(exist_ok=True)
-        write_weights(aside, weights)
+        write_weights(aside, moments.statistics().tensors())
         aside.rename(self._place(index))
 
     def _is_found(self, index: int) -> bool:

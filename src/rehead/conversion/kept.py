@@ -1,0 +1,118 @@
+"""Takes steps on layers, each in a file that outlives the process, and several at a time in processes."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rehead.checkpoint.files.deferred import materialise
+from rehead.checkpoint.files.shards import Shards
+from rehead.checkpoint.files.writing import write_weights
+from rehead.conversion.base import Converted, Statistics, Step, Weights
+from rehead.system.aside import aside
+from rehead.system.workers import spread
+
+FIGURES = "figures.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A step to take on the layer `index`, as one of its `turn`; weights and statistics may be deferred."""
+
+    turn: int
+    index: int
+    step: Step
+    method: str
+    weights: Weights
+    seen: Statistics
+
+    def take(self) -> Converted:
+        """Take the step in memory, in one thread: the last bits of LAPACK's results depend on their number."""
+        weights = {name: materialise(weight) for name, weight in self.weights.items()}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.step.conversion.convert(
+                weights, self.step.source, self.step.result, self.seen.in_memory(), self.method
+            )
+        finally:
+            torch.set_num_threads(threads)
+
+
+class Kept:
+    """A folder of the layers of one conversion, kept as they are done, by `n_process` processes."""
+
+    def __init__(self, folder: Path, n_process: int = 1) -> None:
+        self.folder, self.n_process = folder, n_process
+
+    def take(self, orders: Sequence[Order]) -> Iterator[tuple[int, Converted]]:
+        """Yield the number of each layer and its result, deferred; those of an earlier process are not made again."""
+        self.folder.mkdir(exist_ok=True)
+        missing = list[Order]()
+        for order in orders:
+            if self._place(order).exists():
+                yield order.index, _read(self._place(order))
+            else:
+                missing.append(order)
+        if self.n_process == 1 or len(missing) < 2:
+            for order in missing:
+                _write(order.take(), self._place(order))
+                yield order.index, _read(self._place(order))
+        else:
+            for order in spread(_work, map(self._given, missing), self.n_process):
+                yield order.index, _read(self._place(order))
+
+    def remove(self) -> None:
+        """Remove the files. What is deferred can still be read, as long as there is something deferred."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _place(self, order: Order) -> Path:
+        return self.folder / f"{order.turn}-{order.index}"
+
+    def _given(self, order: Order) -> "_Given":
+        """Write what a process needs for a layer to files, one tensor at a time."""
+        place = self.folder / f"given-{order.turn}-{order.index}"
+        shutil.rmtree(place, ignore_errors=True)
+        for name, tensors in (("weights", order.weights), ("seen", order.seen.tensors())):
+            (place / name).mkdir(parents=True)
+            write_weights(place / name, tensors)
+        return _Given(place, replace(order, weights={}, seen=Statistics()), self._place(order))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """An order whose tensors are in the files of `folder`; the result belongs to `place`."""
+
+    folder: Path
+    order: Order
+    place: Path
+
+
+def _work(given: _Given) -> Order:
+    """Execute an order in this process; return it without tensors."""
+    weights, seen = (_tensors(given.folder / name) for name in ("weights", "seen"))
+    whole = replace(given.order, weights=weights, seen=Statistics.of(seen))
+    _write(whole.take(), given.place)
+    shutil.rmtree(given.folder)
+    return given.order
+
+
+def _tensors(folder: Path) -> Weights:
+    shards = Shards(folder)
+    return {name: shards.deferred(name) for name in shards.entries}
+
+
+def _write(done: Converted, place: Path) -> None:
+    with aside(place.parent, place.name) as folder:
+        (folder / place.name).mkdir()
+        write_weights(folder / place.name, done.weights)
+        (folder / place.name / FIGURES).write_text(json.dumps([done.lost, done.residual]))
+        (folder / place.name).rename(place)
+
+
+def _read(place: Path) -> Converted:
+    lost, residual = json.loads((place / FIGURES).read_text())
+    return Converted(weights=_tensors(place), lost=lost, residual=residual)
