@@ -582,7 +582,7 @@ def test_stopped_in_the_middle(error, model, capfd, monkeypatch):
     def stops(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(sys.modules["rehead.conversion.converter"], "certify", stops)
+    monkeypatch.setattr(sys.modules["rehead.conversion.converter"], "require_method", stops)
     assert main(["convert", model, "new", "--to", "mha"]) == (130 if error is KeyboardInterrupt else 5)
     assert sorted(os.listdir(".")) == names
     assert len(capfd.readouterr().err.splitlines()) == 1

@@ -3,8 +3,10 @@
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import rehead
 from rehead.cli import main
 from rehead.config import ModelOptions
+from rehead.conversion.kept import Order
 from rehead.model import build
 from rehead.tokenizer.tokenizer import train
 
@@ -98,8 +101,9 @@ def digests(folder):
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-PLACES = ["states-2", "pulls-3", "pulls-1", "statistics-0", "killed"]
-"""Hidden states on the way forward, gradients at the top and on the way back, the last statistics, the result."""
+PLACES = ["states-2", "pulls-3", "pulls-1", "statistics-0", "0-1", "killed"]
+"""Hidden states on the way forward, gradients at the top and on the way back, the last statistics, a converted layer,
+the result."""
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -111,6 +115,68 @@ def test_killed_and_resumed(place, source, written):
     assert not (source / "killed.unfinished").exists()
     assert not set(before[:-1]) & set(written)  # only the layer at which it was killed is read again
     assert len(written) < 7
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The numbers of the layers that are converted in this process."""
+    numbers, take = [], Order.take
+
+    def noting(order):
+        numbers.append(order.index)
+        return take(order)
+
+    monkeypatch.setattr(Order, "take", noting)
+    return numbers
+
+
+def test_processes_change_no_byte(source, made):
+    done = in_a_child("nowhere", *words("several", "--jobs", "2"))
+    assert done.returncode == 0, done.stderr
+    assert digests(source / "several") == digests(source / "whole")
+    assert main(words("more", "--jobs", "5")) == 0
+    assert digests(source / "more") == digests(source / "whole")
+    assert made == []
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_layers_of_several_processes_are_not_made_again(jobs, source, made):
+    kill("killed", "killed", "--jobs", "2")
+    (layers,) = (source / "killed.unfinished").glob("*/layers-*")
+    assert sorted(place.name for place in layers.iterdir()) == ["0-0", "0-1", "0-2"]
+    shutil.rmtree(layers / "0-1")
+    assert main(words("killed", "--resume", "--jobs", str(jobs))) == 0
+    assert made == [1]  # the one that is left needs no process of its own
+    assert digests(source / "killed") == digests(source / "whole")
+    assert not (source / "killed.unfinished").exists()
+
+
+def children(pid):
+    """The processes that a process began to work for it."""
+    numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(number) for number in numbers if b"spawn_main" in Path(f"/proc/{number}/cmdline").read_bytes()
+    ]
+
+
+@pytest.mark.parametrize("lost", ["worker", "parent"])
+def test_a_lost_process_ends_the_others(lost, source):
+    command = [sys.executable, "-m", "rehead", *words("killed", "--jobs", "2")]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=one_thread) as parent:
+        while not (workers := children(parent.pid)):
+            assert parent.poll() is None, parent.communicate()[1]
+            time.sleep(0.01)
+        os.kill(workers[0] if lost == "worker" else parent.pid, signal.SIGKILL)
+        said = parent.communicate()[1]
+    assert parent.returncode == (5 if lost == "worker" else -9), said
+    if lost == "worker":
+        assert "one of 2 processes was killed, perhaps because memory ran out: use fewer --jobs" in said
+    while any(Path(f"/proc/{number}").exists() for number in workers):
+        time.sleep(0.05)
+    more = [] if lost == "worker" else ["--resume"]
+    assert main(words("killed", *more)) == 0
+    assert digests(source / "killed") == digests(source / "whole")
 
 
 def test_taught_killed_and_resumed(source):

@@ -264,10 +264,10 @@ class Converter:
         return [replace(record, taught=errors.get(index)) for index, record in enumerate(records)]
 
     def kept(self, targets: Sequence[AttentionConfig], n_process: int) -> Kept:
-        """Return the place of the layers of a conversion to `targets`, in `scratch`."""
+        """Return the place of a conversion's layers in `scratch`."""
         assert self.scratch is not None
         made_of = [encode(replace(self.config, attention=tuple(targets))), self.method]
-        return Kept(self.scratch / f"layers-{digest(made_of)}", n_process)
+        return Kept.only(self.scratch, made_of, n_process)
 
     def statistics(self, needs: Collection[str]) -> list[Statistics]:
         """Return the statistics of every layer of the source; gathered once."""

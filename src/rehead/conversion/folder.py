@@ -109,7 +109,6 @@ class FolderConverter:
         if self.tokenizer is not None:
             files["tokenizer.json"] = self.tokenizer.to_json()
         own.write(result, aside, files, self.special)
-        kept.remove()
         self.read.require_unchanged()
         return certificate
 

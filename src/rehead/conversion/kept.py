@@ -12,6 +12,7 @@ from rehead.checkpoint.files.deferred import materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
 from rehead.conversion.base import Converted, Statistics, Step, Weights
+from rehead.conversion.unfinished import digest
 from rehead.system.aside import aside
 from rehead.system.workers import spread
 
@@ -48,6 +49,14 @@ class Kept:
     def __init__(self, folder: Path, n_process: int = 1) -> None:
         self.folder, self.n_process = folder, n_process
 
+    @classmethod
+    def only(cls, scratch: Path, made_of: object, n_process: int) -> "Kept":
+        """Return the folder in `scratch` for layers that are made of this, JSON; remove those of other layers."""
+        place = scratch / f"layers-{digest(made_of)}"
+        for other in set(scratch.glob("layers-*")) - {place}:
+            shutil.rmtree(other)
+        return cls(place, n_process)
+
     def take(self, orders: Sequence[Order]) -> Iterator[tuple[int, Converted]]:
         """Yield the number of each layer and its result, deferred; those of an earlier process are not made again."""
         self.folder.mkdir(exist_ok=True)
@@ -64,10 +73,6 @@ class Kept:
         else:
             for order in spread(_work, map(self._given, missing), self.n_process):
                 yield order.index, _read(self._place(order))
-
-    def remove(self) -> None:
-        """Remove the files. What is deferred can still be read, as long as there is something deferred."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _place(self, order: Order) -> Path:
         return self.folder / f"{order.turn}-{order.index}"
