@@ -9,10 +9,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint.files.deferred import in_memory, map_deferred
+from rehead.checkpoint.files.deferred import in_memory
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Statistics, require_method
 from rehead.conversion.blocks import (
@@ -190,16 +191,11 @@ class Converter:
         paths = [path(old, new, self.config.n_embd) for old, new in pairs]
         require_method(self.method, [step for steps in paths for step in steps])
         layers: Layers = [
-            (
-                one.config,
-                {
-                    name: map_deferred(Tensor.double, weight.detach().cpu())
-                    for name, weight in one.named_parameters()
-                },
-            )
+            (one.config, {name: weight.detach().cpu() for name, weight in one.named_parameters()})
             for one in attentions(self.model)
         ]
         records = [LayerRecord(steps=steps, methods=[], converted=[]) for steps in paths]
+        dtype = self.model.head.weight.dtype
         for turn in range(max(map(len, paths))):
             at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
             chosen = {i: step.method(self.method, calibrated=bool(self.blocks)) for i, step in at.items()}
@@ -214,13 +210,14 @@ class Converter:
                     method=chosen[index],
                     weights=layers[index][1],
                     seen=found[index] if index in readers else Statistics(),
+                    dtype=dtype if step is paths[index][-1] else torch.float64,
                 )
                 for index, step in at.items()
             ]
             taken = self._take(orders) if kept is None else kept.take(orders)
             for index, done in staged(taken, "converting", len(at), "layers"):
                 if at[index] is paths[index][-1]:
-                    require_holds(done.weights, self.model.head.weight.dtype, f"layers.{index}.self_attn")
+                    require_holds(done.weights, dtype, f"layers.{index}.self_attn")
                 layers[index] = at[index].result, done.weights
                 records[index] = records[index].after(chosen[index], done)
         return with_layers(self.model, layers), records

@@ -21,7 +21,10 @@ FIGURES = "figures.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A step to take on the layer `index`, as one of its `turn`; weights and statistics may be deferred."""
+    """A step to take on the layer `index`, as one of its `turn`; weights and statistics may be deferred.
+
+    The step is taken in float64; its result has `dtype`.
+    """
 
     turn: int
     index: int
@@ -29,18 +32,20 @@ class Order:
     method: str
     weights: Weights
     seen: Statistics
+    dtype: torch.dtype
 
     def take(self) -> Converted:
         """Take the step in memory, in one thread: the last bits of LAPACK's results depend on their number."""
-        weights = {name: materialise(weight) for name, weight in self.weights.items()}
+        weights = {name: materialise(weight).double() for name, weight in self.weights.items()}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return self.step.conversion.convert(
+            done = self.step.conversion.convert(
                 weights, self.step.source, self.step.result, self.seen.in_memory(), self.method
             )
         finally:
             torch.set_num_threads(threads)
+        return replace(done, weights={name: weight.to(self.dtype) for name, weight in done.weights.items()})
 
 
 class Kept:
