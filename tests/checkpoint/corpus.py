@@ -4,6 +4,7 @@ A case damages a copy of a good folder. `part` is what it damages (config, weigh
 manifest), for the commands that do not read it; `codes` are the exit statuses that are right.
 """
 
+import base64
 import functools
 import json
 import os
@@ -370,6 +371,20 @@ def replaces(pattern, content):
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
+def splits(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def mapping(long):
+    """A precompiled map, as of SentencePiece: a trie without entries, and the texts that they would map to."""
+    blob = struct.pack("<I", 1024) + bytes(1024) + long.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+DEEP = "(" * 200 + "a*" + ")*" * 200 + "$"
+
+
 def in_turn(normalizers):
     return {"type": "Sequence", "normalizers": normalizers}
 
@@ -489,10 +504,18 @@ CORPUS: dict[str, Case] = {
     "C33 replacements that double": tokens(
         lambda table: table | {"normalizer": in_turn([replaces("a", "aa")] * 30)}
     ),
-    "C33 replacements of nothing": tokens(lambda table: table | {"normalizer": replaces("", "a" * 100)}),
+    "C33 replacements of nothing": tokens(lambda table: table | {"normalizer": replaces("", "a" * 200)}),
     "C33 a decoder that doubles": tokens(
         lambda table: table | {"decoder": {"type": "Sequence", "decoders": [replaces("a", "aa")] * 30}}
     ),
+    "C33 bytes of bytes": tokens(lambda table: table | {"normalizer": in_turn([{"type": "ByteLevel"}] * 30)}),
+    "C33 bytes of bytes of words": tokens(
+        lambda table: table | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 30}}
+    ),
+    "C33 a map to long texts": tokens(lambda table: table | {"normalizer": mapping("a" * 10**6)}),
+    "C33 10,000 steps": tokens(lambda table: table | {"normalizer": in_turn([{"type": "NFKD"}] * 10_000)}),
+    "C33 a pattern of 200 groups": tokens(lambda table: table | {"pre_tokenizer": splits(DEEP)}),
+    "C33 a long pattern": tokens(lambda table: table | {"pre_tokenizer": splits("a*" * 10**5)}),
     "C33 a long beginning": tokens(
         lambda table: table | {"normalizer": {"type": "Prepend", "prepend": "a" * 10**7}}
     ),

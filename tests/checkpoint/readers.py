@@ -41,13 +41,17 @@ READERS = ["load", *(name for name in COMMANDS if name in app)]
 RUNS = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork")
 PLACES = [place for place in (sys.prefix, sys.base_prefix, *sys.path) if place]
 PYTHON = tuple({*PLACES, *map(os.path.realpath, PLACES)})
+REMOVES = "_rmtree_safe_fd"
+"""Of shutil: opens names in a folder that it has opened by its path."""
 HARMLESS = ("/proc/cpuinfo", "/proc/self/", "/proc/meminfo", "/sys/fs/cgroup", "/dev/null")
 
 _events: list[tuple[str, str]] | None = None
 
 
 def _hook(event, arguments):
-    if _events is not None and (event in RUNS or event.startswith("socket.") or event in ("open", "exec")):
+    if _events is None or (event == "open" and sys._getframe(1).f_code.co_name.startswith(REMOVES)):
+        return
+    if event in RUNS or event.startswith("socket.") or event in ("open", "exec"):
         what = arguments[0] if arguments else ""
         _events.append((event, str(getattr(what, "co_filename", what))))
 

@@ -1,40 +1,87 @@
-"""How much longer a tokenizer.json makes a text before it is cut into tokens, or after."""
+"""Bounds what the steps of a tokenizer.json may make of a text: how much longer, and by which patterns.
 
+The `tokenizers` library ends the process when it has no memory for a result, and cannot be stopped while it searches.
+"""
+
+import base64
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from rehead.errors import InvalidInput
 
-MOST_GROWTH, MOST_BEFORE = 64, 1024
+MOST_STEPS = 64
+MOST_GROWTH, MOST_BEFORE = 128, 1024
 """Characters that one may become, and characters put before a text; files in use stay far below both."""
+LONGEST_PATTERN, MOST_NESTED = 4096, 8
+"""Characters of a regular expression, and groups in groups; backtracking through 200 of them takes minutes."""
+INNER = ("normalizers", "pretokenizers", "decoders")
+EACH = {"ByteLevel": 5, "Metaspace": 2, "BertNormalizer": 3}
+"""Characters that one may become: four bytes and a blank; a blank before a word; a blank on both sides."""
 
 
 def require_modest(text: str, name: str) -> None:
-    """Refuse a tokenizer.json whose replacements, one after the other, make gigabytes of a short text.
-
-    The `tokenizers` library ends the process when it has no memory for the result.
-    """
+    """Refuse a tokenizer.json whose steps make gigabytes of a short text, or that may search one for ever."""
     table = json.loads(text)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        growth, before = _growth(table.get(part))
+        steps = list(_steps(table.get(part)))
+        growth, before = 1, 0
+        for step in steps:
+            times = _growth(step)
+            growth, before = growth * times, before * times + len(step.get("prepend") or "")
+        if len(steps) > MOST_STEPS:
+            raise InvalidInput(f"{name}: its {part} has {len(steps):,} steps: rehead allows {MOST_STEPS}.")
         if growth > MOST_GROWTH or before > MOST_BEFORE:
             raise InvalidInput(
-                f"{name}: its {part} may make a text {growth:,} times as long and puts {before:,} characters before "
-                f"it: rehead allows {MOST_GROWTH} times and {MOST_BEFORE:,}."
+                f"{name}: its {part} may make a text {_shown(growth)} times as long and puts {_shown(before)} "
+                f"characters before it: rehead allows {MOST_GROWTH} times and {MOST_BEFORE:,}."
             )
+        for step in steps:
+            pattern = _pattern(step, "Regex") or ""
+            if len(pattern) > LONGEST_PATTERN or _nested(pattern) > MOST_NESTED:
+                raise InvalidInput(
+                    f"{name}: its {part} has a pattern of {len(pattern):,} characters and {_nested(pattern)} groups "
+                    f"in each other: rehead allows {LONGEST_PATTERN:,} and {MOST_NESTED}."
+                )
 
 
-def _growth(step: Any) -> tuple[int, int]:
-    """Return how many characters one may become, and how many are put before a text."""
-    if not isinstance(step, dict):
-        return 1, 0
-    growth, before = 1, 0
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        for inner in step.get(name) or ():
-            times, more = _growth(inner)
-            growth, before = growth * times, before * times + more
+def _steps(step: Any) -> Iterator[dict[str, Any]]:
+    """Yield the steps in order; each has been read by the library before."""
+    if isinstance(step, dict):
+        inner = [part for name in INNER for part in step.get(name) or ()]
+        if not inner:
+            yield step
+        for part in inner:
+            yield from _steps(part)
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """Return how many characters one may become in a step."""
+    if "precompiled_charsmap" in step:
+        blob = base64.b64decode(step["precompiled_charsmap"] or "")
+        texts = blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")
+        return max(1, *(len(text.decode(errors="replace")) for text in texts))
     if "content" in step and "pattern" in step:
-        pattern = step["pattern"].get("String") if isinstance(step["pattern"], dict) else None
-        content = len(step["content"])
-        growth *= -(-content // len(pattern)) or 1 if pattern else content + 1  # a regex may match nothing
-    return growth, before + len(step.get("prepend") or "")
+        pattern, content = _pattern(step, "String"), len(step["content"])
+        return -(-content // len(pattern)) or 1 if pattern else content + 1  # a regex may match nothing
+    return EACH.get(step.get("type", ""), 1)
+
+
+def _pattern(step: dict[str, Any], kind: str) -> str | None:
+    """Return the pattern of a step, if it is of this kind: String or Regex."""
+    pattern = step.get("pattern")
+    return pattern.get(kind) if isinstance(pattern, dict) else None
+
+
+def _nested(pattern: str) -> int:
+    """Return how many groups of a regular expression are in each other, at most."""
+    depth = most = 0
+    for sign in re.findall(r"[()]", re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)):
+        depth = depth + 1 if sign == "(" else max(0, depth - 1)
+        most = max(most, depth)
+    return most
+
+
+def _shown(number: int) -> str:
+    return f"{number:,}" if number < 10**9 else "a thousand million"

@@ -1,0 +1,114 @@
+"""Steps of a tokenizer.json that make gigabytes of a text, or search it for ever, are refused; those in use are not."""
+
+import base64
+import json
+import struct
+
+import pytest
+
+from rehead.errors import InvalidInput
+from rehead.tokenizer import Tokenizer, train
+
+BASE = json.loads(train("bpe", "abc abc " * 9, 259).to_json())
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+BERT = {"type": "BertNormalizer"} | dict.fromkeys(
+    ["clean_text", "handle_chinese_chars", "strip_accents", "lowercase"], True
+)
+WORDS = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+
+
+def read(**parts):
+    return Tokenizer.from_json(json.dumps(BASE | parts), "it")
+
+
+def normalized(*steps):
+    return {"normalizer": {"type": "Sequence", "normalizers": list(steps)}}
+
+
+def cut(*steps):
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": list(steps)}}
+
+
+def joined(*steps):
+    return {"decoder": {"type": "Sequence", "decoders": list(steps)}}
+
+
+def replaces(content, **pattern):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def splits(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def mapping(*texts):
+    """A precompiled map, as of SentencePiece: a trie without entries, and the texts that it would map to."""
+    blob = struct.pack("<I", 1024) + bytes(1024) + "\0".join(texts).encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
+
+
+GROWS = {
+    "text after text": normalized(*[replaces("aa", String="a")] * 8),
+    "a longer text": normalized(replaces("b" * 300, String="aa")),
+    "nothing": normalized(replaces("b" * 200, String="")),
+    "a pattern that may match nothing": normalized(replaces("b" * 200, Regex="a*")),
+    "bytes of bytes": normalized(*[{"type": "ByteLevel"}] * 4),
+    "bytes of bytes of words": cut(*[BYTES] * 4),
+    "blanks before blanks": cut(splits("."), *[WORDS] * 8),
+    "a map": normalized(mapping("a", "b" * 129)),
+    "blanks around blanks": normalized(*[BERT] * 5),
+    "a decoder": joined(*[replaces("aa", String="a")] * 8),
+    "sequences in sequences": normalized(*[normalized(*[replaces("aa", String="a")] * 2)["normalizer"]] * 4),
+    "a beginning": normalized({"type": "Prepend", "prepend": "a" * 1025}),
+    "a beginning that grows": normalized(
+        {"type": "Prepend", "prepend": "a" * 600}, replaces("aa", String="a")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROWS)
+def test_what_makes_a_text_much_longer_is_refused(name):
+    with pytest.raises(
+        InvalidInput, match=r"it: its [a-z_]+ may make a text .* rehead allows 128 times and 1,024"
+    ):
+        read(**GROWS[name])
+
+
+ENDLESS = {
+    "groups in groups": (cut(splits("(" * 9 + "a*" + ")*" * 9)), "9 groups in each other"),
+    "a long pattern": (cut(splits("a*" * 2049)), "4,098 characters"),
+    "a replaced one": (normalized(replaces("a", Regex="((((((((((a*)*)*)*)*)*)*)*)*)*)*")), "10 groups"),
+    "many steps": (normalized(*[{"type": "NFKD"}] * 65), "65 steps"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_may_search_for_ever_is_refused(name):
+    parts, says = ENDLESS[name]
+    with pytest.raises(InvalidInput, match=says):
+        read(**parts)
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+USED = {
+    "Llama 2": normalized({"type": "Prepend", "prepend": "▁"}, replaces("▁", String=" ")),
+    "Llama 3": cut(splits(LLAMA3), BYTES | {"add_prefix_space": False, "use_regex": False}),
+    "ALBERT": normalized(
+        replaces('"', String="``"), replaces('"', String="''"), {"type": "NFKD"}, {"type": "StripAccents"},
+        {"type": "Lowercase"}, mapping("صلى الله عليه وسلم"), replaces(" ", Regex=" {2,}"),
+    ),
+    "T5": cut({"type": "WhitespaceSplit"}, WORDS),
+    "DeepSeek": cut(splits(r"\p{N}{1,3}"), splits("[一-龥぀-ゟ゠-ヿ]+"), splits(LLAMA3), BYTES),
+    "BERT": {"normalizer": BERT},
+    "Gemma's decoder": joined(replaces(" ", String="▁"), {"type": "ByteFallback"}, {"type": "Fuse"}),
+    "brackets that group nothing": cut(splits(r"[(((((((((]|\(\(\(\(\(\(\(\(\(")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USED)
+def test_what_is_in_use_is_read(name):
+    tokenizer = read(**USED[name])
+    assert tokenizer.decode(tokenizer.encode("abc abc")).strip()
