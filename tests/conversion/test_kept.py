@@ -1,0 +1,62 @@
+"""A step on one layer: the same bits with any number of threads, and from its files."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rehead.attention import GroupedConfig, RopeConfig
+from rehead.conversion import Target
+from rehead.conversion.base import Statistics
+from rehead.conversion.kept import Kept, Order
+from rehead.conversion.search import path
+
+
+@pytest.fixture
+def order():
+    """Two pairs of heads of a layer 384 wide become a latent; so large that two threads sum in another order."""
+    layer = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=64, rope=RopeConfig())
+    (step,) = path(layer, Target(to="mla", kv_fraction=0.5).attention(layer, 384), 384)
+    draw = torch.Generator().manual_seed(0)
+    rows = {"q_proj": 384, "k_proj": 128, "v_proj": 128, "o_proj": 384}
+    weights = {f"{name}.weight": torch.randn(size, 384, generator=draw) for name, size in rows.items()}
+    return Order(
+        turn=0, index=3, step=step, method="svd", weights=weights, seen=Statistics(), dtype=torch.float64
+    )
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name].detach()) for name in one)
+
+
+def test_threads_change_no_bit(order):
+    alone = order.take()
+    torch.set_num_threads(2)
+    try:
+        pair = order.take()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert same(alone.weights, pair.weights)
+    assert (alone.lost, alone.residual) == (pair.lost, pair.residual)
+
+
+def test_a_kept_layer_is_the_one_that_was_made_and_is_not_made_again(order, tmp_path):
+    alone = order.take()
+    ((index, first),) = Kept(tmp_path / "layers").take([order])
+    unmade = replace(order, weights={})
+    ((again, second),) = Kept(tmp_path / "layers").take([unmade])
+    assert (index, again) == (3, 3)
+    assert same(alone.weights, first.weights)
+    assert same(alone.weights, second.weights)
+    assert (second.lost, second.residual) == (alone.lost, alone.residual)
+
+
+def test_only_one_conversion_s_layers_are_kept(order, tmp_path):
+    first = Kept.only(tmp_path, ["one"], 1)
+    list(first.take([order]))
+    assert Kept.only(tmp_path, ["one"], 2).folder == first.folder
+    assert (first.folder / "0-3").exists()
+    Kept.only(tmp_path, ["other"], 1)
+    assert not first.folder.exists()
