@@ -198,7 +198,8 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
     if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
         folder.rmdir()
     elif not overwrite:
-        raise InvalidInput(f"{folder} exists: choose another name, or remove it first.")
+        advice = ", or remove it first" if (folder / MANIFEST).is_file() else ""
+        raise InvalidInput(f"{folder} exists: choose another name{advice}.")
     elif not (folder / MANIFEST).is_file():
         raise InvalidInput(
             f"{folder} was not written by rehead (it has no {MANIFEST}), so it is not replaced. Choose another name."
