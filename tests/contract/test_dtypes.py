@@ -19,12 +19,12 @@ EXAMPLES = {name: config for variant in variants for name, config in variants[va
 B, T, D = 2, 48, 13
 CUTS = [0, 34, 43, 46, 47]  # more queries than a tile of the kernel has, fewer, and few; then a token alone
 
-BUDGETS = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (0.04, 0.04)}
+BUDGETS = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (0.04, 0.04), torch.float16: (6e-3, 6e-3)}
 """RMS error over the RMS of what is exact, of outputs and of gradients.
 
 About twice the largest measured over all examples on an x86-64 CPU: 1.1e-6 in float32, 8.5e-6 for the gradients of key
-biases, which are exactly 0 without rope; 0.021 in bfloat16. The mildest of the broken twins, a wrong scale, is off by
-0.084.
+biases, which are exactly 0 without rope; 0.021 in bfloat16; 0.0031 in float16. The mildest of the broken twins, a
+wrong scale, is off by 0.084.
 """
 
 attend = kernels.attend
@@ -155,7 +155,7 @@ def compiled(given):
 @each_dtype
 @each
 def test_it_is_the_compiled_kernel_that_keeps_it(name, dtype, switch):
-    """All but learned scores, and chunks over keys with scales; with the compiler switched off nothing is left."""
+    """All but learned scores, and chunks over keys with scales; nothing is left without the compiler."""
     given, _ = case(name, dtype)
     config = EXAMPLES[name]
     ours = getattr(config, "score", None) in (None, scores["scaled_dot"]())
