@@ -3,8 +3,11 @@
 import os
 import shutil
 import signal
+import subprocess
 import sys
+from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,3 +183,38 @@ def until():
         raise AssertionError(f"never became true: {expression}")
 
     return wait
+
+
+def none_ignored():
+    """In a new process: handle the signals that a background job, or nohup, has it ignore."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def start():
+    """start(words): a command in a process group of its own, `before` it another program; none outlives its test."""
+    begun = []
+
+    def begin(*words, before=(), **environment):
+        program = [*before, str(Path(sys.executable).parent / "rehead"), *words]
+        given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+        with open(f"said-{len(begun)}", "w") as said:
+            begun.append(
+                subprocess.Popen(
+                    program,
+                    env=given,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    start_new_session=True,
+                    preexec_fn=none_ignored,
+                )
+            )
+        begun[-1].said = Path(said.name)
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

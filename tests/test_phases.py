@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,41 +40,6 @@ def text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     Path("input.txt").write_text("Whether 'tis nobler in the mind to suffer\n" * 50)
-
-
-def none_ignored():
-    """In a new process: handle the signals that a background job, or nohup, has it ignore."""
-    for number in STATUS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-@pytest.fixture
-def start():
-    """start(words): a command in a process group of its own; none outlives its test."""
-    begun = []
-
-    def begin(*words, **environment):
-        program = [str(Path(sys.executable).parent / "rehead"), *words]
-        given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        with open(f"said-{len(begun)}", "w") as said:
-            begun.append(
-                subprocess.Popen(
-                    program,
-                    env=given,
-                    stdout=subprocess.DEVNULL,
-                    stderr=said,
-                    start_new_session=True,
-                    preexec_fn=none_ignored,
-                )
-            )
-        begun[-1].said = Path(said.name)
-        return begun[-1]
-
-    yield begin
-    for process in begun:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def wait_for(condition, process):

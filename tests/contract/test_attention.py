@@ -687,11 +687,11 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
         "a smaller qk_rope_head_dim",
     ),
     (lambda: RopeConfig(layout="halves"), "layout='halves'", "one of 'half-split', 'interleaved'"),
-    (lambda: RopeConfig(scaling=scalings["linear"](factor=0.5)), "factor=0.5", "Use 1 to 1,000,000,000"),
+    (lambda: RopeConfig(scaling=scalings["linear"](factor=0.5)), "factor=0.5", "Use 1 or more"),
     (
         lambda: RopeConfig(scaling=scalings["yarn"](factor=float("nan"))),
         "factor=nan",
-        "Use 1 to 1,000,000,000",
+        "Use 1 or more",
     ),
     (lambda: RopeConfig(theta=1.0, scaling=scalings["yarn"](factor=2.0)), "theta=1", "Use 10000"),
     (
@@ -702,7 +702,7 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (
         lambda: RopeConfig(scaling=scalings["yarn"](factor=2.0, beta_fast=0.0)),
         "beta_fast=0.0",
-        "Use 1e-06 to 1,000,000,000",
+        "Use 1e-06 or more",
     ),
     (lambda: scalings["yarm"], "'yarm'", "Did you mean 'yarn'? Known: linear, llama3, yarn"),
     (lambda: variants["mlaa"], "'mlaa'", "Did you mean 'mla'? Known: mha, gqa, mqa, mla"),

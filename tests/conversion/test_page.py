@@ -6,6 +6,7 @@ import pytest
 
 import rehead
 from rehead.attention import GroupedConfig
+from rehead.conversion.certificate import Healing
 from rehead.conversion.page import markdown, page
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
@@ -89,7 +90,10 @@ def test_nothing_done(gpt):
 
 
 def test_healing_is_a_table_of_its_own(certificate):
-    healed = {"steps": 300, "batch_tokens": 4096, "kl": [0.25, 0.125], "loss": [None, 1.5]}
+    healed = Healing(
+        steps=300, teacher="source", distillation=1.0, train="all", learning_rate=1e-4, batch_tokens=4096,
+        kl=[0.25, 0.125], loss=[None, 1.5],
+    )  # fmt: skip
     text = page(replace(certificate, healing=[healed]))
     assert "| 300 | 4,096 | 0.25 to 0.125 | ? to 1.5 |" in text
     assert text.index("## What was done") < text.index("## Healing") < text.index("## Where")

@@ -90,13 +90,11 @@ def test_a_change_at_any_read_ends_it(words, keep_time, source, monkeypatch, cap
     rehead.load("made")
 
 
-def test_a_source_that_is_replaced_is_read_to_its_end(source, monkeypatch):
-    """What is published is of the file that was verified."""
-    assert main(CONVERT) == 0
-    weights = Path("made/model.safetensors").read_bytes()
-    shutil.rmtree("made")
-    assert converted(monkeypatch, CONVERT, 5, replace, False) == (0, True)
-    assert Path("made/model.safetensors").read_bytes() == weights
+def test_a_source_whose_file_is_replaced_ends_it(source, monkeypatch, capfd):
+    """Nothing is published of a folder that is no longer whole."""
+    assert converted(monkeypatch, CONVERT, 5, replace, False) == (4, True)
+    assert "source/model.safetensors is damaged" in capfd.readouterr().err
+    assert sorted(os.listdir()) == ["old", "source"]
 
 
 def test_what_was_changed_between_the_check_and_the_first_read_is_noticed(source, monkeypatch, capfd):

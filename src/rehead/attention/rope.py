@@ -201,8 +201,8 @@ class RopeConfig:
         for name, value in vars(self.scaling).items() if self.scaling is not None else ():
             least = 1 if name == "factor" else 1e-6
             for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not least <= number <= 1e9:
-                    raise ConfigError(f"rope scaling {name}={number}. Use {least:g} to 1,000,000,000.")
+                if number is not None and not least <= number <= 1e15:
+                    raise ConfigError(f"rope scaling {name}={number}. Use {least:g} or more, up to 1e15.")
 
     def rotated(self, width: int) -> int:
         """Return how many numbers of a head of `width` rotate: the first ones, rounded down as in Hugging Face."""

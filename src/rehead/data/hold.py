@@ -4,6 +4,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -14,8 +15,33 @@ from rehead.errors import Busy
 LOCK = ".lock"
 
 
+@dataclass(frozen=True)
+class Held:
+    """A folder that this process has locked."""
+
+    folder: Path
+    lock: TextIO
+    found: os.stat_result
+
+    @property
+    def stands(self) -> bool:
+        """Return False once the folder has been deleted, moved or replaced, or another process has locked it.
+
+        Nobody has if the lock file was removed alone.
+        """
+        try:
+            return os.path.samestat(self.found, os.stat(self.folder)) and not self._is_taken()
+        except OSError:
+            return False
+
+    def _is_taken(self) -> bool:
+        with suppress(FileNotFoundError):
+            return not os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.folder / LOCK))
+        return False
+
+
 @contextmanager
-def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[None]:
+def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
     """Lock `folder` for this process, and create it if it does not exist.
 
     Unless `keep()` is True at the end, created folders are removed. Raises Busy immediately if another
@@ -28,10 +54,11 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[None]:
         lock = (folder / LOCK).open("a+")
     with lock:
         _claim(folder, lock, choose)
+        held = Held(folder, lock, os.stat(folder))
         try:
-            yield
+            yield held
         finally:
-            if not keep():
+            if held.stands and not keep():
                 (folder / LOCK).unlink(missing_ok=True)
                 with suppress(OSError):  # not empty: another process uses it
                     for place in created:

@@ -14,7 +14,7 @@ from rehead.checkpoint.files.publish import recover
 from rehead.checkpoint.find import steps
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
-from rehead.data.hold import hold
+from rehead.data.hold import Held, hold
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.registry import nearest
 from rehead.system.aside import ASIDE
@@ -34,6 +34,7 @@ class RunFolder:
         self.tokens = path / TOKENS
         self.read_tokens = path / f"{TOKENS}.read"
         """Tokens of a run that has not begun yet and may still be refused."""
+        self._held: Held | None = None
 
     @property
     def begun(self) -> bool:
@@ -49,7 +50,7 @@ class RunFolder:
         """
         if resume and not self.begun:
             raise InvalidInput(self._nothing_to_resume())
-        with hold(self.path, lambda: self.begun, "system.work_dir"):
+        with hold(self.path, lambda: self.begun, "system.work_dir") as self._held:
             is_new = not self.checkpoints.exists()
             with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                 self.checkpoints.mkdir(exist_ok=True)
@@ -68,9 +69,9 @@ class RunFolder:
                     )
                 yield newest
             finally:
-                self.read_tokens.unlink(missing_ok=True)
-                if is_new and not self.begun:
-                    with suppress(OSError):
+                with suppress(OSError):  # the folder may have gone away
+                    self.read_tokens.unlink(missing_ok=True)
+                    if is_new and not self.begun:
                         self.checkpoints.rmdir()
 
     def recorded(self, step: int) -> list[dict[str, Any]]:
@@ -98,8 +99,12 @@ class RunFolder:
         Checkpoints of later steps are damaged, or the run would have resumed from them; they are left alone.
         """
         folder = self.checkpoints / f"step-{step:06d}"
-        with publish(folder, overwrite=True) as aside:
-            write(aside)
+        self._require_standing()
+        try:
+            with publish(folder, overwrite=True) as aside:
+                write(aside)
+        except ResourceError as error:
+            raise ResourceError(f"{error} Continue with trainer.resume=True then.") from error
         for _, old in [(number, old) for number, old in steps(self.path) if number <= step][:-keep]:
             gone = old.rename(old.with_name(f"{ASIDE}{old.name}"))  # atomic, for a process that reads it now
             shutil.rmtree(gone, ignore_errors=True)
@@ -114,15 +119,16 @@ class RunFolder:
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
         """Turn a disk failure into a ResourceError that says how to go on."""
-        try:
-            with resource(what, REMEDY):
-                yield
-        except ResourceError as error:
-            if not self.begun:
-                raise ResourceError(
-                    f"{what}: the run was deleted while it trained, and nothing is left to resume. Start it again."
-                ) from error
-            raise
+        self._require_standing()
+        with resource(what, REMEDY):
+            yield
+
+    def _require_standing(self) -> None:
+        if self._held is not None and not self._held.stands:
+            raise ResourceError(
+                f"{self.path} was deleted, moved or replaced while this run trained. If it was moved, move it back and "
+                "continue with trainer.resume=True; otherwise start again."
+            )
 
     def _nothing_to_resume(self) -> str:
         """Return the message that there is no run, with the nearest run beside it."""

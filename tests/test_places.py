@@ -1,0 +1,169 @@
+"""Folders that go away, fill up, or have strange times, under commands as typed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from rehead.checkpoint import resolve
+from rehead.cli import main
+from test_phases import TINY, wait_for
+
+RUN = [
+    *TINY[:-4],
+    "trainer.sample_every=0",
+    "trainer.device=cpu",
+    "trainer.eval_every=10",
+    "trainer.save_every=20",
+]
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    Path("input.txt").write_text("Whether 'tis nobler in the mind to suffer\n" * 50)
+
+
+def saved(run="run"):
+    return sorted(Path(run, "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def training(start):
+    """A training in `run` that has saved twice, and has a long way to go."""
+    process = start("train", *RUN, "trainer.max_iters=1000000", "system.work_dir=run")
+    wait_for(lambda: len(saved()) == 2, process)
+    return process
+
+
+def moved():
+    Path("run").rename("elsewhere")
+
+
+def deleted():
+    moved()  # at once: it may be saving now
+    shutil.rmtree("elsewhere", ignore_errors=True)
+
+
+def replaced():
+    moved()
+    Path("run").mkdir()
+
+
+def by_a_file():
+    moved()
+    Path("run").write_text("mine")
+
+
+def taken():
+    """By a second training, once the lock file was removed by hand."""
+    Path("run/.lock").unlink()
+    Path("run/.lock").write_text("another")
+
+
+GONE = {
+    "deleted": deleted,
+    "moved": moved,
+    "replaced": replaced,
+    "a file": by_a_file,
+    "taken": taken,
+}
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_run_whose_folder_goes_away_ends_at_its_next_line(how, training):
+    """And leaves alone what stands there instead."""
+    GONE[how]()
+    stands = Path("run").exists() and (Path("run").is_file() or sorted(os.listdir("run")))
+    assert training.wait(60) == 5, training.said.read_text()
+    said = training.said.read_text()
+    assert said.splitlines()[-1] == (
+        "rehead: run was deleted, moved or replaced while this run trained. If it was moved, move it back and continue "
+        "with trainer.resume=True; otherwise start again."
+    )
+    assert "Traceback" not in said
+    assert (Path("run").exists() and (Path("run").is_file() or sorted(os.listdir("run")))) == stands
+
+
+def test_a_run_that_was_moved_and_moved_back_goes_on(training, capfd):
+    moved()
+    training.wait(60)
+    Path("elsewhere").rename("run")
+    last = int(saved()[-1].name[5:])
+    resumed = ["train", *RUN, "system.work_dir=run", "trainer.resume=True", f"trainer.max_iters={last + 10}"]
+    assert main(resumed) == 0
+    steps = {json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()}
+    assert steps == set(range(last + 11))
+
+
+@pytest.mark.parametrize("part", [".lock", "checkpoints", "metrics.jsonl"])
+def test_a_part_of_a_run_that_goes_away_ends_nothing(part, training):
+    place = Path("run", part)
+    if place.is_dir():
+        shutil.rmtree(place, ignore_errors=True)  # it may be saving now
+    else:
+        place.unlink()
+    before = saved()
+    wait_for(lambda: len(saved()) == 2 and saved() != before, training)
+    training.send_signal(signal.SIGTERM)
+    assert training.wait(60) == 143
+    assert resolve(Path("run")) == saved()[-1]
+
+
+def small_disk():
+    """A program that runs another on a disk of 1 MiB, in `run`, without rights; or None where that is not allowed."""
+    script = 'mount -t tmpfs -o size=1m none run && "$@"; status=$?; cp -r run/. kept; exit $status'
+    program = ["unshare", "-Urm", "sh", "-c", script, "sh"]
+    with_mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "run"]
+    Path("run").mkdir()
+    allowed = (
+        shutil.which("unshare")
+        and not subprocess.run(with_mount, check=False, capture_output=True).returncode
+    )
+    return program if allowed else None
+
+
+def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(start, capfd):
+    program = small_disk()
+    if program is None:
+        pytest.skip("no disk can be mounted here")
+    endless = ["trainer.keep=1000", "trainer.max_iters=1000000", "system.work_dir=run"]
+    process = start("train", *RUN, *endless, before=program)
+    assert process.wait(120) == 5, process.said.read_text()
+    last = process.said.read_text().splitlines()[-1]
+    assert last.startswith("rehead: ")
+    assert "No space left on device" in last
+    assert "trainer.resume=True" in last
+    steps = [place.name for place in saved("kept")]
+    assert steps == [f"step-{20 * n:06}" for n in range(1, len(steps) + 1)]
+    assert resolve(Path("kept")) == Path("kept/checkpoints", steps[-1])
+    resumed = [
+        *RUN,
+        "system.work_dir=kept",
+        "trainer.resume=True",
+        f"trainer.max_iters={20 * len(steps) + 20}",
+    ]
+    assert main(["train", *resumed]) == 0
+    assert resolve(Path("kept")).name == f"step-{20 * len(steps) + 20:06}"
+
+
+def test_times_of_files_decide_nothing(capfd):
+    """The newest checkpoint is the one of the last step, whatever a clock said."""
+    words = ["train", *RUN, "system.work_dir=run"]
+    assert main([*words, "trainer.max_iters=40"]) == 0
+    first, last = saved()
+    os.utime(first, (4e9, 4e9))
+    os.utime(first / "MANIFEST.json", (4e9, 4e9))
+    os.utime(last, (0, 0))
+    os.utime(last / "MANIFEST.json", (0, 0))
+    assert resolve(Path("run")) == last
+    assert main([*words, "trainer.max_iters=60", "trainer.resume=True"]) == 0
+    assert [place.name for place in saved()] == ["step-000040", "step-000060"]
