@@ -191,26 +191,31 @@ def none_ignored():
         signal.signal(number, signal.SIG_DFL)
 
 
-@pytest.fixture
-def start():
-    """start(words): a command in a process group of its own, `before` it another program; none outlives its test."""
-    begun = []
+class Command(subprocess.Popen[bytes]):
+    """`rehead` with these words, in a process group of its own; what it says is in the file `said`."""
 
-    def begin(*words, before=(), **environment):
+    def __init__(self, words, said, before, environment):
+        self.said = Path(said)
         program = [*before, str(Path(sys.executable).parent / "rehead"), *words]
         given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        with open(f"said-{len(begun)}", "w") as said:
-            begun.append(
-                subprocess.Popen(
-                    program,
-                    env=given,
-                    stdout=subprocess.DEVNULL,
-                    stderr=said,
-                    start_new_session=True,
-                    preexec_fn=none_ignored,
-                )
+        with self.said.open("w") as file:
+            super().__init__(
+                program,
+                env=given,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=none_ignored,
             )
-        begun[-1].said = Path(said.name)
+
+
+@pytest.fixture
+def start():
+    """start(words, before=(), NAME=VALUE): a command, `before` it another program; none outlives its test."""
+    begun: list[Command] = []
+
+    def begin(*words, before=(), **environment):
+        begun.append(Command(words, f"said-{len(begun)}", before, environment))
         return begun[-1]
 
     yield begin
