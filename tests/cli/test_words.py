@@ -224,3 +224,13 @@ def test_a_conversion_that_changes_nothing_says_so(run, capfd):
     assert "Nothing had to change." in Path("same/CONVERSION.md").read_text()
     assert main(["convert", run, "other", "--to", "gqa", "--head-map", "modular"]) == 0
     assert "already is" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"), [("0", "rehead: nowhere does"), ("1", "rehead: rank 1: nowhere does")]
+)
+def test_a_process_of_torchrun_says_which_it_is(rank, said, capfd, monkeypatch):
+    place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert refused(capfd, "plan", "nowhere").startswith(said)

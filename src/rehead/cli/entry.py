@@ -25,6 +25,7 @@ from rehead.cli.loading import load_torch
 from rehead.cli.wording import as_typed, worded
 from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
+from rehead.system.torchrun import of_torchrun
 
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|Storage size calculation")
 """torch's messages: not every device has an exception class for it."""
@@ -200,5 +201,7 @@ def _warn_once(shown: set[str], message: Warning | str, *where: Any, **more: Any
 def _fail(error: ReheadError, debug: bool, argv: Sequence[str] = ()) -> int:
     if debug:
         traceback.print_exc()
-    tell(" ".join(map(_short, as_typed(str(error), argv).split())))
+    place = of_torchrun()
+    who = f"rank {place.rank}: " if place is not None and place.rank else ""
+    tell(who + " ".join(map(_short, as_typed(str(error), argv).split())))
     return error.exit_code
