@@ -345,3 +345,15 @@ def test_one_process_imports_nothing_of_it():
         "assert not {'rehead.training.distributed', 'rehead.training.heartbeat'} & set(sys.modules)"
     )
     run(sys.executable, "-c", code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_processes_save_beside_their_training(parallel):
+    flags = [*RUN, *MODELS["gqa"], f"trainer.parallel={parallel}"]
+    run(*torchrun(2, "train", *flags, "system.work_dir=one"))
+    shown = run(*torchrun(2, "train", *flags, "trainer.save_async=True", "system.work_dir=two"))
+    assert shown.count("saved step 10") == shown.count("saved step 20") == 1
+    for step in (10, 20):
+        assert equal(weights("one", step), weights("two", step))
+        assert equal(moments("one", step), moments("two", step))

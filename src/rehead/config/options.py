@@ -104,6 +104,8 @@ class TrainerOptions:
     """steps between checkpoints"""
     keep: int = 2
     """newest checkpoints to keep"""
+    save_async: bool = False
+    """write checkpoints in a thread while training goes on; takes memory for a copy of weights and optimizer state"""
     sample_every: int = 200
     """steps between sample texts; 0 for none"""
     sample_tokens: int = 500

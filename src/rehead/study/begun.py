@@ -16,7 +16,7 @@ Record = dict[str, Any]
 BEGUN = "job.json"
 FREE = (
     "data.path", "data.name",  # a run checks the text itself
-    "trainer.device", "trainer.keep", "trainer.save_every",
+    "trainer.device", "trainer.keep", "trainer.save_every", "trainer.save_async",
     "trainer.sample_every", "trainer.sample_tokens", "trainer.sample_prompt", "trainer.sample_temperature",
     "trainer.sample_top_k",
 )  # fmt: skip

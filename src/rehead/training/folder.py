@@ -110,6 +110,9 @@ class RunFolder:
             shutil.rmtree(gone, ignore_errors=True)
         return folder
 
+    def meet(self) -> None:
+        """Wait until the process that writes has come here, too."""
+
     def write_sample(self, step: int, text: str) -> None:
         """Write a sample to samples/step-NNNNNN.txt."""
         file = self.path / "samples" / f"step-{step:06d}.txt"

@@ -21,6 +21,7 @@ from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
 from rehead.training.rounding import arithmetic, warn_of_rounding
+from rehead.training.saving import Saver, Snapshot
 from rehead.training.start import located, read_teacher, require_step, start_model
 
 PROMPT_TOKENS = 8
@@ -40,7 +41,10 @@ def train(options: RunOptions) -> Iterator[dict[str, Any]]:
         folder = ranks.folder(Path(options.system.work_dir))
         with folder.open(resume=options.trainer.resume) as checkpoint:
             run = Run(options, ranks, folder, checkpoint)
-            with stop_signals(ranks.stop()) as stop:  # not before: until here there is nothing to save
+            with (
+                stop_signals(ranks.stop()) as stop,
+                run.saver,
+            ):  # not before: until here there is nothing to save
                 yield from run.records(stop)
 
 
@@ -55,6 +59,7 @@ class Run:
         checkpoint: Path | None,
     ) -> None:
         self.options, self.ranks, self.folder = options, ranks, folder
+        self.saver = Saver(folder, options.trainer.keep)
         device = ranks.device(options.trainer.device)
         numbers = None if checkpoint is None else state.read_numbers(checkpoint)
         before = [] if numbers is None else folder.recorded(numbers["step"])
@@ -96,6 +101,7 @@ class Run:
         try:
             yield from self._records(stop)
         except NumericError as error:
+            yield from self.saver.finish()
             raise NumericError(f"{error} {self._way_back()}") from error
 
     def _way_back(self) -> str:
@@ -113,7 +119,8 @@ class Run:
             yield from self._steps(stop)
         except Abandoned:
             if self.saved != trainer.step:
-                yield self._save(owed=self.owed)
+                yield from self.saver.save(self._snapshot(owed=self.owed))
+            yield from self.saver.finish()
             assert stop.signal is not None
             raise Interrupted(
                 f"stopped at step {trainer.step} and saved in {self.folder.path}: continue with "
@@ -127,10 +134,11 @@ class Run:
         if trainer.step == 0:
             yield self._log(self._evaluation(stop))
             if options.max_iters == 0:
-                yield self._save()
+                yield from self.saver.save(self._snapshot())
         while self.owed or trainer.step < options.max_iters:
             if not self.owed:
                 yield self._log(self._advance(stop))
+                yield from self.saver.finished()
             done = trainer.step == options.max_iters
             if done or trainer.step % options.eval_every == 0:
                 last = self._log(self._evaluation(stop))
@@ -142,7 +150,8 @@ class Run:
             if done or trainer.step % options.save_every == 0:
                 with stop.abandonable():
                     certificate = self._certificate() if done else {}
-                yield self._save(certificate)
+                save = self.saver.begin if options.save_async and not done else self.saver.save
+                yield from save(self._snapshot(certificate))
             self.owed = False
             if not done:
                 stop.check()
@@ -223,7 +232,8 @@ class Run:
         self.folder.write_sample(self.trainer.step, text)
         return {"event": "sample", "step": self.trainer.step, "text": text}
 
-    def _save(self, certificate: dict[str, str] | None = None, *, owed: bool = False) -> dict[str, Any]:
+    def _snapshot(self, certificate: dict[str, str] | None = None, *, owed: bool = False) -> Snapshot:
+        """Return what a checkpoint of this moment holds. Raises NumericError if the weights are not finite."""
         trainer = self.trainer
         model, optimizer = self.ranks.gathered(trainer.model), trainer.optimizer
         random, draws = self.ranks.random_states(), self.sampler.state()
@@ -241,16 +251,9 @@ class Run:
             **arithmetic(self.ranks.world),
             **({"owed": True} if owed else {}),
         }
-
-        def write(aside: Path) -> None:
-            files = {"tokenizer.json": self.tokenizer.to_json(), **(certificate or {})}
-            assert model is not None
-            own.write(model, aside, files)
-            state.write(aside, tensors, numbers)
-
-        path = self.folder.save(trainer.step, write, self.options.trainer.keep)
         self.saved = trainer.step
-        return {"event": "save", "step": trainer.step, "path": str(path)}
+        texts = {"tokenizer.json": self.tokenizer.to_json(), **(certificate or {})}
+        return Snapshot(model=model, tensors=tensors, numbers=numbers, texts=texts)
 
     def _certificate(self) -> dict[str, str]:
         """Return the certificate files of a healed model; none for other runs."""

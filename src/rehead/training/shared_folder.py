@@ -44,11 +44,14 @@ class SharedFolder(RunFolder):
             super().log(record)
 
     def save(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
-        """Publish a checkpoint; the others wait until it is there."""
+        """Publish a checkpoint, in the first process."""
         if self._first:
-            super().save(step, write, keep)
-        dist.barrier()
+            return super().save(step, write, keep)
         return self.checkpoints / f"step-{step:06d}"
+
+    def meet(self) -> None:
+        """Wait until the first process has come here, too."""
+        dist.barrier()
 
     def write_sample(self, step: int, text: str) -> None:
         """Write a sample."""

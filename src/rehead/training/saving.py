@@ -1,0 +1,89 @@
+"""What a checkpoint holds, and its publication: at once, or by a thread while training goes on."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from rehead.checkpoint import own
+from rehead.model import LanguageModel, skeleton
+from rehead.training import state
+from rehead.training.folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A model, None in all processes but the first; the rest of the run's state; and texts by file name."""
+
+    model: LanguageModel | None
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
+    texts: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write the files of a checkpoint."""
+        assert self.model is not None
+        own.write(self.model, folder, self.texts)
+        state.write(folder, self.tensors, self.numbers)
+
+    def copied(self) -> "Snapshot":
+        """Return one on the CPU that training does not change."""
+        model, tensors = self.model, {name: value.clone() for name, value in self.tensors.items()}
+        if model is not None:
+            weights = {name: one.detach().to("cpu", copy=True) for name, one in model.named_parameters()}
+            model = skeleton(model.config)
+            own.assign(model, weights, "the model", in_memory=False)
+        return replace(self, model=model, tensors=tensors)
+
+
+@dataclass
+class Saver:
+    """Publishes snapshots as checkpoints in `folder`, of which it keeps the newest `keep`.
+
+    Only one is being published at a time. At the end of the block nothing is.
+    """
+
+    folder: RunFolder
+    keep: int
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rehead-save"))
+    _begun: Future[dict[str, Any]] | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+
+    def save(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+        """Publish a snapshot; yield the record of one that was begun before it, and its own."""
+        yield from self.finish()
+        record = self._publish(snapshot)
+        self.folder.meet()
+        yield record
+
+    def begin(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+        """Copy a snapshot and begin to publish it; yield the record of one that was begun before it."""
+        yield from self.finish()
+        self._begun = self._pool.submit(self._publish, snapshot.copied())
+
+    def finished(self) -> Iterator[dict[str, Any]]:
+        """Yield the record of a snapshot that has been published. Raises what went wrong."""
+        if self._begun is not None and self._begun.done():
+            yield from self.finish()
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """Wait for what was begun, and yield its record. Raises what went wrong."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            yield begun.result()
+
+    def _publish(self, snapshot: Snapshot) -> dict[str, Any]:
+        step = snapshot.numbers["step"]
+        path = self.folder.save(step, snapshot.write, self.keep)
+        return {"event": "save", "step": step, "path": str(path)}
