@@ -138,16 +138,16 @@ def test_a_printed_script_makes_its_run(here, cluster, capsys):
     assert jobs(cluster) == {101: "COMPLETED"}, Path("printed/slurm/101_0_log.err").read_text()
     assert Path("printed/slurm/101_0_log.out").read_text() == "done: printed/two-heads/seed-3\n"
     found = json.loads(Path("printed/two-heads/seed-3/measured.json").read_text())
-    assert main([*TINY, "system.work_dir=alone", "--only", "two-heads/seed-3", "--json"]) == 0
+    assert main([*TINY, "system.work_dir=by-itself", "--only", "two-heads/seed-3", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert [found[key] for key in ("val_loss", "curve")] == [alone[key] for key in ("val_loss", "curve")]
-    assert sorted(entry.name for entry in Path("alone").iterdir()) == ["two-heads"]
-    assert main([*TINY, "system.work_dir=alone", "--only", "healed/seed-3"]) == 2
+    assert sorted(entry.name for entry in Path("by-itself").iterdir()) == ["two-heads"]
+    assert main([*TINY, "system.work_dir=by-itself", "--only", "healed/seed-3"]) == 2
     assert "starts from latent/seed-3, which is not finished" in capsys.readouterr().err
-    assert main([*TINY, "system.work_dir=alone", "--only", "healed/seed-4"]) == 2
+    assert main([*TINY, "system.work_dir=by-itself", "--only", "healed/seed-4"]) == 2
     assert "Did you mean 'healed/seed-3'?" in capsys.readouterr().err
     shutil.rmtree("printed")
-    shutil.rmtree("alone")
+    shutil.rmtree("by-itself")
 
 
 def test_a_run_in_the_queue_is_not_submitted_again(here, cluster, capsys, monkeypatch):
