@@ -347,3 +347,10 @@ def test_a_piece_for_every_token(kind):
 def test_pieces_keep_the_blank_before_a_word_and_show_part_of_a_character():
     assert llama().pieces(llama().encode("to to")) == [" to", " to"]
     assert trained("byte").pieces("né".encode()) == ["n", "\ufffd", "\ufffd"]
+
+
+def test_an_interrupt_before_the_block_is_no_error_of_the_tokenizer():
+    """Python then closes the context manager, and prints what that raises."""
+    guard = module._guard("it cannot read this text", "Use another")
+    guard.__enter__()
+    guard.gen.close()

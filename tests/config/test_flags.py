@@ -168,6 +168,9 @@ FILES = [  # bytes of a YAML file, error, what the message must name
     (b"", InvalidInput, "system, data, model, trainer"),
     (b"model: 3\ntrainer: {max_iters: 7", InvalidInput, "in line 2"),
     (b"model: \xff", InvalidInput, "run.yaml is not YAML"),
+    (b"model: {n_layer: 0x" + b"f" * 9000 + b"}", InvalidInput, "a whole number of 36,000 bits in line 1"),
+    (b"model: {n_layer: -0b1" + b"0" * 10000 + b"}", InvalidInput, "a whole number of 10,001 bits in line 1"),
+    (b"model: {n_layer: 0x" + b"f" * 2000 + b"}", ConfigError, "more than 64 bits"),
     (
         b"model: {n_layer: !!int ''}",
         InvalidInput,

@@ -9,6 +9,9 @@ FLOAT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 """Numbers such as 5e-4, which YAML 1.1 reads as text."""
 
 
+MOST_BITS = 10_000
+
+
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -30,6 +33,18 @@ class _Loader(yaml.SafeLoader):
                 problem="a key appears twice", problem_mark=node.start_mark
             )
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Refuse a number that Python would not print: in other bases than 10 it reads longer ones."""
+        value = int(super().construct_yaml_int(node))
+        if value.bit_length() > MOST_BITS:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a whole number of {value.bit_length():,} bits", node.start_mark
+            )
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 class _Dumper(yaml.SafeDumper):

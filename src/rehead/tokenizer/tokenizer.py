@@ -255,8 +255,8 @@ def _guard(problem: str, way: str) -> Iterator[None]:
     """Turn what the library raises into one line, Rust panics included, which are not Exceptions."""
     try:
         yield
+    except (ReheadError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise  # GeneratorExit: an interrupt came as the block was being entered
     except BaseException as error:
-        if isinstance(error, ReheadError | MemoryError | KeyboardInterrupt | SystemExit):
-            raise
         why = str(error).partition("\n")[0]
         raise InvalidInput(f"{problem}: {why}. {way}.") from None
