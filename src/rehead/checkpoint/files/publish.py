@@ -72,6 +72,26 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
+def publish_file(file: Path) -> Iterator[Path]:
+    """Yield a place to write a file at; at the end of the block it is renamed to `file`, as `publish` does folders.
+
+    Raises InvalidInput if `file` exists, ResourceError if the disk is full or read-only.
+    """
+    with _parents_of(file):
+        try:
+            _refuse_existing(file, overwrite=False)
+            with aside(file.parent, file.name) as folder:
+                yield folder / file.name
+                (folder / file.name).chmod(0o666 & ~_umask())
+                _sync(folder / file.name)
+                _refuse_existing(file, overwrite=False)
+                (folder / file.name).rename(file)
+                _sync(file.parent)
+        except OSError as error:
+            raise error if isinstance(error, ResourceError) else _resource(file, error) from error
+
+
+@contextmanager
 def _parents_of(folder: Path) -> Iterator[None]:
     """Create the parent folders; if the block fails, remove the new ones that are empty."""
     new: list[Path] = []

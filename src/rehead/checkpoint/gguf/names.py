@@ -35,7 +35,7 @@ PARTS = {
 }
 FREQUENCIES = "rope_freqs.weight"
 """The tensor of divisors of Llama 3.1's angles."""
-SILENT = ("general.", "tokenizer.", "quantize.", "split.")
+SILENT = ("general.", "tokenizer.", "quantize.", "split.", "rehead.")
 """Prefixes of keys that do not change what the model computes, or are read elsewhere."""
 
 

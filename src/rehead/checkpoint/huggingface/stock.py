@@ -120,12 +120,7 @@ def write(
     dtype = str(model.head.weight.dtype).removeprefix("torch.")
     ids = dict.fromkeys(SPECIAL) | (special or {})
     table = family.write(model.config) | {"dtype": dtype} | ids
-    state = model.state_dict()
-    weights = {
-        weight.theirs: map_deferred(partial(_whole, weight=weight), *(state[name] for name in weight.ours))
-        for weight in family.weights(model.config)
-    }
-    write_weights(folder, weights)
+    write_weights(folder, weights(model, family))
     generation = {"do_sample": True, "temperature": 1.0, **ids}
     texts = {"config.json": _json(table), "generation_config.json": _json(generation)}
     if "tokenizer.json" in files:
@@ -134,6 +129,16 @@ def write(
     texts |= files
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def weights(model: LanguageModel, family: Family) -> dict[str, Tensor]:
+    """Return all weights under the names and in the layout of the class, deferred if the model's are."""
+    assert isinstance(model.config, GPTConfig)
+    state = model.state_dict()
+    return {
+        weight.theirs: map_deferred(partial(_whole, weight=weight), *(state[name] for name in weight.ours))
+        for weight in family.weights(model.config)
+    }
 
 
 def special_ids(folder: Path) -> Table:

@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rehead.attention import LatentConfig
@@ -75,7 +76,8 @@ def export_folder(
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         opened = open_model(source, in_memory=False)
         read = Source(opened.model, opened.folder)
-        model, family, certificate = _as_stock(opened.model, kind, engine, Path(scratch))
+        kinds = list(families) if kind == "auto" else [kind]
+        model, family, certificate = as_stock(opened.model, kinds, engine, Path(scratch))
         proof = ""
         if certificate is not None:
             proof = COMPUTE + page(certificate).replace("# Conversion", "## Conversion", 1)
@@ -115,19 +117,22 @@ def _formats(model: LanguageModel) -> str:
     return FORMATS.format(lost=LOST, rows=rows)
 
 
-def _as_stock(
-    model: LanguageModel, kind: str, engine: Engine | None, scratch: Path
+def as_stock(
+    model: LanguageModel, kinds: Sequence[str], engine: Engine | None, scratch: Path
 ) -> tuple[LanguageModel, Family, Certificate | None]:
-    """Return the model as one of a family, converted if necessary."""
+    """Return the model as one of the first family that can represent it, or converted to DeepSeek's if that is given.
+
+    Raises ConfigError naming what the class or the engine cannot represent.
+    """
     try:
-        family = stock.fitting(model.config, [kind] if kind != "auto" else list(families))
+        family = stock.fitting(model.config, kinds)
     except ConfigError as error:
-        if kind not in ("auto", DEEPSEEK):
+        if DEEPSEEK not in kinds:
             raise
         try:
             model, certificate = to_deepseek(model, engine, scratch)
         except ConfigError as other:
-            raise ConfigError(str(other) if kind == DEEPSEEK else f"{error} {other}") from error
+            raise ConfigError(str(other) if len(kinds) == 1 else f"{error} {other}") from error
         return model, families[DEEPSEEK], certificate
     if family.deepseek_kernels and engine != "transformers":
         model = for_every_engine(model)

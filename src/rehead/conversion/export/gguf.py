@@ -1,0 +1,139 @@
+"""A model folder as one file for llama.cpp."""
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rehead import __version__
+from rehead.attention import LatentConfig
+from rehead.checkpoint.files.publish import publish_file
+from rehead.checkpoint.gguf.architectures import Architecture, architectures
+from rehead.checkpoint.gguf.vocabulary import vocabulary
+from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, package, type_of, write_file
+from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.base import families
+from rehead.config import GPTConfig
+from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.export.folder import as_stock
+from rehead.conversion.folder import require_apart
+from rehead.conversion.source import Source
+from rehead.errors import UsageError
+from rehead.measure.stored import Storage, lost_rows
+from rehead.model import LanguageModel
+from rehead.system.allocator import return_freed_memory
+from rehead.tokenizer import OpenedModel, open_model
+
+log = logging.getLogger("rehead")
+TYPES: dict[str, Type] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+STORED: dict[torch.dtype, Type] = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+LOSING: dict[Type, Storage] = {"F16": "fp16", "Q8_0": "q8_0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Facts about a GGUF file."""
+
+    architecture: str
+    """The stock class that it is one of."""
+    types: dict[str, int]
+    """Number of tensors by their type in ggml."""
+    certificate: Certificate | None
+    """That of a conversion to a class that llama.cpp computes, if one was needed."""
+
+
+def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
+    """Write the model in `source` as a GGUF file, with matrices in `dtype` or that of the weights.
+
+    The file is published atomically. Raises ConfigError naming what llama.cpp computes otherwise.
+    """
+    if file.suffix != ".gguf":
+        raise UsageError(f"{str(file)!r}: --format gguf writes a file. Give a name that ends in .gguf.")
+    package()
+    require_apart(source, file)
+    return_freed_memory()
+    with publish_file(file) as place, tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+        opened = open_model(source, in_memory=False)
+        read = Source(opened.model, opened.folder)
+        model, family, certificate = as_stock(opened.model, list(architectures), "llama.cpp", Path(scratch))
+        config, kind = model.config, architectures[families.name_of(family)]
+        assert isinstance(config, GPTConfig)
+        keys = {f"{kind.name}.{name}": value for name, value in kind.keys(config).items()}
+        words = _vocabulary(opened, config)
+        asked = STORED[model.head.weight.dtype] if dtype is None else TYPES[dtype]
+        tensors, exact = _tensors(model, kind, stock.weights(model, family), _lost(model, asked))
+        types = {name: type_of(name, tuple(weight.shape), asked, exact) for name, weight in tensors.items()}
+        about = _about(opened.folder, file, family.architecture, asked, certificate)
+        facts = {"general.architecture": kind.name, **about, **keys, **words}
+        write_file(place, facts, tensors, types)
+        read.require_unchanged()
+    return Written(
+        architecture=family.architecture,
+        types=dict(Counter(types.values()).most_common()),
+        certificate=certificate,
+    )
+
+
+def _tensors(
+    model: LanguageModel, kind: Architecture, weights: Mapping[str, Tensor], lost: tuple[str, ...]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the tensors of the file, and the names of those that the type asked for would lose."""
+    assert isinstance(model.config, GPTConfig)
+    gguf = package()
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind.name)
+    names = gguf.get_tensor_name_map(arch, model.config.n_layer)
+    tensors, exact = kind.computed(model.config), set()
+    for theirs, weight in weights.items():
+        for part, tensor in kind.tensors(theirs, weight, model.config):
+            name = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert name is not None, part
+            tensors[name] = tensor
+            if theirs.endswith(lost):
+                exact.add(name)
+    return tensors, exact
+
+
+def _lost(model: LanguageModel, asked: Type) -> tuple[str, ...]:
+    """Return the kinds of weights of a latent that the type asked for would lose, which stay F32."""
+    assert isinstance(model.config, GPTConfig)
+    latent = any(isinstance(layer, LatentConfig) for layer in model.config.attention)
+    if asked not in LOSING or not latent:
+        return ()
+    names = tuple(lost_rows(model, LOSING[asked]))
+    if names:
+        log.warning("%s stay F32: %s would lose their small numbers.", ", ".join(names), asked)
+    return names
+
+
+def _vocabulary(opened: OpenedModel, config: GPTConfig) -> dict[str, Any]:
+    """Return the keys of the tokenizer, and the chat template, if the folder has one."""
+    if opened.tokenizer is None:
+        log.warning("%s has no tokenizer: the file reads and writes ids only.", opened.folder)
+        return {"tokenizer.ggml.model": "none"}
+    words = vocabulary(opened.tokenizer.to_json(), config.vocab_size, opened.special)
+    template = opened.folder / "chat_template.jinja"
+    if template.is_file():
+        words["tokenizer.chat_template"] = template.read_text(encoding="utf-8")
+    return words
+
+
+def _about(
+    folder: Path, file: Path, architecture: str, asked: Type, made: Certificate | None
+) -> dict[str, Any]:
+    """Return the keys `general.*`, and the certificate of the last conversion."""
+    about = {
+        "general.type": "model",
+        "general.name": file.stem,
+        "general.description": f"A {architecture}, written by rehead {__version__}.",
+        "general.file_type": FILE_TYPES[asked],
+        "general.quantization_version": 2,
+    }
+    if made is None and (folder / CERTIFICATE).is_file():
+        made = Certificate.read(folder)
+    return about if made is None else about | {"rehead.certificate": made.to_json()}
