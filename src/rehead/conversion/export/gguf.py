@@ -113,10 +113,8 @@ def _lost(model: LanguageModel, asked: Type) -> tuple[str, ...]:
 
 def _vocabulary(opened: OpenedModel, config: GPTConfig) -> dict[str, Any]:
     """Return the keys of the tokenizer, and the chat template, if the folder has one."""
-    if opened.tokenizer is None:
-        log.warning("%s has no tokenizer: the file reads and writes ids only.", opened.folder)
-        return {"tokenizer.ggml.model": "none"}
-    words = vocabulary(opened.tokenizer.to_json(), config.vocab_size, opened.special)
+    tokenizer = opened.require_tokenizer()
+    words = vocabulary(tokenizer.to_json(), config.vocab_size, opened.special)
     template = opened.folder / "chat_template.jinja"
     if template.is_file():
         words["tokenizer.chat_template"] = template.read_text(encoding="utf-8")
