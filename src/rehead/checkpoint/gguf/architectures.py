@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig

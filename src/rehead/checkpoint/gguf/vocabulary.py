@@ -5,16 +5,17 @@ to be the same (`tokenizer.CUTS`); others are refused.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import tokenizers as hf
-from tokenizers import pre_tokenizers
 
 from rehead.checkpoint.gguf.tokenizer import CONTROL, CUTS, OWN
 from rehead.checkpoint.huggingface.base import Table
 from rehead.errors import ConfigError
 
+log = logging.getLogger("rehead")
 NORMAL, UNUSED = 1, 5
 """Types of tokens, beside those that are matched before pre-tokenization."""
 NEVER = "ÿ"
@@ -53,6 +54,11 @@ def vocabulary(text: str, n_token: int, special: Mapping[str, Any]) -> dict[str,
 
 def _byte_level(table: Table, inner: hf.Tokenizer, n_token: int) -> dict[str, Any]:
     model = table["model"]
+    if table["normalizer"]:
+        log.warning(
+            "llama.cpp does not normalize a text before reading it (%s): give it text that is normalized.",
+            table["normalizer"]["type"],
+        )
     if odd := [name for name in OPTIONS if model.get(name)]:
         raise _refused(f"BPE with {', '.join(odd)}")
     added = {one["id"]: one for one in table["added_tokens"]}
@@ -109,20 +115,19 @@ def _by_bytes(tokens: list[bytes]) -> dict[str, Any]:
     """
     if any(len(token) > 1 for token in tokens):
         longer = next(token for token in tokens if len(token) > 1)
-        raise _refused(f"characters beyond ASCII, such as {longer.decode()!r:.40},")
+        raise _refused(
+            f"characters beyond ASCII, such as {longer.decode()!r:.40}",
+            "llama.cpp would not end on others that begin with the same byte",
+        )
     spelled = ["".join(f"\\x{byte:02x}" for byte in token) for token in tokens]
     return {"model": "rwkv", "tokens": spelled, "token_type": [NORMAL] * len(tokens)}
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """Return the byte that each letter of byte-level BPE stands for."""
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    once = "".join(map(chr, range(0x80))), "".join(map(chr, range(0x80, 0x800))), "\u0800\U00010000"
-    found: dict[str, int] = {}
-    for text in once:
-        spelled = "".join(piece for piece, _ in spell.pre_tokenize_str(text))
-        found |= dict(zip(spelled, text.encode(), strict=True))
-    return found
+    """Return the byte that each letter of byte-level BPE stands for: GPT-2's table."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _special_ids(special: Mapping[str, Any], inner: hf.Tokenizer, found: dict[str, Any]) -> dict[str, Any]:
@@ -134,9 +139,9 @@ def _special_ids(special: Mapping[str, Any], inner: hf.Tokenizer, found: dict[st
     ends = [index for index in (named if isinstance(named, list) else [named]) if index is not None]
     ends = [*end, *(index for index in ends if index not in end)] or [inner.token_to_id(NEVER)]
     if ends == [None]:
-        raise _refused("no token that ends a text (llama.cpp would end it at token 11)")
+        raise _refused("no token that ends a text", "llama.cpp would end it at token 11")
     if len(ends) > 3:
-        raise _refused(f"{len(ends)} tokens that end a text (llama.cpp has room for 3)")
+        raise _refused(f"{len(ends)} tokens that end a text", "llama.cpp would stop at 3 of them only")
     return {
         "bos_token_id": next(iter(begin), special.get("bos_token_id", ends[0])),
         **dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False)),
@@ -159,5 +164,5 @@ def _around(inner: hf.Tokenizer) -> tuple[list[int], list[int]]:
     raise _refused(f"{len(whole) - len(text)} tokens around every text")
 
 
-def _refused(what: str) -> ConfigError:
-    return ConfigError(f"the tokenizer has {what}: llama.cpp would read texts as other tokens. {WAY}")
+def _refused(what: str, why: str = "llama.cpp would read texts as other tokens") -> ConfigError:
+    return ConfigError(f"the tokenizer has {what}: {why}. {WAY}")

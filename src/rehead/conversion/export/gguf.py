@@ -22,6 +22,7 @@ from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.folder import as_stock
+from rehead.conversion.export.origin import origin
 from rehead.conversion.folder import require_apart
 from rehead.conversion.source import Source
 from rehead.errors import UsageError
@@ -70,6 +71,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
         tensors, exact = _tensors(model, kind, stock.weights(model, family), _lost(model, asked))
         types = {name: type_of(name, tuple(weight.shape), asked, exact) for name, weight in tensors.items()}
         about = _about(opened.folder, file, family.architecture, asked, certificate)
+        about |= origin(source, opened.folder)
         facts = {"general.architecture": kind.name, **about, **keys, **words}
         write_file(place, facts, tensors, types)
         read.require_unchanged()
