@@ -50,6 +50,7 @@ GPT2 = {
     "n_head": 4,
     "n_inner": 160,
     "initializer_range": 0.2,
+    "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
 }
