@@ -1,0 +1,404 @@
+"""`rehead export --format gguf`, read by the package gguf, transformers' own loader, and `rehead import`.
+
+llama.cpp itself reads such files in tests/serving.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import gguf
+import gguf_models
+import numpy as np
+import pytest
+import tokenizers as hf
+import torch
+import transformers
+from gguf_models import GQA, LETTERS, MODELS, MQA
+from tokenizers import decoders, models, pre_tokenizers
+
+import rehead
+from rehead.checkpoint.files import publish
+from rehead.checkpoint.gguf import writing
+from rehead.cli import main
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+IDS = torch.arange(60).view(2, 30) * 7 % len(LETTERS)
+TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+FILES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it(tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+
+
+def export(*flags, source="model", file="out.gguf"):
+    assert main(["export", str(source), str(file), "--format", "gguf", *flags]) == 0
+    return gguf.GGUFReader(file)
+
+
+def refused(capsys, *words, flags=(), status=(2, 3)):
+    """In one line that says so, and without a file."""
+    before = sorted(os.listdir())
+    assert main(["export", "model", "out.gguf", "--format", "gguf", *flags]) in status
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error
+    assert sorted(os.listdir()) == before
+
+
+def value(reader, key):
+    return reader.fields[key].contents()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ["llama, gqa", "gpt2", "deepseek"])
+def test_every_tensor_once_in_the_type_asked_for(name, dtype):
+    """The names, shapes and numbers are those of llama.cpp's own conversion, done by hand here."""
+    theirs = gguf_models.write(Path("model"), *MODELS[name])
+    reader = export("--dtype", dtype)
+    wanted = by_hand(name, theirs)
+    assert sorted(tensor.name for tensor in reader.tensors) == sorted(wanted)
+    for tensor in reader.tensors:
+        exact = wanted[tensor.name]
+        kind = TYPES[dtype]
+        if exact.ndim < 2 or tensor.name == "position_embd.weight":
+            kind = "F32"
+        elif dtype == "q8_0" and exact.shape[-1] % 32:
+            kind = "F16"
+        assert tensor.tensor_type.name == kind, tensor.name
+        stored = gguf.quants.quantize(
+            np.ascontiguousarray(exact, np.float32), gguf.GGMLQuantizationType[kind]
+        )
+        assert np.array_equal(tensor.data.reshape(-1).view(np.uint8), stored.reshape(-1).view(np.uint8)), (
+            tensor.name
+        )
+    assert value(reader, "general.file_type") == gguf.LlamaFileType[FILES[dtype]]
+
+
+def by_hand(name, theirs):
+    """The tensors of a model as llama.cpp's converter lays them out, in float32."""
+    config, found = theirs.config, {}
+    parts = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+        "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    }  # fmt: skip
+    for key, weight in theirs.state_dict().items():
+        numbers, (module, _, end) = weight.numpy(), key.rpartition(".")
+        prefix = ""
+        if module.startswith(("model.layers.", "transformer.h.")):
+            _, _, layer, module = module.split(".", 3)
+            prefix = f"blk.{layer}."
+        if ".c_" in key and end == "weight":
+            numbers = numbers.T
+        if name.startswith("llama") and module.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
+            rest = numbers.shape[1:]
+            numbers = numbers.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(numbers.shape)
+        if module == "self_attn.kv_b_proj":
+            whole = numbers.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            found[f"{prefix}attn_k_b.weight"] = whole[:, : config.qk_nope_head_dim].swapaxes(1, 2)
+            found[f"{prefix}attn_v_b.weight"] = whole[:, config.qk_nope_head_dim :]
+        else:
+            found[f"{prefix}{parts[module]}.{end}"] = numbers
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama, gqa", "llama, mqa, tied", "qwen2", "qwen3, wide heads", "gpt2"])
+def test_transformers_own_loader(name):
+    """Of what it reads: it knows no biases of Llama, scaled rope, DeepSeek, or other widths of GPT-2's MLP."""
+    kind, fields = MODELS[name]
+    wide = {"n_inner": None} if name == "gpt2" else {}
+    theirs = gguf_models.write(Path("model"), kind, fields | wide)
+    export()
+    read = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="out.gguf", dtype=torch.float32)
+    assert type(read) is type(theirs)
+    torch.testing.assert_close(read(IDS).logits, theirs(IDS).logits, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name",
+    ["llama, mqa, tied", "llama, biases", "llama, linear", "llama, llama3", "qwen2", "qwen3, wide heads"],
+)
+def test_import_gives_the_source_back(name):
+    """Every bit, and the tokenizer."""
+    fields = dict(MODELS[name][1])
+    if name == "llama, llama3":  # a file does not have the original length: import takes that of Llama 3.1
+        fields["rope_parameters"] = fields["rope_parameters"] | {"original_max_position_embeddings": 8192}
+        fields["head_dim"], fields["rope_parameters"]["rope_theta"] = 64, 500_000.0
+    text = published()
+    fields["vocab_size"] = hf.Tokenizer.from_str(text).get_vocab_size()
+    theirs = gguf_models.write(Path("model"), MODELS[name][0], fields, text)
+    export()
+    assert main(["import", "out.gguf", "again"]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained("again")
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+    assert torch.equal(again(IDS).logits, theirs(IDS).logits)
+    for text in ("the thing in 12", "<|end|>é\n\n"):
+        assert np.array_equal(
+            rehead.load_tokenizer("again").encode(text), rehead.load_tokenizer("model").encode(text)
+        )
+
+
+def published():
+    """A tokenizer.json with GPT-2's cut, merges, and a special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("1", "2")]
+    tokens = ["<|end|>", *alphabet, *map("".join, merges)]
+    inner = hf.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<|end|>"])
+    return inner.to_str()
+
+
+def test_the_facts_of_a_file():
+    gguf_models.write(
+        Path("model"),
+        "Llama",
+        GQA | {"vocab_size": 270, "eos_token_id": [0, 7], "bos_token_id": 3},
+        published(),
+    )
+    Path("model/chat_template.jinja").write_text("{{ messages }}")
+    Path("model/README.md").write_text("---\nlicense: apache-2.0\nbase_model:\n- org/base\n---\n# A model\n")
+    reader = export()
+    facts = {key: value(reader, key) for key in reader.fields if not key.startswith("GGUF.")}
+    tokens, types = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
+    assert (tokens[0], types[0], tokens[260:]) == (
+        "<|end|>",
+        3,
+        ["12", *(f"[PAD{i}]" for i in range(261, 270))],
+    )
+    assert types[1:] == [1] * 260 + [5] * 9
+    assert facts["tokenizer.ggml.merges"] == ["t h", "th e", "i n", "1 2"]
+    assert (
+        facts
+        | {
+            "general.architecture": "llama",
+            "general.type": "model",
+            "general.name": "out",
+            "general.license": "apache-2.0",
+            "general.base_model.count": 1,
+            "general.base_model.0.name": "org/base",
+            "general.base_model.0.repo_url": "https://huggingface.co/org/base",
+            "llama.context_length": 256,
+            "llama.embedding_length": 64,
+            "llama.block_count": 3,
+            "llama.feed_forward_length": 96,
+            "llama.attention.head_count": 4,
+            "llama.attention.head_count_kv": 2,
+            "llama.attention.key_length": 16,
+            "llama.rope.dimension_count": 16,
+            "llama.rope.freq_base": 10_000.0,
+            "llama.vocab_size": 270,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.bos_token_id": 3,
+            "tokenizer.ggml.eos_token_id": 0,
+            "tokenizer.ggml.eot_token_id": 7,
+            "tokenizer.ggml.add_bos_token": False,
+            "tokenizer.chat_template": "{{ messages }}",
+        }
+        == facts
+    )
+
+
+def test_a_card_that_cannot_be_read_says_nothing():
+    gguf_models.write(Path("model"), "Llama", GQA)
+    for card in ("---\n- [\n---\n", "---\nlicense: 3\nbase_model: [1]\n---\n", "\xff", "---\nlicense: mit\n"):
+        Path("model/README.md").write_bytes(card.encode("latin-1"))
+        reader = export()
+        assert not {key for key in reader.fields if key.startswith(("general.license", "general.base_model"))}
+        Path("out.gguf").unlink()
+
+
+def test_mqa_as_mla_carries_its_certificate():
+    """In float16 nothing is lost; a folder whose latents are too small for that keeps those in F32."""
+    gguf_models.write(Path("model"), "Llama", MQA)
+    assert main(["export", "model", "mla", "--format", "deepseek_v3", "--for", "llama.cpp"]) == 0
+    reader = export("--dtype", "fp16", source="mla")
+    assert value(reader, "general.architecture") == "deepseek2"
+    assert value(reader, "deepseek2.attention.q_lora_rank") == 0
+    assert value(reader, "deepseek2.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
+    assert json.loads(value(reader, "rehead.certificate"))["format"] == 1
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["blk.0.attn_kv_a_mqa.weight"] == kinds["blk.2.attn_k_b.weight"] == "F16"
+    assert kinds["blk.0.attn_kv_a_norm.weight"] == "F32"
+
+
+def test_rows_that_a_type_loses_stay_exact(capsys):
+    theirs = gguf_models.write(Path("model"), *MODELS["deepseek"])
+    theirs.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.data[:32] *= 2.0**-40
+    theirs.save_pretrained("model")
+    for dtype in ("fp16", "q8_0"):
+        reader = export("--dtype", dtype, file=f"{dtype}.gguf")
+        kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+        assert {kind for name, kind in kinds.items() if "attn_kv_a_mqa" in name} == {"F32"}
+        assert kinds["blk.1.attn_q.weight"] != "F32"
+        assert "kv_a_proj_with_mqa.weight stay F32" in capsys.readouterr().err
+
+
+def test_a_model_without_rope_goes_out_as_mla():
+    words = ["model.shape=llama", "model.rope=False", "model.n_layer=1", "model.n_query_head=2", "model.n_embd=32"]
+    Path("text").write_text(LETTERS * 30)
+    words += [
+        "data.path=text",
+        "data.tokenizer=byte",
+        "data.block_size=16",
+        "trainer.max_iters=1",
+        "trainer.batch_size=1",
+    ]
+    words += ["trainer.eval_batches=1", "system.work_dir=model", "trainer.sample_every=0"]
+    assert main(["train", *words]) == 0
+    reader = export()
+    assert value(reader, "general.architecture") == "deepseek2"
+    assert value(reader, "tokenizer.ggml.model") == "rwkv"
+    assert json.loads(value(reader, "rehead.certificate"))["format"] == 1
+
+
+def test_json_says_what_was_written(capsys):
+    gguf_models.write(Path("model"), "Llama", GQA)
+    export("--json", "--dtype", "bf16")
+    said = json.loads(capsys.readouterr().out)
+    assert said == {
+        "architecture": "LlamaForCausalLM",
+        "file": "out.gguf",
+        "types": {"BF16": 23, "F32": 7},
+        "relative_error": None,
+    }
+
+
+REFUSED = {
+    "window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "scaled rope (YarnScaling)": ("Qwen3", gguf_models.rope("yarn")),
+    "qkv_bias, o_bias": ("Qwen3", {"attention_bias": True}),
+    "rope_layout=half-split": ("DeepseekV3", gguf_models.MLA | {"rope_interleave": False}),
+    "No format (gpt2, llama, qwen2, qwen3, deepseek_v3, deepseek_v2)": ("Mistral", {"sliding_window": 9}),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_llama_cpp_computes_otherwise_is_refused(why, capsys):
+    gguf_models.write(Path("model"), *REFUSED[why])
+    refused(capsys, why, status=(2,))
+
+
+def wordpiece():
+    return hf.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+
+
+def other_cut():
+    inner = hf.Tokenizer.from_str(published())
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), inner.pre_tokenizer])
+    return inner
+
+
+def space_first():
+    inner = hf.Tokenizer.from_str(published())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return inner
+
+
+def suffixed():
+    inner = hf.Tokenizer(models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>"))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return inner
+
+
+def no_end():
+    inner = hf.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (wordpiece, "a WordPiece model"),
+        (other_cut, "a pre-tokenizer other than those of gpt-2, smollm, llama-bpe, qwen2"),
+        (space_first, "a pre-tokenizer other than those of"),
+        (suffixed, "BPE with end_of_word_suffix"),
+        (no_end, "no token that ends a text: llama.cpp would end it at token 11"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(made, why, capsys):
+    gguf_models.write(
+        Path("model"), "Llama", GQA | {"vocab_size": 300, "eos_token_id": None}, made().to_str()
+    )
+    refused(capsys, f"the tokenizer has {why}", "data.tokenizer=bpe")
+
+
+def test_four_ends_and_no_tokenizer_are_refused(capsys):
+    gguf_models.write(
+        Path("model"), "Llama", GQA | {"vocab_size": 270, "eos_token_id": [0, 7, 8, 9]}, published()
+    )
+    refused(capsys, "4 tokens that end a text")
+    Path("model/tokenizer.json").unlink()
+    refused(capsys, "tokenizer.json")
+
+
+def test_commands_that_make_no_sense(capsys):
+    gguf_models.write(Path("model"), "Llama", GQA)
+    refused(capsys, "--for vllm with --format gguf", flags=["--for", "vllm"])
+    assert main(["export", "model", "out", "--format", "gguf"]) == 2
+    assert "Give a name that ends in .gguf" in capsys.readouterr().err
+    assert main(["export", "model", "out", "--dtype", "fp16"]) == 2
+    assert "--dtype fp16: a folder keeps the format of its weights" in capsys.readouterr().err
+    assert main(["export", "model", "model/out.gguf", "--format", "gguf"]) == 2
+    Path("out.gguf").write_text("mine")
+    refused(capsys, "out.gguf exists: choose another name", status=(3,))
+    assert Path("out.gguf").read_text() == "mine"
+
+
+def test_numbers_beyond_a_type_are_refused(capsys):
+    theirs = gguf_models.write(Path("model"), "Llama", GQA)
+    theirs.lm_head.weight.data[5, 3] = 70_000
+    theirs.save_pretrained("model")
+    refused(
+        capsys,
+        "output.weight has numbers beyond F16: use --dtype bf16 or fp32",
+        flags=["--dtype", "fp16"],
+        status=(7,),
+    )
+    export("--dtype", "bf16")
+
+
+def test_a_full_disk_leaves_nothing(capsys, monkeypatch):
+    gguf_models.write(Path("model"), "Llama", GQA)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publish, "_sync", full)
+    refused(capsys, "cannot write out.gguf: No space left on device", status=(5,))
+
+
+def test_without_the_package(capsys, monkeypatch):
+    gguf_models.write(Path("model"), "Llama", GQA)
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    refused(capsys, 'pip install "rehead[gguf]"', status=(2,))
+
+
+def test_the_file_is_written_tensor_by_tensor(monkeypatch):
+    """No two tensors are read before the first is written."""
+    gguf_models.write(Path("model"), "Llama", GQA)
+    events = []
+    read, write = writing.materialise, gguf.GGUFWriter.write_tensor_data
+    monkeypatch.setattr(writing, "materialise", lambda weight: events.append("read") or read(weight))
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "write_tensor_data", lambda *args: events.append("write") or write(*args)
+    )
+    export()
+    assert events == ["read", "write"] * 30
