@@ -12,11 +12,12 @@ SIZES = {
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "initializer_range": 0.2,
 }
-GQA = {"num_key_value_heads": 2, "head_dim": 16}
+GQA = {"head_dim": 16}
 MQA = {"num_key_value_heads": 1, "head_dim": 16}
 FACTORS = [1 + 0.3 * i for i in range(8)]
 SHORT, SLOW = {"original_max_position_embeddings": 32}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -65,9 +66,9 @@ MODELS = {
     "llama, mqa, tied": ("Llama", MQA | {"tie_word_embeddings": True}),
     "llama, biases": ("Llama", GQA | {"attention_bias": True, "mlp_bias": True}),
     **{f"llama, {kind}": ("Llama", GQA | rope(kind)) for kind in ROPES},
-    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
-    "qwen2, linear": ("Qwen2", {"num_key_value_heads": 2, **rope("linear")}),
-    "qwen3, wide heads": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, linear": ("Qwen2", rope("linear")),
+    "qwen3, wide heads": ("Qwen3", {"head_dim": 32}),
     "gpt2": ("GPT2", GPT2),
     "deepseek": ("DeepseekV3", MLA),
     "deepseek, q rank": ("DeepseekV3", MLA | {"q_lora_rank": 24}),

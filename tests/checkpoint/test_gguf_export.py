@@ -5,6 +5,7 @@ llama.cpp itself reads such files in tests/serving.
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -18,9 +19,13 @@ from gguf_models import GQA, LETTERS, MODELS, MQA
 from tokenizers import decoders, models, pre_tokenizers
 
 import rehead
+from rehead.checkpoint import own
 from rehead.checkpoint.files import publish
 from rehead.checkpoint.gguf import writing
 from rehead.cli import main
+from rehead.config import ModelOptions
+from rehead.model import build
+from rehead.tokenizer import train
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -116,10 +121,10 @@ def by_hand(name, theirs):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama, gqa", "llama, mqa, tied", "qwen2", "qwen3, wide heads", "gpt2"])
 def test_transformers_own_loader(name):
-    """Of what it reads: it knows no biases of Llama, scaled rope, DeepSeek, or other widths of GPT-2's MLP."""
+    """Of what it reads: it knows no biases of Llama, scaled rope, DeepSeek, nor some sizes other than defaults."""
     kind, fields = MODELS[name]
-    wide = {"n_inner": None} if name == "gpt2" else {}
-    theirs = gguf_models.write(Path("model"), kind, fields | wide)
+    defaults = {"gpt2": {"n_inner": None, "n_positions": 1024}, "qwen3, wide heads": {"head_dim": 128}}
+    theirs = gguf_models.write(Path("model"), kind, fields | defaults.get(name, {}))
     export()
     read = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="out.gguf", dtype=torch.float32)
     assert type(read) is type(theirs)
@@ -232,7 +237,7 @@ def test_mqa_as_mla_carries_its_certificate():
     assert value(reader, "general.architecture") == "deepseek2"
     assert value(reader, "deepseek2.attention.q_lora_rank") == 0
     assert value(reader, "deepseek2.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
-    assert json.loads(value(reader, "rehead.certificate"))["format"] == 1
+    assert json.loads(value(reader, "rehead.certificate"))["format"] == "rehead-certificate-1"
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert kinds["blk.0.attn_kv_a_mqa.weight"] == kinds["blk.2.attn_k_b.weight"] == "F16"
     assert kinds["blk.0.attn_kv_a_norm.weight"] == "F32"
@@ -251,21 +256,13 @@ def test_rows_that_a_type_loses_stay_exact(capsys):
 
 
 def test_a_model_without_rope_goes_out_as_mla():
-    words = ["model.shape=llama", "model.rope=False", "model.n_layer=1", "model.n_query_head=2", "model.n_embd=32"]
-    Path("text").write_text(LETTERS * 30)
-    words += [
-        "data.path=text",
-        "data.tokenizer=byte",
-        "data.block_size=16",
-        "trainer.max_iters=1",
-        "trainer.batch_size=1",
-    ]
-    words += ["trainer.eval_batches=1", "system.work_dir=model", "trainer.sample_every=0"]
-    assert main(["train", *words]) == 0
+    config = ModelOptions(shape="llama", n_layer=1, n_query_head=2, n_embd=32, rope=False).resolve(256, 16)
+    model = build(replace(config, learned_positions=False))
+    own.save(model, Path("model"), files={"tokenizer.json": train("byte", "").to_json()})
     reader = export()
     assert value(reader, "general.architecture") == "deepseek2"
     assert value(reader, "tokenizer.ggml.model") == "rwkv"
-    assert json.loads(value(reader, "rehead.certificate"))["format"] == 1
+    assert json.loads(value(reader, "rehead.certificate"))["format"] == "rehead-certificate-1"
 
 
 def test_json_says_what_was_written(capsys):

@@ -134,10 +134,10 @@ DEEP = {"num_hidden_layers": 26, "first_k_dense_replace": 26, "initializer_range
 REFUSED = {
     "window": (
         "Qwen2",
-        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
     ),
-    "scaled rope": ("Qwen2", {"num_key_value_heads": 2, **gguf_models.rope("llama3")}),
-    "qkv_bias, o_bias": ("Qwen3", {"num_key_value_heads": 2, "attention_bias": True}),
+    "scaled rope": ("Qwen2", {**gguf_models.rope("llama3")}),
+    "qkv_bias, o_bias": ("Qwen3", {"attention_bias": True}),
     "rope_layout=half-split": ("DeepseekV3", MLA | {"rope_interleave": False}),
     "scaled rope, yarn": ("DeepseekV3", MLA | gguf_models.rope("yarn")),
     "q_lora_rank=24 with 26 layers": ("DeepseekV3", MLA | DEEP),

@@ -197,12 +197,14 @@ class DeepSeek(Architecture):
 
 def sizes(config: GPTConfig) -> Keys:
     """Return the keys that all architectures have."""
+    first = config.attention[0]
+    assert isinstance(first, GroupedConfig | LatentConfig)
     return {
         "block_count": config.n_layer,
         "context_length": config.block_size,
         "embedding_length": config.n_embd,
         "feed_forward_length": config.n_hidden,
-        "attention.head_count": config.attention[0].n_query_head,
+        "attention.head_count": first.n_query_head,
     }
 
 

@@ -97,14 +97,14 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
         "llama.cpp": Facts(
             name="llama.cpp",
             version="b11549",
-            known="run by hand ([log.md](log.md))",
+            known="run in `make test-serving`",
             classes=(V3, V2),
             latent_eps="`rms_norm_eps`",
             angles={"default": ("interleaved",)},
-            otherwise="takes pairs as interleaved, and leaves the factors of longrope out; other scaled rope was not "
-            "compared",
-            note="its converter leaves out the key `deepseek2.attention.q_lora_rank` of a model without one; the file "
-            "loads once it is there and 0",
+            otherwise="takes pairs as interleaved, and leaves the factors of longrope out; of other scaled rope, yarn was "
+            "compared, and is another",
+            note="`--format gguf` writes its file; of a model without `q_lora_rank`, its own converter leaves out the key "
+            "that it needs, as 0",
         ),
     }
 )
