@@ -57,8 +57,8 @@ GPT2 = {
 }
 
 
-def rope(kind):
-    return {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": kind, **ROPES[kind]}}
+def rope(kind, **more):
+    return {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": kind, **ROPES[kind], **more}}
 
 
 MODELS = {
@@ -68,6 +68,8 @@ MODELS = {
     **{f"llama, {kind}": ("Llama", GQA | rope(kind)) for kind in ROPES},
     "qwen2": ("Qwen2", {}),
     "qwen2, linear": ("Qwen2", rope("linear")),
+    "qwen2, yarn": ("Qwen2", rope("yarn")),
+    "qwen3, yarn": ("Qwen3", {"head_dim": 16, **rope("yarn", rope_theta=1e6, attention_factor=1.2)}),
     "qwen3, wide heads": ("Qwen3", {"head_dim": 32}),
     "gpt2": ("GPT2", GPT2),
     "deepseek": ("DeepseekV3", MLA),

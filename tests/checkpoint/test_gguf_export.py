@@ -279,7 +279,7 @@ def test_json_says_what_was_written(capsys):
 
 REFUSED = {
     "window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
-    "scaled rope (YarnScaling)": ("Qwen3", gguf_models.rope("yarn")),
+    "scaled rope (YarnScaling)": ("Qwen3", gguf_models.rope("yarn", beta_fast=16.0)),
     "qkv_bias, o_bias": ("Qwen3", {"attention_bias": True}),
     "rope_layout=half-split": ("DeepseekV3", gguf_models.MLA | {"rope_interleave": False}),
     "No format (gpt2, llama, qwen2, qwen3, deepseek_v3, deepseek_v2)": ("Mistral", {"sliding_window": 9}),

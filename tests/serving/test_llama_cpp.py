@@ -139,7 +139,6 @@ REFUSED = {
     "scaled rope": ("Qwen2", {**gguf_models.rope("llama3")}),
     "qkv_bias, o_bias": ("Qwen3", {"attention_bias": True}),
     "rope_layout=half-split": ("DeepseekV3", MLA | {"rope_interleave": False}),
-    "scaled rope, yarn": ("DeepseekV3", MLA | gguf_models.rope("yarn")),
     "q_lora_rank=24 with 26 layers": ("DeepseekV3", MLA | DEEP),
 }
 

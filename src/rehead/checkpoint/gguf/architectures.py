@@ -3,6 +3,7 @@
 Keys and layouts are those of llama.cpp's own converter; names of tensors are from the tables of the package `gguf`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope import LinearScaling
+from rehead.attention.rope import LinearScaling, YarnScaling
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.gguf.names import FREQUENCIES
 from rehead.config import GPTConfig
@@ -19,6 +20,8 @@ from rehead.errors import ConfigError
 from rehead.registry import Registry
 
 Keys = dict[str, Any]
+BETAS = (32.0, 1.0)
+"""YaRN's ramp, for which these architectures have no keys."""
 WITHOUT_QUERY_RANK = (26, 27)
 """Numbers of layers with which llama.cpp takes a DeepSeek model for one whose queries have no latent."""
 
@@ -73,38 +76,60 @@ class RmsNormed(Architecture):
 
     biases: ClassVar[tuple[bool, bool]] = (False, False)
     """Biases of queries, keys and values, and of the output, that the architecture has tensors for."""
-    factors: ClassVar[bool] = False
-    """Whether it reads a divisor of every angle."""
 
     def keys(self, config: GPTConfig) -> Keys:
         """Return sizes, heads and rope."""
         first = config.attention[0]
         assert isinstance(first, GroupedConfig)
         assert first.rope is not None
-        scaling = first.rope.scaling
+        scaling = self.scaling(first.rope)
+        kind = type(first.rope.scaling).__name__
         self.refuse(
             {
                 "window": any(layer.window is not None for layer in config.attention),
                 "qkv_bias": first.qkv_bias and not self.biases[0],
                 "o_bias": first.o_bias and not self.biases[1],
-                f"scaled rope ({type(scaling).__name__})": not self.factors
-                and not isinstance(scaling, LinearScaling | None),
+                f"scaled rope ({kind})": scaling is None,
             }
         )
-        found = sizes(config) | {
+        return {
+            **sizes(config),
             "attention.head_count_kv": first.n_kv_head,
             "attention.layer_norm_rms_epsilon": config.norm_eps,
             "attention.key_length": first.head_dim,
             "attention.value_length": first.head_dim,
             "rope.freq_base": first.rope.theta,
             "rope.dimension_count": first.head_dim,
+            **(scaling or {}),
             "vocab_size": config.vocab_size,
         }
-        if isinstance(scaling, LinearScaling):
-            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
-        elif scaling is not None and scaling.magnitude != 1:
-            found["rope.scaling.attn_factor"] = scaling.magnitude
-        return found
+
+    def scaling(self, rope: RopeConfig) -> Keys | None:
+        """Return the keys of the scaled angles that llama.cpp computes itself; None if it computes others."""
+        if isinstance(rope.scaling, LinearScaling):
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": rope.scaling.factor}
+        return {} if rope.scaling is None else None
+
+
+class Llama(RmsNormed):
+    """Llama, whose heads llama.cpp rotates in pairs of neighbours."""
+
+    name = "llama"
+    biases = (True, True)
+
+    def scaling(self, rope: RopeConfig) -> Keys | None:
+        """Return the keys of linear angles, and the factor of cosines of others, which have divisors."""
+        if rope.scaling is None or rope.scaling.magnitude == 1:
+            return super().scaling(rope) or {}
+        return {"rope.scaling.attn_factor": rope.scaling.magnitude}
+
+    def tensors(self, name: str, weight: Tensor, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weight; rows of queries and keys in llama.cpp's order."""
+        if ".q_proj." in name or ".k_proj." in name:
+            first = config.attention[0]
+            assert isinstance(first, GroupedConfig)
+            weight = map_deferred(partial(neighbours, head_dim=first.head_dim), weight)
+        yield name, weight
 
     def computed(self, config: GPTConfig) -> dict[str, Tensor]:
         """Return the divisors of the angles, if they are scaled one by one."""
@@ -117,33 +142,30 @@ class RmsNormed(Architecture):
         return {FREQUENCIES: (plain / first.rope.frequencies(first.head_dim)).float()}
 
 
-class Llama(RmsNormed):
-    """Llama, whose heads llama.cpp rotates in pairs of neighbours."""
-
-    name = "llama"
-    biases = (True, True)
-    factors = True
-
-    def tensors(self, name: str, weight: Tensor, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weight; rows of queries and keys in llama.cpp's order."""
-        if ".q_proj." in name or ".k_proj." in name:
-            first = config.attention[0]
-            assert isinstance(first, GroupedConfig)
-            weight = map_deferred(partial(neighbours, head_dim=first.head_dim), weight)
-        yield name, weight
-
-
 class Qwen2(RmsNormed):
     """Biases on queries, keys and values."""
 
     name = "qwen2"
     biases = (True, False)
 
+    def scaling(self, rope: RopeConfig) -> Keys | None:
+        """Return the keys of linear angles or of YaRN; llama.cpp multiplies the magnitude of the paper."""
+        yarn = rope.scaling
+        if not isinstance(yarn, YarnScaling) or (yarn.beta_fast, yarn.beta_slow) != BETAS:
+            return super().scaling(rope)
+        return {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": yarn.factor,
+            "rope.scaling.original_context_length": yarn.original_max_position_embeddings,
+            "rope.scaling.attn_factor": yarn.magnitude / (1 + 0.1 * math.log(yarn.factor)),
+        }
 
-class Qwen3(RmsNormed):
+
+class Qwen3(Qwen2):
     """Norms on queries and keys, no biases."""
 
     name = "qwen3"
+    biases = (False, False)
 
 
 class DeepSeek(Architecture):

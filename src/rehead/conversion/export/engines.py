@@ -101,10 +101,10 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
             classes=(V3, V2),
             latent_eps="`rms_norm_eps`",
             angles={"default": ("interleaved",)},
-            otherwise="takes pairs as interleaved, and leaves the factors of longrope out; of other scaled rope, yarn was "
-            "compared, and is another",
-            note="`--format gguf` writes its file; of a model without `q_lora_rank`, its own converter leaves out the key "
-            "that it needs, as 0",
+            otherwise="takes pairs as interleaved, and leaves the factors of longrope out; other scaled rope was not "
+            "compared",
+            note="`--format gguf` writes its file; its own converter leaves out the key "
+            "`deepseek2.attention.q_lora_rank` of a model without one, which llama.cpp needs as 0",
         ),
     }
 )
