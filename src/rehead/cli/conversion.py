@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import LENGTH, Dtype, Json, app, say, torch_dtype, warn
+from rehead.cli.app import LENGTH, Dtype, Json, KVFormat, app, say, torch_dtype, warn
 from rehead.errors import UsageError
 
 
@@ -19,6 +19,9 @@ def plan(
     ] = None,
     batch: Annotated[int, Parameter(help="sequences decoded at once")] = 1,
     dtype: Annotated[Dtype, Parameter(help="number format of the weights and the cache")] = "fp32",
+    kv_dtype: Annotated[
+        KVFormat | None, Parameter(help="number format of the cache alone, scales counted [default: --dtype]")
+    ] = None,
     tp: Annotated[
         int,
         Parameter(
@@ -36,13 +39,15 @@ def plan(
     impossible, or pointless where it would not shrink the cache. For example:
 
         rehead plan out/run --context 8192 --dtype bf16
+        rehead plan out/run --context 8192 --dtype bf16 --kv-dtype fp8
     """
     from rehead.conversion.folder import read_plannable
     from rehead.conversion.plan import plan as make
     from rehead.report.conversion import present_parts, present_plan
 
     config = read_plannable(model)
-    found = make(config, config.block_size if context is None else context, batch, torch_dtype(dtype), tp)
+    context = config.block_size if context is None else context
+    found = make(config, context, batch, torch_dtype(dtype), tp, kv_dtype)
     if json:
         say(asdict(found), "", json)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, app, say, shown, torch_dtype, warn
+from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, KVFormat, app, say, shown, torch_dtype, warn
 from rehead.errors import UsageError
 
 MOST_SAMPLES = 10_000
@@ -151,6 +151,10 @@ def eval(
             "q8_0 is llama.cpp's format of 8 bits"
         ),
     ] = None,
+    kv_dtype: Annotated[
+        KVFormat | None,
+        Parameter(help="round what an engine would cache to this format, for every prediction"),
+    ] = None,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
@@ -160,7 +164,7 @@ def eval(
     predicted once. A --stride below the length gives each prediction more tokens to
     look back on: slower, and a lower loss. Warns if the run was trained on the text.
     --stored-as shows what a smaller format of the weights costs before they are served
-    in it. For example:
+    in it, --kv-dtype what one of the KV cache does. For example:
 
         rehead eval out/run --data input.txt
         rehead eval out/run --data input.txt --length 128 --stride 64
@@ -187,7 +191,8 @@ def eval(
         exact = model
         if stored_as is not None:
             model = as_stored(exact, stored_as)
-        found = evaluate_text(model, tokens.ids, length=length, stride=stride, batch_size=batch_size)
+        sizes = {"length": length, "stride": stride, "batch_size": batch_size}
+        found = evaluate_text(model, tokens.ids, **sizes, kv_dtype=kv_dtype)
         change = {} if stored_as is None else changed(exact, model, tokens.ids, length)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
@@ -195,6 +200,7 @@ def eval(
         "length": found.length,
         "stride": found.stride,
         "dtype": str(model.head.weight.dtype)[6:],
+        **({} if kv_dtype is None else {"kv_dtype": kv_dtype}),
         **({} if stored_as is None else {"stored_as": stored_as, **change}),
     }
     if trained_on:

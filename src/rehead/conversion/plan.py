@@ -12,6 +12,7 @@ from rehead.conversion.base import summary
 from rehead.conversion.variants import Variant, Verdict, others, share
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
+from rehead.measure.kv_dtype import KVDtype, kv_dtypes
 from rehead.measure.parts import Parts, parts
 from rehead.measure.size import active_parameters, decode_bytes, decode_flops
 
@@ -63,13 +64,14 @@ class Row:
 class Plan:
     """All variants, the present one first, which of them to choose, and what is to be known about them.
 
-    `tp` is the number of GPUs that share the heads of every layer.
+    `tp` is the number of GPUs that share the heads of every layer; `kv_dtype` is the format of the cache.
     """
 
     context: int
     batch_size: int
     tp: int
     dtype: str
+    kv_dtype: str
     rows: list[Row]
     advice: str
     notes: list[str]
@@ -81,8 +83,11 @@ def plan(
     batch_size: int = 1,
     dtype: torch.dtype = torch.float32,
     tp: int = 1,
+    kv_dtype: str | None = None,
 ) -> Plan:
     """Return every variant of `config` at a context length, on `tp` GPUs under tensor parallelism.
+
+    The cache has the `dtype` of the weights, or a `kv_dtype`, a name of `rehead.measure.kv_dtype.kv_dtypes`.
 
     A model without heads, or with an attention that no conversion takes, gets one row, and the reason as advice.
     """
@@ -100,31 +105,40 @@ def plan(
         variants += others(config)
     except ConfigError as error:
         refused = str(error)
-    rows = [_row(variant, context, batch_size, dtype, tp) for variant in variants]
+    kind = None if kv_dtype is None else kv_dtypes[kv_dtype]()
+    left_out = 0
+    if kind is not None:
+        kind.require(config)
+        fit = [variant for variant in variants if not kind.fault(variant.config)]
+        variants, left_out = fit, len(variants) - len(fit)
+    rows = [_row(variant, context, batch_size, dtype, kind, tp) for variant in variants]
     return Plan(
         context=context,
         batch_size=batch_size,
         tp=tp,
         dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=kv_dtype or str(dtype).removeprefix("torch."),
         rows=rows,
         advice=refused or _advice(rows, variants),
-        notes=[*_notes(variants, context), *_of_gpus(rows, variants, tp)],
+        notes=[*_notes(variants, context), *_left_out(left_out, kind), *_of_gpus(rows, variants, tp)],
     )
 
 
-def _row(variant: Variant, context: int, batch_size: int, dtype: torch.dtype, tp: int) -> Row:
-    config, layer = variant.config, variant.attention
+def _row(
+    variant: Variant, context: int, batch_size: int, dtype: torch.dtype, kind: KVDtype | None, tp: int
+) -> Row:
+    config, layer, kept = variant.config, variant.attention, kind or dtype
     return Row(
         variant=_name(config),
         command=variant.command,
         parameters=parameters(config),
         active_parameters=active_parameters(config),
-        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
-        cache_bytes=cache_bytes(config, context, batch_size, dtype),
-        gpu_kv_bytes_per_token=kv_bytes_per_token(config, dtype, tp),
-        gpu_cache_bytes=cache_bytes(config, context, batch_size, dtype, tp),
+        kv_bytes_per_token=kv_bytes_per_token(config, kept),
+        cache_bytes=cache_bytes(config, context, batch_size, kept),
+        gpu_kv_bytes_per_token=kv_bytes_per_token(config, kept, tp),
+        gpu_cache_bytes=cache_bytes(config, context, batch_size, kept, tp),
         decode_flops=decode_flops(config, context) * batch_size,
-        decode_bytes=decode_bytes(config, context, batch_size, dtype),
+        decode_bytes=decode_bytes(config, context, batch_size, dtype, kind),
         layer=None if layer is None else parts(layer, config.n_embd, context),
         verdict=variant.verdict,
         why=variant.why,
@@ -178,6 +192,11 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
             f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
             "trained for that many."
         )
+
+
+def _left_out(n_variant: int, kind: KVDtype | None) -> Iterator[str]:
+    if n_variant and kind is not None:
+        yield f"left out: {n_variant} whose rows have no format {kind.name}."
 
 
 def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rehead.data import IGNORE, evaluation_blocks, require_vocabulary, shown
 from rehead.errors import InvalidInput, NumericError
 from rehead.measure.forecast import batch_of
+from rehead.measure.kv_dtype import KVDtype, kv_dtypes, rounded_caches
 from rehead.measure.length import text_length
 from rehead.measure.logits import cross_entropy, in_parts
 from rehead.model import LanguageModel, evaluating
@@ -36,6 +37,7 @@ def evaluate_text(
     length: int | None = None,
     stride: int | None = None,
     batch_size: int | None = None,
+    kv_dtype: str | None = None,
 ) -> TextLoss:
     """Return how well a model predicts token ids (N,): each but the first, once.
 
@@ -43,8 +45,11 @@ def evaluate_text(
     `stride` below `length`, overlap: each begins `stride` tokens after the one before, and only tokens that none
     before it had are predicted. Without a `batch_size`, as many blocks are read at once as suit the memory.
 
-    Raises ConfigError for a length beyond the model's, InvalidInput for ids that are not the model's or fewer than two,
-    ResourceError for blocks that do not fit the memory.
+    With a `kv_dtype`, a name of `kv_dtypes`, every query reads keys and values, or latents, rounded to that format, as
+    from an engine's cache.
+
+    Raises ConfigError for a length beyond the model's or a format that its cache cannot have, InvalidInput for ids that
+    are not the model's or fewer than two, ResourceError for blocks that do not fit the memory.
     """
     text = np.asarray(ids)
     require_vocabulary(text, model.config.vocab_size)
@@ -54,27 +59,37 @@ def evaluate_text(
     way_out = "Use a smaller --length." if many == 1 else "Use a smaller --batch-size or --length."
     require_memory(f"reading {many} x {length:,} tokens at once", parts, way_out, device)
     blocks = evaluation_blocks(text, length, many, stride=stride)
-    loss, count = evaluate(model, shown(blocks, "eval", len(text) - 1))
+    kind = None if kv_dtype is None else kv_dtypes[kv_dtype]()
+    if kind is not None:
+        kind.require(model.config)
+    loss, count = evaluate(model, shown(blocks, "eval", len(text) - 1), kind)
     return TextLoss(loss=loss, tokens=count, length=length, stride=length if stride is None else stride)
 
 
-def evaluate(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+def evaluate(
+    model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]], kv_dtype: KVDtype | None = None
+) -> tuple[float, int]:
     """Return the mean negative log-likelihood in nats per token over (inputs, targets), and the token count.
 
     The model runs in eval mode and keeps the mode it had. Targets of -100 are ignored. Sums are float64,
-    so the batching of the blocks changes the mean only through the model's own rounding.
+    so the batching of the blocks changes the mean only through the model's own rounding. `kv_dtype` is as in
+    `evaluate_text`.
     """
-    return mean_loss(*sums(model, blocks))
+    return mean_loss(*sums(model, blocks, kv_dtype))
 
 
 @torch.no_grad()
-def sums(model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+def sums(
+    model: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]], kv_dtype: KVDtype | None = None
+) -> tuple[float, int]:
     """Return what `evaluate` divides: the sum of the losses in nats, and the token count."""
     model.require_generates()
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in blocks:
-            hidden = model.hidden(inputs.to(model.device)).flatten(0, 1)
+            ids = inputs.to(model.device)
+            caches = None if kv_dtype is None else rounded_caches(model, kv_dtype, ids)
+            hidden = model.hidden(ids, None, caches).flatten(0, 1)
             wanted = targets.to(model.device).flatten()
             counts = wanted != IGNORE
             if not counts.all():

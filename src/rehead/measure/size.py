@@ -5,7 +5,9 @@ A multiply-add is 2 FLOPs. Only matrix products count, and causality is ignored.
 
 import torch
 
+from rehead.attention import AttentionConfig
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
+from rehead.measure.kv_dtype import KVDtype
 
 
 def parameters(config: ModelConfig) -> int:
@@ -82,9 +84,15 @@ def decode_flops(config: ModelConfig, n_token: int) -> int:
 
 
 def decode_bytes(
-    config: ModelConfig, n_token: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    n_token: int,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: KVDtype | None = None,
 ) -> int:
     """Return the bytes that a decoding step reads: weights once, and the cache of every sequence.
+
+    The cache has the weights' `dtype` unless it has a `kv_dtype`.
 
     Of experts these are the ones that are chosen, if every sequence chooses others.
     """
@@ -93,16 +101,16 @@ def decode_bytes(
         tables *= not config.tie_embeddings
         tables += config.block_size * config.n_embd * config.learned_positions
     weights = (active_parameters(config, batch_size) - tables) * dtype.itemsize
-    return weights + cache_bytes(config, n_token, batch_size, dtype)
+    return weights + cache_bytes(config, n_token, batch_size, kv_dtype or dtype)
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype = torch.float32, tp: int = 1) -> int:
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype | KVDtype = torch.float32, tp: int = 1) -> int:
     """Return the bytes one token adds to the cache of all layers, before a window is full; 0 for an RNN.
 
     With `tp` these are the bytes on the fullest of so many GPUs under tensor parallelism.
     """
     if isinstance(config, GPTConfig):
-        return sum(layer.kv_numbers(tp) for layer in config.attention) * dtype.itemsize
+        return sum(_token_bytes(layer, dtype, tp) for layer in config.attention)
     return 0
 
 
@@ -110,7 +118,7 @@ def cache_bytes(
     config: ModelConfig,
     n_token: int,
     batch_size: int = 1,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | KVDtype = torch.float32,
     tp: int = 1,
 ) -> int:
     """Return the bytes of the cache after `n_token` tokens: a window keeps min(T, W) rows, an RNN one state.
@@ -118,13 +126,19 @@ def cache_bytes(
     `tp` is as in `kv_bytes_per_token`.
     """
     if isinstance(config, GPTConfig):
-        numbers = sum(
-            layer.kv_numbers(tp) * min(n_token, layer.window or n_token) for layer in config.attention
+        return batch_size * sum(
+            _token_bytes(layer, dtype, tp) * min(n_token, layer.window or n_token)
+            for layer in config.attention
         )
-    else:
-        assert isinstance(config, RNNConfig)
-        numbers = config.n_layer * config.n_hidden
-    return numbers * batch_size * dtype.itemsize
+    assert isinstance(config, RNNConfig)
+    assert isinstance(dtype, torch.dtype), "an RNN has no KV cache"
+    return config.n_layer * config.n_hidden * batch_size * dtype.itemsize
+
+
+def _token_bytes(layer: AttentionConfig, dtype: torch.dtype | KVDtype, tp: int) -> int:
+    if isinstance(dtype, torch.dtype):
+        return layer.kv_numbers(tp) * dtype.itemsize
+    return dtype.token_bytes(layer, tp)
 
 
 def _mlps(config: GPTConfig, n_token: int | None = None) -> int:

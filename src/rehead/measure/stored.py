@@ -32,11 +32,12 @@ def rounded(weight: Float[Tensor, "*N E"], kind: Storage) -> Float[Tensor, "*N E
     if kind == "q8_0" and weight.ndim < 2:
         return weight
     if kind == "q8_0" and weight.shape[-1] % BLOCK == 0:
-        return _q8_0(weight)
+        return q8_0(weight)
     return weight.to(torch.bfloat16 if kind == "bf16" else torch.float16).to(weight.dtype)
 
 
-def _q8_0(weight: Tensor) -> Tensor:
+def q8_0(weight: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
+    """Return rows as read back from llama.cpp's format: 32 numbers are whole numbers times one scale, a float16."""
     blocks = weight.float().unflatten(-1, (-1, BLOCK))
     scale = blocks.abs().amax(-1, keepdim=True) / STEPS
     whole = blocks * torch.where(scale > 0, 1 / scale, 0)

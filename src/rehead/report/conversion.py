@@ -20,6 +20,8 @@ LEAST_NEEDED = (2, 5, 4, 3, 6)
 def present_plan(plan: Plan) -> None:
     """Print the table of all variants with the reasons below it, the advice, and notes."""
     title = f"{plan.rows[0].variant}: context {plan.context:,}, batch {plan.batch_size}, {plan.dtype}"
+    if plan.kv_dtype != plan.dtype:
+        title += f", cache in {plan.kv_dtype}"
     header, full = list(HEADER), plan.rows[0].gpu_kv_bytes_per_token
     if plan.tp > 1:
         title += f", what one of {plan.tp} GPUs caches"

@@ -1,0 +1,215 @@
+"""Number formats in which engines keep a KV cache: their bytes, scales included, and what rounding to them changes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import ceil, prod
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rehead.attention import AttentionConfig, LatentConfig, LayerCache
+from rehead.config import GPTConfig, ModelConfig
+from rehead.errors import ConfigError
+from rehead.measure.stored import BLOCK, q8_0
+from rehead.model import LanguageModel
+from rehead.registry import Registry
+
+LARGEST_FP8 = 448.0
+"""Of float8_e4m3fn; what lies beyond becomes it."""
+GROUP = 128
+"""Numbers of a latent that share a scale in fp8_ds_mla."""
+
+
+class KVDtype(ABC):
+    """How the rows of a token are kept: keys and values per head, or a latent."""
+
+    name: ClassVar[str]
+
+    def require(self, config: ModelConfig) -> None:
+        """Raise ConfigError for a model whose cache cannot have this format."""
+        if fault := self.fault(config):
+            raise ConfigError(f"kv dtype {self.name}: {fault}")
+
+    def fault(self, config: ModelConfig) -> str:
+        """Return why a model's cache cannot have this format, or an empty text."""
+        if not isinstance(config, GPTConfig):
+            return "an RNN has no KV cache."
+        return next(filter(None, map(self.fault_of, config.attention)), "")
+
+    def fault_of(self, layer: AttentionConfig) -> str:
+        """Return why a layer's rows cannot have this format, or an empty text."""
+        return ""
+
+    def token_bytes(self, layer: AttentionConfig, tp: int = 1) -> int:
+        """Return the bytes that a token adds to a layer's cache, on the fullest of `tp` GPUs that share its heads."""
+        rows = layer.cache_rows().values()
+        return sum(prod(ceil(n / tp) for n in heads) * self.row_bytes(layer, width) for *heads, width in rows)
+
+    @abstractmethod
+    def row_bytes(self, layer: AttentionConfig, width: int) -> int:
+        """Return the bytes of one row of `width` numbers of a head, or of a latent."""
+
+    @abstractmethod
+    def rounded(self, layer: AttentionConfig, rows: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
+        """Return rows as read back, in their own dtype."""
+
+
+kv_dtypes: Registry[type[KVDtype]] = Registry("kv dtype")
+
+
+class _Plain(KVDtype):
+    """Every number by itself."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def row_bytes(self, layer: AttentionConfig, width: int) -> int:
+        """Return the bytes of the numbers."""
+        return width * self.dtype.itemsize
+
+    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+        """Return the nearest numbers of the type."""
+        return rows.to(self.dtype).to(rows.dtype)
+
+
+@kv_dtypes.add("fp32")
+class Float32(_Plain):
+    """4 bytes a number."""
+
+    name, dtype = "fp32", torch.float32
+
+
+@kv_dtypes.add("bf16")
+class BFloat16(_Plain):
+    """2 bytes a number."""
+
+    name, dtype = "bf16", torch.bfloat16
+
+
+@kv_dtypes.add("fp16")
+class Float16(_Plain):
+    """2 bytes a number."""
+
+    name, dtype = "fp16", torch.float16
+
+
+@kv_dtypes.add("fp8")
+class Float8(_Plain):
+    """float8_e4m3 without scales, as vLLM's `--kv-cache-dtype fp8` is for a checkpoint that has none."""
+
+    name, dtype = "fp8", torch.float8_e4m3fn
+
+    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+        """Return the nearest numbers, at most 448 in size."""
+        return super().rounded(layer, rows.clamp(-LARGEST_FP8, LARGEST_FP8))
+
+
+@kv_dtypes.add("int8")
+class Int8(KVDtype):
+    """Whole numbers up to 127, and a float32 scale per token and head, or per latent: vLLM's `int8_per_token_head`."""
+
+    name = "int8"
+
+    def row_bytes(self, layer: AttentionConfig, width: int) -> int:
+        """Return the bytes of the numbers and of the scale."""
+        return width + 4
+
+    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+        """Return the nearest multiples of the scale, by which the largest number is 127."""
+        scale = (rows.abs().amax(-1, keepdim=True) / 127).float().to(rows.dtype)
+        return (rows / torch.where(scale > 0, scale, 1)).round().clamp(-127, 127) * scale
+
+
+@kv_dtypes.add("q8_0")
+class Q8(KVDtype):
+    """llama.cpp's `-ctk q8_0 -ctv q8_0`: whole numbers up to 127, and a float16 scale per 32 of them."""
+
+    name = "q8_0"
+
+    def fault_of(self, layer: AttentionConfig) -> str:
+        """Return which row has no whole number of blocks."""
+        for row, (*_, width) in layer.cache_rows().items():
+            if width % BLOCK:
+                return f"its {row} has {width} numbers, no multiple of {BLOCK}. Use int8."
+        return ""
+
+    def row_bytes(self, layer: AttentionConfig, width: int) -> int:
+        """Return the bytes of the numbers and of the scales."""
+        return width // BLOCK * (BLOCK + 2)
+
+    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+        """Return the nearest multiples of each scale."""
+        return q8_0(rows)
+
+
+@kv_dtypes.add("fp8_ds_mla")
+class DeepSeekFloat8(KVDtype):
+    """FlashMLA's format: a latent in fp8 with a float32 scale per 128 numbers, its rotary part in bfloat16.
+
+    A latent of 512 and 64 takes 656 bytes.
+    """
+
+    name = "fp8_ds_mla"
+
+    def fault_of(self, layer: AttentionConfig) -> str:
+        """Return that only latents of whole groups fit."""
+        if isinstance(layer, LatentConfig) and not layer.n_key_scale and layer.kv_lora_rank % GROUP == 0:
+            return ""
+        return f"it keeps latents whose rank is a multiple of {GROUP}, without normed keys. Use fp8."
+
+    def row_bytes(self, layer: AttentionConfig, width: int) -> int:
+        """Return the bytes of the latent, its scales, and the rotary part."""
+        assert isinstance(layer, LatentConfig)
+        rank = layer.kv_lora_rank
+        return rank + 4 * rank // GROUP + 2 * (width - rank)
+
+    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+        """Return the nearest multiples of each scale, by which a group's largest number is 448; and bfloat16."""
+        assert isinstance(layer, LatentConfig)
+        latent, rotary = rows.split([layer.kv_lora_rank, rows.shape[-1] - layer.kv_lora_rank], -1)
+        groups = latent.unflatten(-1, (-1, GROUP))
+        scale = (groups.abs().amax(-1, keepdim=True) / LARGEST_FP8).float().to(rows.dtype)
+        whole = (groups / torch.where(scale > 0, scale, 1)).clamp(-LARGEST_FP8, LARGEST_FP8)
+        whole = whole.to(torch.float8_e4m3fn).to(rows.dtype)
+        return torch.cat([(whole * scale).flatten(-2), rotary.to(torch.bfloat16).to(rows.dtype)], -1)
+
+
+class RoundedCache(LayerCache):
+    """The cache of `layer` whose rows are rounded to `kind` as they come in; every query reads them so."""
+
+    def __init__(
+        self,
+        layer: AttentionConfig,
+        kind: KVDtype,
+        batch_size: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            layer.cache_rows(),
+            batch_size=batch_size,
+            capacity=capacity,
+            window=layer.window,
+            dtype=dtype,
+            device=device,
+        )
+        self._layer, self._kind = layer, kind
+
+    def append(
+        self, positions: Int[Tensor, "#B L"] | None = None, **new: Tensor
+    ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"] | None]:
+        """Store new rows, rounded; return all as `LayerCache.append` does."""
+        kept = {name: self._kind.rounded(self._layer, rows) for name, rows in new.items()}
+        return super().append(positions, **kept)
+
+
+def rounded_caches(model: LanguageModel, kind: KVDtype, ids: Int[Tensor, "B L"]) -> Sequence[LayerCache]:
+    """Return an empty cache per layer, for a forward pass of a GPT over `ids`."""
+    config, dtype = model.config, model.head.weight.dtype
+    assert isinstance(config, GPTConfig)
+    return [
+        RoundedCache(layer, kind, *ids.shape, dtype=dtype, device=ids.device) for layer in config.attention
+    ]
