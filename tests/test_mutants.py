@@ -57,6 +57,11 @@ MUTANTS = {  # file, source, fault, test file, and which of its tests
         "checkpoint/gguf/names.py", "rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)",
         "rows", "checkpoint/test_gguf.py", "",
     ),
+    "rotated pairs are written in our order": (
+        "checkpoint/gguf/architectures.py",
+        "rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)", "rows",
+        "checkpoint/test_gguf_export.py", "every_tensor",
+    ),
     "a full context begins late": (
         "generation.py", "-(-(length - self.limit) // stride) * stride", "(length - self.limit) // stride * stride",
         GENERATION, "context",

@@ -220,6 +220,18 @@ def test_the_facts_of_a_file():
     )
 
 
+def test_ids_that_no_token_has_are_left_out():
+    """llama.cpp would take token 11 for them."""
+    fields = {"vocab_size": 261, "eos_token_id": 50_256, "bos_token_id": 50_256, "pad_token_id": None}
+    gguf_models.write(Path("model"), "Llama", GQA | fields, published())
+    reader = export()
+    never = value(reader, "tokenizer.ggml.tokens").index("ÿ")
+    assert (
+        value(reader, "tokenizer.ggml.eos_token_id") == value(reader, "tokenizer.ggml.bos_token_id") == never
+    )
+    assert "tokenizer.ggml.padding_token_id" not in reader.fields
+
+
 def test_a_card_that_cannot_be_read_says_nothing():
     gguf_models.write(Path("model"), "Llama", GQA)
     for card in ("---\n- [\n---\n", "---\nlicense: 3\nbase_model: [1]\n---\n", "\xff", "---\nlicense: mit\n"):

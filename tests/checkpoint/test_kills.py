@@ -17,6 +17,7 @@ from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.model import both_seen, build
 from rehead.system.aside import ASIDE
+from rehead.tokenizer import train
 
 publishing = sys.modules["rehead.checkpoint.files.publish"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -157,6 +158,34 @@ def run_command(words):
         os.closerange(0, 3)
         os._exit(main(words))
     return child
+
+
+@kills(3, 50)
+def test_a_gguf_file_is_whole_or_not_there(kills, source):
+    rehead.save(
+        rehead.load("source"),
+        Path("told"),
+        files={"tokenizer.json": train("char", "".join(map(chr, range(64, 93)))).to_json()},
+    )
+    words, draw = ["export", "told", "made.gguf", "--format", "gguf"], random.Random(4)
+    assert main(words) == 0  # imports what the children need
+    whole = Path("made.gguf").read_bytes()
+    Path("made.gguf").unlink()
+    begin = time.monotonic()
+    os.waitpid(run_command(words), 0)
+    duration = time.monotonic() - begin
+    for _ in range(kills):
+        Path("made.gguf").unlink(missing_ok=True)
+        child = run_command(words)
+        time.sleep(draw.uniform(0, duration))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if not os.path.exists("made.gguf"):
+            assert main(words) == 0
+        assert Path("made.gguf").read_bytes() == whole
+    Path("made.gguf").unlink()
+    assert main(words) == 0
+    assert set(os.listdir(".")) == {"source", "told", "made.gguf"}
 
 
 @kills(3, 50)

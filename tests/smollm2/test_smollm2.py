@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -90,6 +92,27 @@ def test_token_ids(source, theirs):
     said = [one.apply_chat_template(chat, tokenize=False) for one in (stock, theirs[1])]
     assert said[0] == said[1]
     assert said[0].endswith("<|im_start|>user\nHello<|im_end|>\n")
+
+
+def test_back_to_its_file(source, tmp_path):
+    """As the file it came from, but for the type of its matrices: names, numbers, tokens, sizes."""
+    typed("export", source, tmp_path / "out.gguf", "--format", "gguf")
+    ours, own = gguf.GGUFReader(tmp_path / "out.gguf"), gguf.GGUFReader(source.parent / FILE)
+    numbers = {tensor.name: tensor for tensor in ours.tensors}
+    assert len(ours.tensors) == len(own.tensors) == len(numbers)
+    for tensor in own.tensors:
+        exact = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(numbers[tensor.name].data, exact), tensor.name
+    said = (
+        "general.",
+        "GGUF.",
+        "tokenizer.ggml.unknown",
+        "tokenizer.ggml.add_space",
+        "tokenizer.ggml.add_eos",
+    )
+    facts = {key: field.contents() for key, field in own.fields.items() if not key.startswith(said)}
+    assert {key: ours.fields[key].contents() for key in facts} == facts
+    assert {"llama.rope.freq_base", "tokenizer.ggml.merges", "tokenizer.chat_template"} <= facts.keys()
 
 
 @torch.no_grad()

@@ -135,20 +135,27 @@ def _special_ids(special: Mapping[str, Any], inner: hf.Tokenizer, found: dict[st
     if found["model"] == "rwkv":
         return {}
     begin, end = _around(inner)
-    named = special.get("eos_token_id")
-    ends = [index for index in (named if isinstance(named, list) else [named]) if index is not None]
-    ends = [*end, *(index for index in ends if index not in end)] or [inner.token_to_id(NEVER)]
+    ids = {name: _known(value, len(found["tokens"])) for name, value in special.items()}
+    ends: list[int | None] = list(dict.fromkeys([*end, *ids.get("eos_token_id", [])])) or [
+        inner.token_to_id(NEVER)
+    ]
     if ends == [None]:
         raise _refused("no token that ends a text", "llama.cpp would end it at token 11")
     if len(ends) > 3:
         raise _refused(f"{len(ends)} tokens that end a text", "llama.cpp would stop at 3 of them only")
     return {
-        "bos_token_id": next(iter(begin), special.get("bos_token_id", ends[0])),
+        "bos_token_id": [*begin, *ids.get("bos_token_id", []), ends[0]][0],
         **dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False)),
-        "padding_token_id": special.get("pad_token_id"),
+        "padding_token_id": next(iter(ids.get("pad_token_id", [])), None),
         "add_bos_token": bool(begin),
         "add_eos_token": bool(end),
     }
+
+
+def _known(value: object, n_token: int) -> list[int]:
+    """Return the id or ids that a field of config.json names, without those that no token has."""
+    named = value if isinstance(value, list) else [value]
+    return [index for index in named if type(index) is int and 0 <= index < n_token]
 
 
 def _around(inner: hf.Tokenizer) -> tuple[list[int], list[int]]:

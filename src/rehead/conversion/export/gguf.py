@@ -33,7 +33,7 @@ from rehead.tokenizer import OpenedModel, open_model
 
 log = logging.getLogger("rehead")
 TYPES: dict[str, Type] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
-STORED: dict[torch.dtype, Type] = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+STORED: dict[torch.dtype, Type] = {torch.float16: "F16", torch.bfloat16: "BF16"}
 LOSING: dict[Type, Storage] = {"F16": "fp16", "Q8_0": "q8_0"}
 
 
@@ -67,7 +67,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
         assert isinstance(config, GPTConfig)
         keys = {f"{kind.name}.{name}": value for name, value in kind.keys(config).items()}
         words = _vocabulary(opened, config)
-        asked = STORED[model.head.weight.dtype] if dtype is None else TYPES[dtype]
+        asked = STORED.get(model.head.weight.dtype, "F32") if dtype is None else TYPES[dtype]
         tensors, exact = _tensors(model, kind, stock.weights(model, family), _lost(model, asked))
         types = {name: type_of(name, tuple(weight.shape), asked, exact) for name, weight in tensors.items()}
         about = _about(opened.folder, file, family.architecture, asked, certificate)
