@@ -5,6 +5,7 @@ import pytest
 import torch
 from gguf_models import GQA, LETTERS, MLA, MODELS
 
+import rehead
 from rehead.checkpoint.gguf import architectures
 from rehead.cli import main
 from rehead.conversion.export import deepseek, folder
@@ -29,7 +30,8 @@ def export(source, file, *flags):
 
 @torch.no_grad()
 def logprobs(model, ids):
-    return model(torch.tensor(ids)).logits.double().log_softmax(-1)
+    found = model(torch.tensor(ids))
+    return getattr(found, "logits", found).double().log_softmax(-1)
 
 
 class Exact:
@@ -166,3 +168,20 @@ def test_heads_side_by_side_are_refused(tmp_path, llama_cpp, unrefused, capsys):
     unrefused()
     answer = llama_cpp(export(tmp_path / "mla", tmp_path / "f32.gguf"), prompts=PROMPTS)
     assert exact.apart(answer) > 1
+
+
+def test_a_canonical_latent(tmp_path, llama_cpp):
+    """Approximate, with one rotary part: llama.cpp writes what the exported folder does, from half of the cache."""
+    source = gguf_models.write(tmp_path / "model", "Llama", GQA | {"num_key_value_heads": 4})
+    text = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(2))
+    half, _ = rehead.convert(
+        rehead.load(tmp_path / "model"), "mla", target="canonical", kv_rank=48, calibration=text
+    )
+    tokenizer = (tmp_path / "model" / "tokenizer.json").read_text()
+    rehead.save(half, tmp_path / "half", files={"tokenizer.json": tokenizer})
+    file = export(tmp_path / "half", tmp_path / "f32.gguf")
+    exact = Exact(rehead.load(tmp_path / "half"))
+    answer = llama_cpp(file, prompts=PROMPTS)
+    assert answer["tokens"] == exact.tokens
+    assert exact.apart(answer) < 3e-5
+    assert exact.same({"tokens": Exact(source).tokens}) < 72  # it is another model than its source
