@@ -24,6 +24,7 @@ from rehead.checkpoint.files import publish
 from rehead.checkpoint.gguf import writing
 from rehead.cli import main
 from rehead.config import ModelOptions
+from rehead.conversion.export import gguf as export_gguf
 from rehead.model import build
 from rehead.tokenizer import train
 
@@ -392,6 +393,30 @@ def test_a_full_disk_leaves_nothing(capsys, monkeypatch):
 
     monkeypatch.setattr(publish, "_sync", full)
     refused(capsys, "cannot write out.gguf: No space left on device", status=(5,))
+
+
+def test_what_changes_in_the_meantime(capsys, monkeypatch):
+    """The source, which makes the file none of one model; a file of the same name, which is somebody's."""
+    gguf_models.write(Path("model"), "Llama", GQA)
+    write_file = export_gguf.write_file
+
+    def while_another_writes(what):
+        def write(*args):
+            write_file(*args)
+            what()
+
+        monkeypatch.setattr(export_gguf, "write_file", write)
+
+    def another_model():
+        with open("model/model.safetensors", "r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"1234")
+
+    while_another_writes(another_model)
+    refused(capsys, "model.safetensors", status=(4,))
+    while_another_writes(lambda: Path("out.gguf").write_text("mine"))
+    assert main(["export", "model", "out.gguf", "--format", "gguf"]) == 3
+    assert Path("out.gguf").read_text() == "mine"
 
 
 def test_without_the_package(capsys, monkeypatch):
