@@ -43,7 +43,7 @@ DOCS = "".join(f"{text}\n{text.upper()}\n" for text in TEXTS[:10]) * 20 + gguf_m
 def model(folder, tokenizer):
     """A folder with a tokenizer, the text of a tokenizer.json."""
     n_token = hf.Tokenizer.from_str(tokenizer).get_vocab_size()
-    fields = {"vocab_size": n_token, "num_hidden_layers": 1}
+    fields = {"vocab_size": n_token, "num_hidden_layers": 1, "bos_token_id": None, "eos_token_id": None}
     return gguf_models.write(folder, "Llama", gguf_models.GQA | fields, tokenizer)
 
 
