@@ -128,7 +128,7 @@ def test_the_command_line_knows_all_of_them():
     assert choices(commands.convert, "method") == set(methods())
     assert choices(commands.convert, "head_map") == set(get_args(HeadMap))
     assert choices(commands.convert, "rope_layout") == set(get_args(Layout))
-    assert choices(commands.export, "format") == {"auto", *families}
+    assert choices(commands.export, "format") == {"auto", "gguf", *families}
     assert choices(commands.export, "engine") == set(get_args(Engine))
 
 
