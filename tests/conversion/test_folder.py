@@ -214,6 +214,21 @@ def test_texts_by_name(run, capfd):
     assert three["test"]["tokens"] == total
 
 
+def test_a_text_whose_last_tenth_is_no_window(run, capfd):
+    """The message has its size, that of a window, and a --length that works."""
+    Path("other.txt").write_text(TEXT)
+    words = ["convert", run, "a", "--to", "mqa", "--allow-loss", "--calibration", "other.txt"]
+    assert main([*words, "--length", "12"]) == 3
+    said = capfd.readouterr().err
+    tenth = len(TEXT) - int(0.9 * len(TEXT))
+    assert f"other.txt has {len(TEXT)} tokens" in said
+    assert "one window of 12 tokens" in said
+    assert f"--length {tenth - 1}." in said
+    assert main([*words, "--length", str(tenth)]) == 3
+    assert main([*words, "--length", str(tenth - 1)]) == 0
+    capfd.readouterr()
+
+
 def test_a_run_brings_its_own_tokens_to_any_folder(run, capfd, monkeypatch):
     """Where its text was changed meanwhile, or is gone, too."""
     lossy = ["--to", "mqa", "--allow-loss", "--json"]

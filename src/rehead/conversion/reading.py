@@ -88,8 +88,11 @@ class Reader:
         try:
             parts = split(text.ids, self.length, HELD_OUT)
         except InvalidInput as error:
+            tenth = len(text.ids) - int(len(text.ids) * (1 - HELD_OUT))
+            smaller = f", or --length {tenth - 1}" if tenth > 2 else ""
             raise InvalidInput(
-                f"{path} is too short to hold a tenth of it back to measure on: give a longer one, or --test TEXT."
+                f"{path} has {len(text.ids):,} tokens: its last tenth, held back to measure on, is less than one "
+                f"window of {self.length:,} tokens and the token after it. Give a longer text, --test TEXT{smaller}."
             ) from error
         return Passage(name=text.name, ids=parts.train), Passage(
             name=f"the last tenth of {text.name}", ids=parts.val
