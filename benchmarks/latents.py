@@ -57,7 +57,7 @@ def splits(source: GroupedConfig, share: float) -> Iterator[tuple[str, int, int,
         folds = [step * 2**k for k in range(4) if step * 2**k <= source.head_dim // 2]
         for fold in folds if rope_dim < numbers else []:
             yield "TransMLA", rope_dim, numbers - rope_dim, fold
-    for rope_dim in range(4, source.head_dim, 4):
+    for rope_dim in range(8, source.head_dim, 8):
         if source.n_kv_head * rope_dim < numbers:
             yield "MHA2MLA", rope_dim, numbers - source.n_kv_head * rope_dim, 0
 
