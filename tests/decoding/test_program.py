@@ -59,8 +59,7 @@ class DirectConfig(AttentionConfig):
 
 class Direct(Attention):
     def __init__(self, config, d_model):
-        super().__init__()
-        self.config, self.d_model = config, d_model
+        super().__init__(config, d_model)
         self.n_head, self.width = config.n_query_head, d_model // config.n_query_head
         self.k_proj, self.v_proj = nn.Linear(d_model, self.width), nn.Linear(d_model, 5)
         self.o_proj = nn.Linear(5 * self.n_head, d_model)

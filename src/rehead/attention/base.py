@@ -101,7 +101,7 @@ class AttentionConfig(ABC):
 
     @staticmethod
     def require_width(d_model: int) -> None:
-        """Refuse an invalid width of activations; every `build` calls it first."""
+        """Refuse an invalid width of activations."""
         if isinstance(d_model, bool) or not isinstance(d_model, int) or d_model < 1:
             raise ConfigError(
                 f"d_model={d_model!r}: the width of x is a whole number of at least 1, such as 192."
@@ -196,21 +196,10 @@ class AttentionConfig(ABC):
 class Attention(nn.Module, ABC):
     """An attention layer: `module(x)`, or `module(x, context)` for cross-attention."""
 
-    config: AttentionConfig
-    d_model: int
-    """The width of x, set by `__init__`."""
-
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            x: Tensor,
-            context: Tensor | None = None,
-            positions: Tensor | None = None,
-            cache: LayerCache | None = None,
-            context_positions: Tensor | None = None,
-        ) -> Tensor:
-            """Call `forward`."""
+    def __init__(self, config: AttentionConfig, d_model: int) -> None:
+        super().__init__()
+        config.require_width(d_model)
+        self.config, self.d_model = config, d_model
 
     @abstractmethod
     def forward(
@@ -221,11 +210,16 @@ class Attention(nn.Module, ABC):
         cache: LayerCache | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """Attention of the tokens of `x` over themselves and the cache, or over `context`.
+        """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
 
-        Without `positions` the tokens follow those in the cache, or start at 0 without a cache. A position
-        of -1 is padding: it is not attended to, and its output is that of the biases alone.
+        `positions` (B, L) or (1, L) are those of the tokens; by default they follow those in `cache`, or start at 0.
+        -1 is padding: it is not attended to, and its output is that of the biases alone. `cache` keeps what
+        `config.cache_rows` lists between calls; `config.cache(B)` creates one. `context_positions` (B, S) are for
+        `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for invalid arguments.
         """
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     @abstractmethod
     def weights(

@@ -26,10 +26,10 @@ class GroupedAttention(Attention):
     `q_proj` replaces the projection of the queries.
     """
 
+    config: GroupedConfig
+
     def __init__(self, config: GroupedConfig, d_model: int, q_proj: Linear | None = None) -> None:
-        super().__init__()
-        self.config: GroupedConfig = config
-        self.d_model = d_model
+        super().__init__(config, d_model)
         q, k, v, o = config._widths()
         d_context = config.d_context or d_model
         self.q_proj = q_proj or Linear(d_model, q, bias=config.qkv_bias)

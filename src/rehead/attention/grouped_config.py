@@ -118,7 +118,6 @@ class GroupedConfig(AttentionConfig):
 
     def build(self, d_model: int) -> "GroupedAttention":
         """Build the module for activations of width `d_model`."""
-        self.require_width(d_model)
         from rehead.attention.grouped import GroupedAttention
 
         return GroupedAttention(self, d_model)

@@ -28,10 +28,10 @@ NORM_EPS = 1e-6
 class LatentAttention(Attention):
     """MLA. Weights have DeepSeek's names; per head, `kv_b_proj` has the rows of the keys, then of the values."""
 
+    config: LatentConfig
+
     def __init__(self, config: LatentConfig, d_model: int) -> None:
-        super().__init__()
-        self.config: LatentConfig = config
-        self.d_model = d_model
+        super().__init__(config, d_model)
         down, up, o, query = config._widths()
         self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         if config.qk_rope_head_dim and config.rope is not None and config.rope.scaling is not None:

@@ -133,7 +133,6 @@ class LatentConfig(AttentionConfig):
 
     def build(self, d_model: int) -> "LatentAttention":
         """Build the module for activations of width `d_model`."""
-        self.require_width(d_model)
         from rehead.attention.latent import LatentAttention
 
         return LatentAttention(self, d_model)
