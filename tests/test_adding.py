@@ -23,7 +23,7 @@ from rehead.conversion.base import Conversion, Converted, Promise
 from rehead.conversion.export.folder import export_folder
 from rehead.measure.explain import explain
 from rehead.model import build
-from test_third_variant import BagConfig
+from toy_variant import ToyConfig
 
 
 @pytest.fixture
@@ -94,44 +94,47 @@ def test_a_family(registered, tmp_path):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownBag(BagConfig):
-    """A bag that says which attention it is, so that targets can be derived from it."""
+class KnownToy(ToyConfig):
+    """A toy that says which attention it is, so that targets can be derived from it."""
 
     def equivalent(self):
-        return GroupedConfig(n_query_head=1, head_dim=self.head_dim, window=self.window)
+        return GroupedConfig(
+            n_query_head=self.n_query_head, n_kv_head=1, head_dim=self.head_dim, window=self.window
+        )
 
 
-class BagToHead(Conversion):
-    """The mean of what is seen is a head whose queries and keys are 0."""
+class ToyToMQA(Conversion):
+    """A row that is the key and the value of all heads is both of MQA."""
 
-    takes = KnownBag
-    source, target = "bag", "mha of one head"
+    takes = KnownToy
+    source, target = "toy", "mqa"
     costs = "The cache doubles."
 
     def steps(self, source, target, d_model):
         yield source.equivalent()
 
     def promise(self, source, result, d_model):
-        return Promise(exact=True, why="the softmax of zeros is the mean")
+        return Promise(exact=True, why="keys and values are the row")
 
     def convert(self, weights, source, result, statistics, method):
-        nothing = torch.zeros_like(weights["v_proj.weight"])
-        return Converted(weights=weights | {"q_proj.weight": nothing, "k_proj.weight": nothing})
+        row = weights["row_proj.weight"]
+        kept = {name: weights[name] for name in ("q_proj.weight", "o_proj.weight")}
+        return Converted(weights=kept | {"k_proj.weight": row, "v_proj.weight": row.clone()})
 
 
 def test_a_conversion(registered, tmp_path, monkeypatch, capfd):
     """A class and a line: the search finds it, goes on from it, and the certificate names it."""
     from rehead.attention import variants
 
-    registered(variants, "bag", KnownBag)
-    registered(conversions, "bag-to-head", BagToHead)
+    registered(variants, "toy", KnownToy)
+    registered(conversions, "toy-to-mqa", ToyToMQA)
     monkeypatch.chdir(tmp_path)
-    model, ids = made(attention="bag", head_dim=5), torch.arange(20)[None] % 11
-    for to, steps in (("mha", ["bag-to-head"]), ("mla", ["bag-to-head", "factor"])):
+    model, ids = made(attention="toy", head_dim=5), torch.arange(20)[None] % 11
+    for to, steps in (("mqa", ["toy-to-mqa"]), ("mla", ["toy-to-mqa", "factor"])):
         result, certificate = rehead.convert(model, to=to)
         assert certificate.exact
         assert certificate.layers[0].steps == steps
         torch.testing.assert_close(result(ids), model(ids))
-    rehead.save(model, Path("bag"))
-    assert main(["convert", "bag", "mla", "--to", "mla", "--json"]) == 0
+    rehead.save(model, Path("toy"))
+    assert main(["convert", "toy", "mla", "--to", "mla", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["exact"]
