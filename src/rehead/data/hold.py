@@ -24,11 +24,8 @@ class Held:
     found: os.stat_result
 
     @property
-    def stands(self) -> bool:
-        """Return False once the folder has been deleted, moved or replaced, or another process has locked it.
-
-        Nobody has if the lock file was removed alone.
-        """
+    def is_valid(self) -> bool:
+        """Whether the folder is still in place and no other process has locked it; its lock file may be gone."""
         try:
             return os.path.samestat(self.found, os.stat(self.folder)) and not self._is_taken()
         except OSError:
@@ -58,7 +55,7 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
         try:
             yield held
         finally:
-            if held.stands and not keep():
+            if held.is_valid and not keep():
                 (folder / LOCK).unlink(missing_ok=True)
                 with suppress(OSError):  # not empty: another process uses it
                     for place in created:

@@ -99,7 +99,7 @@ class RunFolder:
         Checkpoints of later steps are damaged, or the run would have resumed from them; they are left alone.
         """
         folder = self.checkpoints / f"step-{step:06d}"
-        self._require_standing()
+        self._require_held()
         try:
             with publish(folder, overwrite=True) as aside:
                 write(aside)
@@ -121,13 +121,13 @@ class RunFolder:
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Turn a disk failure into a ResourceError that says how to go on."""
-        self._require_standing()
+        """Turn a disk failure into a ResourceError that says how to continue."""
+        self._require_held()
         with resource(what, REMEDY):
             yield
 
-    def _require_standing(self) -> None:
-        if self._held is not None and not self._held.stands:
+    def _require_held(self) -> None:
+        if self._held is not None and not self._held.is_valid:
             raise ResourceError(
                 f"{self.path} was deleted, moved or replaced while this run trained. If it was moved, move it back and "
                 "continue with trainer.resume=True; otherwise start again."
