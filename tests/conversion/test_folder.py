@@ -176,7 +176,7 @@ def test_a_certificate_names_the_texts_that_were_read(words, reads, run, capfd):
         printed = capfd.readouterr()
         found = json.loads(printed.out)
         assert [one["name"] for one in found["calibration"]] == [f"{name}.txt"] * reads
-        assert ("reads no text: nothing was fitted to the calibration" in printed.err) == (not reads)
+        assert ("does not use a text: nothing was fitted to the calibration" in printed.err) == (not reads)
         assert ("Fitted to no text" in Path(name, "CONVERSION.md").read_text()) == (not reads)
         weights.append(rehead.load(name).state_dict())
     one, other = weights

@@ -200,7 +200,7 @@ def test_work_of_another_text_is_not_used(source, written, capsys):
     assert main(words("other", "--resume")) == 0
     assert len(written) == 8  # states before, between and after three layers, and as many gradients
     told = capsys.readouterr().err
-    assert "other.unfinished is of another source, text, seed or version: starting anew" in told
+    assert "other.unfinished is from another source, text, seed or version: starting again" in told
     assert digests(source / "other") != digests(source / "whole")
 
 
@@ -210,7 +210,7 @@ def test_what_is_unfinished_is_not_lost_by_a_mistake(source, written, capsys):
     kill("statistics-0", "new")
     kept = digests(source / "new.unfinished")
     assert main(words("new")) == 2
-    assert "new.unfinished holds an interrupted conversion: go on with --resume" in capsys.readouterr().err
+    assert "new.unfinished holds an interrupted conversion: use --resume" in capsys.readouterr().err
     assert main(words("new", "--resume", "--test", "typo.txt")) == 3
     assert "new.unfinished keeps what is done" in capsys.readouterr().err
     assert digests(source / "new.unfinished") | kept == digests(source / "new.unfinished")

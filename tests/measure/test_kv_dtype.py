@@ -302,7 +302,7 @@ def test_deepseeks_latent_takes_656_bytes():
         (
             GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=10),
             "q8_0",
-            "its key has 10 numbers, no multiple of 32",
+            "its key has 10 numbers, not a multiple of 32",
         ),
         (GROUPED["mha"], "fp9", "Did you mean 'fp8'"),
     ],

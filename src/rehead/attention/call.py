@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rehead.attention.base import AttentionConfig
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
-"""Dtypes of positions."""
+"""The dtypes that positions may have."""
 
 
 def require_call(

@@ -99,7 +99,7 @@ class LatentConfig(AttentionConfig):
 
     @property
     def name(self) -> str:
-        """Return mla."""
+        """Return "mla"."""
         return "mla"
 
     def describe(self) -> str:

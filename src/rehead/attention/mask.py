@@ -21,7 +21,7 @@ def visible(
 
     The rule reads positions, never indices, so training, chunked prefill, decoding, padding and a
     ring buffer with its rows out of order all share it. A window of W is W keys, the query's own
-    included, as in Hugging Face (the CMU 10-423 homework counts w/2 + 1 of them). With `causal=False` only
+    included, as in Hugging Face (document B in docs/sources.md counts w/2 + 1). With `causal=False` only
     padding is hidden. A token at `EMPTY` neither sees nor is seen.
     """
     seen = (query_positions != EMPTY)[:, :, None] & (key_positions != EMPTY)[:, None, :]

@@ -26,7 +26,7 @@ class Score(nn.Module, ABC):
 
 
 class ScoreConfig(ABC):
-    """Config of a score."""
+    """The config of a score function."""
 
     scale: float | None = None
     """Factor of the dot products; None is 1 / sqrt(E)."""

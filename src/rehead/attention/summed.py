@@ -1,4 +1,4 @@
-"""The sum form of the CMU 10-423 homework's handout, which the handout calls GQA. It is not GQA.
+"""The sum form of CMU 10-423's homework (B in docs/sources.md), whose handout calls it GQA. It is not GQA.
 
 S_i = sum_j Q_ij K_i^T / sqrt(E): the scores of a group are summed before the softmax, so there are K attention
 maps, not H, and the output has width K E. The sum distributes over the product, so this is exactly MHA with K heads
@@ -50,7 +50,7 @@ class SummedConfig(AttentionConfig):
 
     @property
     def name(self) -> str:
-        """Return gqa_sum."""
+        """Return "gqa_sum"."""
         return "gqa_sum"
 
     @property

@@ -153,7 +153,7 @@ def _config(table: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _require_dtype(key: str, dtype: object, where: str) -> None:
-    """Refuse a config whose dtype is no dtype of weights. Weights keep the dtype they have in their file."""
+    """Refuse a config whose dtype is not one of weights. Weights keep the dtype of their file."""
     names = [str(one).removeprefix("torch.") for one in DTYPES.values()]
     if dtype is not None and str(dtype).removeprefix("torch.") not in names:
         raise InvalidInput(f"{where}: {key}={dtype!r:.40}: rehead reads weights of {', '.join(names)}.")

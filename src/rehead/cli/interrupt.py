@@ -19,7 +19,7 @@ AGAIN = 0.02
 """Seconds between two checks whether an import has ended."""
 
 PATIENCE = 1.5
-"""Seconds that one call of C++ may go on after a signal: Python's handler waits for its end."""
+"""Seconds that a C++ call may keep running after a signal: Python's handler runs only when it returns."""
 _answered: list[int] = []
 
 

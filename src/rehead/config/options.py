@@ -11,7 +11,7 @@ from rehead.errors import ConfigError
 from rehead.fields import require_types
 
 MOST_SAMPLE_TOKENS = 1_000_000
-"""Per sample text."""
+"""Tokens of a sample text."""
 
 
 @dataclass(kw_only=True)
@@ -105,7 +105,7 @@ class TrainerOptions:
     keep: int = 2
     """newest checkpoints to keep"""
     save_async: bool = False
-    """write checkpoints in a thread while training goes on; takes memory for a copy of weights and optimizer state"""
+    """write checkpoints in a thread while training continues; takes memory for a copy of weights and optimizer state"""
     sample_every: int = 200
     """steps between sample texts; 0 for none"""
     sample_tokens: int = 500

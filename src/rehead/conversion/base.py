@@ -65,18 +65,18 @@ class Statistics:
 
     @classmethod
     def of(cls, tensors: "Weights") -> "Statistics":
-        """Return those that `tensors` were made of."""
+        """Return the statistics whose `tensors()` these are."""
         pair = (tensors["pair.inputs"], tensors["pair.outputs"]) if "pair.inputs" in tensors else None
         return cls(inputs=tensors.get("inputs"), pair=pair, turns=tensors.get("turns"))
 
     def tensors(self) -> "Weights":
-        """Return them by name, as files keep them."""
+        """Return the statistics by name, as stored in files."""
         both = (None, None) if self.pair is None else self.pair
         named = {"inputs": self.inputs, "pair.inputs": both[0], "pair.outputs": both[1], "turns": self.turns}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def in_memory(self) -> "Statistics":
-        """Return them with their moments read from the file that they are kept in, if they are."""
+        """Return the statistics in memory, with deferred ones read from their file."""
         return Statistics.of({name: materialise(tensor) for name, tensor in self.tensors().items()})
 
     def weighing(self, needs: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -117,11 +117,11 @@ class Conversion(ABC, Generic[S, R]):
     source: ClassVar[str]
     target: ClassVar[str]
     costs: ClassVar[str]
-    """What it does to cache, parameters and speed, in a sentence."""
+    """Its effect on cache, parameters and speed, in a sentence."""
     methods: ClassVar[dict[str, tuple[str, ...]]] = {}
     """For an approximation: its methods, the preferred first, and which `Statistics` each one needs."""
     fitted: ClassVar[frozenset[str]] = frozenset()
-    """Those of its methods whose weights depend on a text, where there is one."""
+    """The methods whose weights depend on the calibration text, if there is one."""
 
     @abstractmethod
     def steps(self, source: S, target: AttentionConfig, d_model: int) -> Iterator[R]:

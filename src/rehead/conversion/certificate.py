@@ -132,7 +132,7 @@ class Certificate:
 
     @classmethod
     def read(cls, folder: Path) -> "Certificate":
-        """Read the certificate in a converted model's folder. Raises InvalidInput where there is none that is whole."""
+        """Read the certificate in a converted model's folder. Raises InvalidInput if it is missing or damaged."""
         path = folder / CERTIFICATE
         try:
             table = strict_json(path, LARGEST)

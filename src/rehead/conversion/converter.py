@@ -232,7 +232,7 @@ class Converter:
                 yield from Kept(Path(folder)).take([order])
 
     def _require_lessons(self, passes: int) -> None:
-        """Refuse a number of passes that is none, or that there is no text for."""
+        """Refuse an invalid number of passes, or passes without a text."""
         if not isinstance(passes, int) or isinstance(passes, bool) or passes < 0:
             raise ConfigError(
                 f"teach={passes!r:.40}. Give the number of passes over the calibration, 0 for none."

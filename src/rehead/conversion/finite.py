@@ -10,7 +10,7 @@ from rehead.model import LanguageModel
 from rehead.stages import staged
 
 FEW = 2**22
-"""Numbers checked at once."""
+"""Number of elements checked at once."""
 
 
 def require_finite(model: LanguageModel) -> None:

@@ -132,12 +132,12 @@ def convert_folder(
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
-    What is worked out is kept in DESTINATION.unfinished until the end; if the process is interrupted or killed,
-    `resume` goes on there, and gives the same bytes. For the texts see `FolderConverter`. `teach` passes
-    over the calibration let attentions that lost something learn from the source's. `n_process` layers are
-    converted at a time, each in a process of its own; it changes no byte. `max_loss` accepts the loss it names.
-    Raises UsageError for another lossy result without `allow_loss`, with the loss it would have; then, as after
-    any other error, nothing is left at `destination`.
+    Intermediate results are kept in DESTINATION.unfinished; after an interruption or a kill, `resume` continues
+    from them, with the same bytes. For the texts see `FolderConverter`. `teach` is the number of passes over the
+    calibration in which approximate attentions learn from the source's. `n_process` layers are converted at a time,
+    each in a process of its own, with the same bytes. `max_loss` accepts a loss up to that. Raises UsageError,
+    naming the loss, for any other lossy result without `allow_loss`; then, as after any error, nothing is left at
+    `destination`.
     """
     require_apart(source, destination)
     require_seed(seed)
@@ -228,11 +228,12 @@ def _tell_loss(most: float, before: float, after: float) -> None:
 
 
 def _tell_unread(certificate: Certificate) -> None:
-    """Warn that a calibration text was given to methods that read none."""
+    """Warn that a calibration text was given to methods that do not use one."""
     methods = ", ".join(dict.fromkeys(method for layer in certificate.layers for method in layer.methods))
     measured = " It is only measured on the part held out of it." if certificate.held_out else ""
     warnings.warn(
-        f"method {methods} reads no text: nothing was fitted to the calibration.{measured}", stacklevel=3
+        f"method {methods} does not use a text: nothing was fitted to the calibration.{measured}",
+        stacklevel=3,
     )
 
 

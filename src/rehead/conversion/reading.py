@@ -91,7 +91,7 @@ class Reader:
             tenth = len(text.ids) - int(len(text.ids) * (1 - HELD_OUT))
             smaller = f", or --length {tenth - 1}" if tenth > 2 else ""
             raise InvalidInput(
-                f"{path} has {len(text.ids):,} tokens: its last tenth, held back to measure on, is less than one "
+                f"{path} has {len(text.ids):,} tokens: its last tenth, held out to measure on, is less than one "
                 f"window of {self.length:,} tokens and the token after it. Give a longer text, --test TEXT{smaller}."
             ) from error
         return Passage(name=text.name, ids=parts.train), Passage(
@@ -99,9 +99,9 @@ class Reader:
         )
 
     def _own(self) -> Texts:
-        """Return both parts of the text a run was trained on, from the tokens it keeps.
+        """Return both parts of the text a run was trained on, from the tokens in its folder.
 
-        The file that its config.yaml names is not read: whoever made the folder could name any file of this machine.
+        The file that its config.yaml names is not read: a folder from elsewhere could name any file of this machine.
         """
         if self.tokenizer is None or not is_run(self.source):
             return Texts()

@@ -18,8 +18,8 @@ KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list[Step]:
     """Return the steps from `source` to `target`: exact ones, or those whose smallest cache on the way is largest.
 
-    Between equals, those with the fewest approximations, then the fewest. Raises CannotConvert, with the obstacle,
-    where there are none.
+    Ties are broken by the fewest approximations, then by the fewest steps. Raises CannotConvert, with the obstacle, if
+    there is no path.
     """
     order = count()
     frontier: list[tuple[int, int, int, int, AttentionConfig, list[Step]]] = [
@@ -61,7 +61,7 @@ def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[st
 def _obstacles(
     source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
 ) -> list[tuple[str, str]]:
-    """Return why there is no path: pairs of the conversion that refuses, if one does, and its reason."""
+    """Return why there is no path: pairs of the refusing conversion, if any, and its reason."""
     if not any(isinstance(source, conversions[name].takes) for name in conversions):
         return [("", "no conversion starts from it. Keep it as it is")]
     source = source.equivalent()

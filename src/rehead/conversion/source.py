@@ -23,7 +23,7 @@ class Source:
             self._require({place: files[place.name][1] for place in self.digests})
 
     def require_unchanged(self) -> None:
-        """Raise IntegrityError if the bytes of a file are no longer those of `digests`."""
+        """Raise IntegrityError if a file has changed since `digests` were computed."""
         self._require(self._now())
 
     def _now(self) -> dict[Path, str]:

@@ -188,7 +188,9 @@ def layers_of(
         asked = Target(to=to, **options)
         return [asked.attention(layer, config.n_embd) for layer in config.attention]
     if options:
-        raise ConfigError(f"{', '.join(options)} beside a config: the config says it all. Give one of them.")
+        raise ConfigError(
+            f"{', '.join(options)} beside a config, which already defines it. Give one of them."
+        )
     if isinstance(to, GPTConfig):
         if replace(to, attention=config.attention) != config:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a conversion has worked out, kept beside its destination until it is done, so that it can go on."""
+"""Intermediate results of a conversion, kept beside its destination until it is done, so that it can resume."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
     with hold(folder, lambda: keep, "destination"):
         if not resume and _done(folder):
             raise UsageError(
-                f"{folder} holds an interrupted conversion: go on with --resume, or remove it to start anew."
+                f"{folder} holds an interrupted conversion: use --resume, or remove the folder to start again."
             )
         try:
             yield folder
@@ -45,7 +45,7 @@ def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
         finally:
             keep = keep and _done(folder)
             if keep:
-                log.info("%s keeps what is done: --resume goes on from there", folder)
+                log.info("%s keeps what is done: --resume continues from there", folder)
             else:
                 _clear(folder)
     if not keep:
@@ -63,7 +63,7 @@ def place_of(folder: Path, **made_of: object) -> Path:
     """Return the folder in `folder` for what is made of these, JSON; create it. Work made of others is left out."""
     place = folder / digest(made_of)
     if not place.exists() and _done(folder):
-        log.info("%s is of another source, text, seed or version: starting anew", folder)
+        log.info("%s is from another source, text, seed or version: starting again", folder)
     place.mkdir(exist_ok=True)
     return place
 

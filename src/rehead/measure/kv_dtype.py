@@ -17,7 +17,7 @@ from rehead.model import LanguageModel
 from rehead.registry import Registry
 
 LARGEST_FP8 = 448.0
-"""Of float8_e4m3fn; what lies beyond becomes it."""
+"""Largest number of float8_e4m3fn; larger ones become it."""
 GROUP = 128
 """Numbers of a latent that share a scale in fp8_ds_mla."""
 
@@ -60,7 +60,7 @@ kv_dtypes: Registry[type[KVDtype]] = Registry("kv dtype")
 
 
 class _Plain(KVDtype):
-    """Every number by itself."""
+    """A format that stores every number by itself."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -128,10 +128,10 @@ class Q8(KVDtype):
     name = "q8_0"
 
     def fault_of(self, layer: AttentionConfig) -> str:
-        """Return which row has no whole number of blocks."""
+        """Return an error for a row that is not a whole number of blocks."""
         for row, (*_, width) in layer.cache_rows().items():
             if width % BLOCK:
-                return f"its {row} has {width} numbers, no multiple of {BLOCK}. Use int8."
+                return f"its {row} has {width} numbers, not a multiple of {BLOCK}. Use int8."
         return ""
 
     def row_bytes(self, layer: AttentionConfig, width: int) -> int:

@@ -1,4 +1,4 @@
-"""How many tokens of a text a model reads at once, where nobody says."""
+"""The default number of tokens of a text that a model reads at once."""
 
 from numbers import Integral
 
@@ -10,9 +10,9 @@ USUAL = 2048
 
 
 def text_length(config: ModelConfig, length: int | None = None, trained: int | None = None) -> int:
-    """Return the tokens of a block: `length` or, where it is None, the length a run `trained` with.
+    """Return the tokens of a block: `length` or, if it is None, the length a run `trained` with.
 
-    Where both are None, it is the smaller of the model's length and 2,048. Raises ConfigError for a length beyond the
+    If both are None, it is the smaller of the model's length and 2,048. Raises ConfigError for a length beyond the
     model's.
     """
     if length is None:

@@ -107,7 +107,7 @@ def decode_bytes(
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype | KVDtype = torch.float32, tp: int = 1) -> int:
     """Return the bytes one token adds to the cache of all layers, before a window is full; 0 for an RNN.
 
-    With `tp` these are the bytes on the fullest of so many GPUs under tensor parallelism.
+    With `tp` these are the bytes on the fullest of `tp` GPUs under tensor parallelism.
     """
     if isinstance(config, GPTConfig):
         return sum(_token_bytes(layer, dtype, tp) for layer in config.attention)
@@ -142,7 +142,7 @@ def _token_bytes(layer: AttentionConfig, dtype: torch.dtype | KVDtype, tp: int) 
 
 
 def _mlps(config: GPTConfig, n_token: int | None = None) -> int:
-    """Return the numbers in the matrices of all MLPs and routers; of experts, those that so many tokens can choose."""
+    """Return the elements of the matrices of MLPs and routers; of experts, only those that `n_token` tokens can use."""
     matrices = config.n_embd * (3 if config.gated else 2)
     experts = config.experts
     if experts is None:

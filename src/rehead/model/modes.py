@@ -34,8 +34,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def evaluated(model: Model) -> Model:
     """Return `model` if all of it is in eval mode, otherwise a copy in eval mode that shares its weights.
 
-    So another thread can go on training the model. A hook, and a `forward` that was replaced, may refer to the model
-    itself and not to the copy.
+    Another thread can keep training the model meanwhile. A hook or a replaced `forward` may refer to the model itself
+    and not to the copy.
     """
     if not any(part.training for part in model.modules()):
         return model

@@ -50,7 +50,7 @@ class JoinedLinear:
             self.joined = torch.cat(weights), bias
 
     def __call__(self, x: Float[Tensor, "B D"]) -> Float[Tensor, "B N"]:
-        """All outputs."""
+        """Return the outputs of all layers, concatenated."""
         if self.joined is not None:
             return linear_few_rows(x, *self.joined)
         parts = [linear_few_rows(x, y.weight, y.bias) if is_plain(y) else y(x) for y in self.layers]

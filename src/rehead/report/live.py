@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 def _text(field: str, **options: Any) -> TextColumn:
-    """Return a column that shows a field of each task as it is: `[red]` in a name is no colour."""
+    """Return a column that shows a field of each task verbatim: `[red]` in a name does not colour it."""
     return TextColumn(f"{{task.{field}}}", markup=False, **options)
 
 

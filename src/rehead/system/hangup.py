@@ -6,7 +6,7 @@ S_IFMT, S_IFCHR = 0o170000, 0o020000
 
 
 def leave_terminal() -> None:
-    """Discard what would go to the terminal: after SIGHUP nobody reads it, and writing to it may fail."""
+    """Discard output to the terminal: after SIGHUP it is gone, and writing to it may fail."""
     for number in (1, 2):
         try:
             if os.fstat(number).st_mode & S_IFMT == S_IFCHR:

@@ -229,7 +229,7 @@ class AgreedStop(Stop):
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """Go on at a signal: the others wait for what the block computes."""
+        """Keep running on a signal: the other processes wait for what the block computes."""
         yield
 
 
@@ -237,7 +237,7 @@ class AgreedStop(Stop):
 def group(options: RunOptions, job: Torchrun) -> Iterator[Group]:
     """Yield this process's part in the group that torchrun started; leave it at the end.
 
-    If another process is lost, this one says so and ends, as in `Heartbeat`.
+    If another process is lost, this one names it and ends, as in `Heartbeat`.
     """
     store, _, _ = next(rendezvous("env://", timeout=LONGEST))
     beats = TCPStore(job.address, job.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
@@ -256,7 +256,7 @@ def group(options: RunOptions, job: Torchrun) -> Iterator[Group]:
     heart = Heartbeat(part(beats, "heart"), job.rank, job.world)
     try:
         yield ranks
-        dist.barrier()  # nobody leaves while another still talks
+        dist.barrier()  # no process leaves while another still communicates
     except BaseException as error:
         if isinstance(error, RuntimeError):
             time.sleep(PATIENCE + 5)  # the heartbeat names a rank that is lost, and ends this process

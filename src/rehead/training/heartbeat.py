@@ -14,11 +14,11 @@ BEAT, PATIENCE = 1.0, 20.0
 
 
 class Heartbeat:
-    """Shows in `store` that this process lives, and watches the next rank; the last watches the first.
+    """Signals in `store` that this process is alive, and watches the next rank; the last watches the first.
 
     A collective waits for a process that was killed or stopped, for up to half an hour. The thread does not: once the
-    watched rank is silent for `PATIENCE` seconds it names it and ends this process, whatever that waits for.
-    torchrun then ends the others. The GIL must be free sometimes: C++ that holds it for that long counts as silence.
+    watched rank is silent for `PATIENCE` seconds, it names the rank and ends this process, whatever it is waiting for.
+    torchrun then ends the others. C++ that holds the GIL for that long also counts as silence.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:

@@ -49,8 +49,8 @@ class Stop:
 def stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
     """Record SIGINT, SIGTERM and SIGHUP within the block instead of acting on them; restore the handlers at its end.
 
-    After the first, SIGINT and SIGTERM do what they did before. SIGHUP never does: the shell and the terminal that
-    close may both send it, and nobody asks for haste. Where it is ignored (nohup), it stays so.
+    After the first signal, SIGINT and SIGTERM act as before. SIGHUP does not: a closing shell and its terminal may both
+    send it, so a second one does not mean haste. An ignored SIGHUP (nohup) stays ignored.
     """
     stop = stop or Stop()
     if threading.current_thread() is not threading.main_thread():

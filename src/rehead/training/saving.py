@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and its publication: at once, or by a thread while training goes on."""
+"""The contents of a checkpoint, and its publication: at once, or by a thread while training continues."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Exchanges the names of two folders in one step, which Python has no function for."""
+"""Exchanges the names of two folders atomically by a system call that Python does not expose."""
 
 import ctypes
 import errno

@@ -40,7 +40,7 @@ class Architecture(ABC):
         yield name, weight
 
     def computed(self, config: GPTConfig) -> dict[str, Tensor]:
-        """Return tensors of the file that are no weights, by their names there."""
+        """Return tensors of the file that are computed, not learned, by their names in it."""
         return {}
 
     def refuse(self, fields: dict[str, bool]) -> None:
@@ -66,7 +66,7 @@ class GPT2(Architecture):
         return sizes(config) | {"attention.layer_norm_epsilon": config.norm_eps}
 
     def tensors(self, name: str, weight: Tensor, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weight, upright."""
+        """Yield the weight, transposed."""
         linear = name.endswith(".weight") and ".c_" in name
         yield name, map_deferred(_transposed, weight) if linear else weight
 

@@ -28,7 +28,7 @@ OPTIONS = (
     "fuse_unk",
     "byte_fallback",
 )
-"""Fields of BPE that llama.cpp has no words for."""
+"""Fields of BPE that GGUF cannot represent."""
 STRIPS = ("lstrip", "rstrip", "single_word")
 WAY = "Export a Hugging Face folder (without --format gguf), or train with data.tokenizer=bpe."
 
@@ -85,7 +85,7 @@ def _type(added: Table | None, known: bool) -> int:
 
 
 def _spelled(inner: hf.Tokenizer, n_token: int) -> list[str]:
-    """Return the vocabulary's token of every id of the model, and a name of its own where there is none."""
+    """Return the token of every id of the model; an id without one gets a placeholder."""
     return [inner.id_to_token(index) or f"[PAD{index}]" for index in range(n_token)]
 
 
@@ -108,10 +108,10 @@ def _cut(table: Table) -> Any:
 
 
 def _by_bytes(tokens: list[bytes]) -> dict[str, Any]:
-    """Return a vocabulary of which every token is a character or a byte: RWKV's, which takes the longest match.
+    """Return a vocabulary in which every token is a character or a byte, as RWKV's, which takes the longest match.
 
-    It has no token that ends a text, where llama.cpp's BPE would take token 11. On a character that the vocabulary
-    lacks, of which it has the first byte, llama.cpp b11549 does not end; so only ASCII and whole bytes are written.
+    It has no end-of-text token; with BPE, llama.cpp would use token 11 instead. llama.cpp b11549 does not return on a
+    character that the vocabulary lacks but whose first byte it has; so only ASCII and whole bytes are written.
     """
     if any(len(token) > 1 for token in tokens):
         longer = next(token for token in tokens if len(token) > 1)
@@ -124,7 +124,7 @@ def _by_bytes(tokens: list[bytes]) -> dict[str, Any]:
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """Return the byte that each letter of byte-level BPE stands for: GPT-2's table."""
+    """Return the byte that each letter of byte-level BPE encodes: GPT-2's table."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -97,7 +97,7 @@ class _Pair(NamedTuple):
 
 
 class SharedLatent(_Pair):
-    """`W_UM` (D, N) times `W_DKV` (N, D) is the tiled matrix; prints as shapes and error, as the olympiad does.
+    """`W_UM` (D, N) times `W_DKV` (N, D) is the tiled matrix; prints as shapes and error (A in docs/sources.md).
 
     Unpacks as `W_UM, W_DKV`, up before down.
     """
@@ -105,7 +105,7 @@ class SharedLatent(_Pair):
     mse: float
     """Mean squared error of the product, in float64."""
 
-    def __new__(cls, W_UM: Any, W_DKV: Any, mse: float = math.nan) -> "SharedLatent":  # noqa: N803  the olympiad's
+    def __new__(cls, W_UM: Any, W_DKV: Any, mse: float = math.nan) -> "SharedLatent":  # noqa: N803  names of document A
         """`mse` is NaN where it was not computed, as in a copy by `_replace`."""
         made = super().__new__(cls, W_UM, W_DKV)
         made.mse = mse
@@ -117,7 +117,7 @@ class SharedLatent(_Pair):
 
 
 def gqa_to_mla(weight: Any, n_copy: int | None = None) -> SharedLatent:
-    """The olympiad's `GQA_2_MLA`: up (D, N) and down (N, D) whose product is `weight` tiled D/N times.
+    """`GQA_2_MLA` of docs/sources.md (A): up (D, N) and down (N, D) whose product is `weight` tiled D/N times.
 
     `weight` stacks the key or the value projections of G heads, N = G d rows. Tiling whole copies is
     the modular head map: query head h reads KV head h mod G. One matrix alone: keys and values factored

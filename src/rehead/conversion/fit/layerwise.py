@@ -1,7 +1,7 @@
 """Statistics of every layer of a model over a text, gathered one layer at a time.
 
-The text passes through the layers one after the other, and its gradients back; in between, the hidden states
-lie on disk. In memory are the weights of one layer and the activations of one batch in it.
+The text passes forward through one layer after another, then its gradients pass back. Between layers, the hidden
+states are on disk; memory holds the weights of one layer and the activations of one batch in it.
 """
 
 from collections import deque
@@ -40,9 +40,9 @@ def gather(
     are drawn from the model's own predictions, seeded, and not taken from the text: this gives the true Fisher
     information.
 
-    On disk are, per token, the hidden states of every layer, without gradients of one, and of one layer its
-    inputs, keys and values. `folder` keeps what is done: called again with the same arguments, an interrupted
-    gathering goes on after the last layer that it completed, and gives the same numbers.
+    On disk are, per token, the hidden states of every layer (of one, without gradients), and the inputs, keys and
+    values of one layer. `folder` keeps finished layers: called again with the same arguments, an interrupted gathering
+    resumes after the last of them, with the same results.
     """
     gradients = not {"pair", "turns"}.isdisjoint(needs)
     reading = _Reading(model, list(blocks), folder, seed, needs)

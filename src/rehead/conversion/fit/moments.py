@@ -83,7 +83,7 @@ class LayerMoments:
             self.kept.add(rows, torch.cat(gradients, dim=2).flatten(0, 1)[counts])
 
     def statistics(self) -> Statistics:
-        """Return what was found. The file is no longer needed afterwards."""
+        """Return the statistics. The file may be deleted afterwards."""
         pair = kronecker_pair(self.kept) if self.kept is not None and self.kept.width else None
         turns = None if self.turns is None else self.turns.mean()
         return Statistics(inputs=self.inputs.mean(), pair=pair, turns=turns)

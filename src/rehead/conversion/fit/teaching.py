@@ -65,9 +65,9 @@ def teach(
 ) -> dict[int, Taught]:
     """Teach the attentions of `result` in the layers `which`, in place, over a text read `passes` times.
 
-    All matrices of an attention learn, by Adam, one window a step, in a seeded order, in float32 or better. What
-    does not get better stays as it was. New weights are deferred, in `folder`, which also keeps what is done:
-    called again with the same arguments, an interrupted teaching goes on after the last layer that it completed.
+    All matrices of an attention are trained by Adam, one window per step, in a seeded order, in float32 or better. A
+    layer that does not improve keeps its weights. New weights are deferred, in `folder`, which also keeps finished
+    layers: called again with the same arguments, an interrupted teaching resumes after the last of them.
     Raises InvalidInput for a text of a single window.
     """
     lessons = _Lessons(source, result, blocks, folder, passes, seed)

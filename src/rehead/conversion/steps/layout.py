@@ -14,9 +14,9 @@ from rehead.conversion.base import Conversion, Converted, Promise, Statistics, W
 
 @conversions.add("head-map")
 class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
-    """Reorder the query heads so that those that read one KV head lie together, or apart.
+    """Reorder the query heads so that those that read one KV head are adjacent, or strided.
 
-    Contiguous is Hugging Face's order, h // (H/K); modular the olympiad's, h mod K. Rows of the
+    Contiguous is Hugging Face's order, h // (H/K); modular that of document A in docs/sources.md, h mod K. Rows of the
     query projection and columns of the output projection move.
     """
 

@@ -1,4 +1,4 @@
-"""The homework's sum form of GQA, as the equivalent MHA."""
+"""The sum form of GQA (document B in docs/sources.md), as the equivalent MHA."""
 
 from collections.abc import Iterator
 

@@ -161,9 +161,9 @@ def reduced_matrices(
     output: Float[Tensor, "M HV"],
     n_head: int,
 ) -> Reduced:
-    """The olympiad's `reduced_matrices`: weights of an attention whose scale is 1/sqrt(R).
+    """`reduced_matrices` of docs/sources.md (A): weights of an attention whose scale is 1/sqrt(R).
 
-    The queries carry sqrt(R / E), where the olympiad divides by it: the vanilla scale is 1/sqrt(E). Arrays may be
+    The queries carry sqrt(R / E), where document A divides by it: the vanilla scale is 1/sqrt(E). Arrays may be
     NumPy's or torch's. Raises ConfigError for an `n_head` that does not divide the heads' rows.
     """
     sizes = {"key_up": len(key_up), "value_up": len(value_up), "query": len(query), "output": output.shape[1]}
