@@ -115,15 +115,17 @@ def test_what_works_without_knowing_it(run, capfd, monkeypatch):
     code, found, _ = said(capfd, "bench", "run", *sizes, "--explain", "--json")
     assert code == 0
     assert "C++ kernel" in found["explain"][0]
-    assert found["explain"][2:] == [
-        "layers 0, 1, toy, prompts: this variant does not say", "layers 0, 1, toy, training: this variant does not say"
-    ]  # fmt: skip
+    assert "layers 0, 1, toy, prompts: 1 to 4 tokens: query heads folded into rows" in found["explain"][2]
     assert found["cases"][0]["cache_bytes_held"] == found["cases"][0]["cache_bytes_predicted"]
     assert found["cases"][0]["same_tokens"]
-    monkeypatch.delattr(ToyAttention, "lower")  # it is optional
+    for optional in ("lower", "choice"):
+        monkeypatch.delattr(ToyAttention, optional)
     code, found, _ = said(capfd, "bench", "run", *sizes, "--explain", "--json")
     assert code == 0
     assert "it has a ToyAttention" in found["explain"][0]
+    assert found["explain"][2:] == [
+        "layers 0, 1, toy, prompts: this variant does not say", "layers 0, 1, toy, training: this variant does not say"
+    ]  # fmt: skip
     assert found["cases"][0]["same_tokens"]
 
 

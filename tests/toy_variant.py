@@ -123,6 +123,11 @@ class ToyAttention(Attention):
             row = rows["row"]
         return query, row, self._mask(x.shape[1], row.shape[1], positions, row_positions)
 
+    def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
+        """Return the kernel that `forward` would use. Optional, as `lower`: for `bench --explain`."""
+        sizes, E = (n_query, n_past, batch_size), self.config.head_dim
+        return self._choose(sizes, (self.config.n_query_head, 1), (E, E), E**-0.5)
+
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
         """Append the operations of one token. Optional: without it, one token is a call of `forward`."""
         H, E = self.config.n_query_head, self.config.head_dim

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rehead.attention import kernels
 from rehead.attention.cache import LayerCache
 from rehead.attention.call import require_call
 from rehead.attention.mask import Mask
@@ -28,9 +29,6 @@ from rehead.attention.slot import Slot
 from rehead.errors import ConfigError
 from rehead.fields import require_types
 from rehead.registry import Registry
-
-if TYPE_CHECKING:
-    from rehead.attention.kernels import Choice
 
 variants: Registry[type["AttentionConfig"]] = Registry("attention variant")
 
@@ -238,10 +236,10 @@ class Attention(nn.Module, ABC):
         """
         return program.add(Call(x, self, x.width, layer))
 
-    def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> "Choice | None":
+    def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice | None:
         """The kernel that `forward` would use for `n_query` tokens after `n_past` cached ones, in the current mode.
 
-        `n_past=None` means no cache. Nothing is computed. Returns None if a variant does not implement it.
+        `n_past=None` means no cache. Nothing is computed. Returns None unless a variant implements it (by `_choose`).
         """
         return None
 
@@ -249,16 +247,24 @@ class Attention(nn.Module, ABC):
         """Describe the result of `lower` in words."""
         return "a forward pass of its own"
 
-    def _stub(self, *shape: int) -> Tensor:
-        """Return a tensor of any shape with dtype and device of the activations, without allocating it."""
+    def _choose(
+        self,
+        sizes: tuple[int, int | None, int],
+        heads: tuple[int, int],
+        widths: tuple[int, int],
+        scale: float,
+        score: kernels.ScoreFunction | None = None,
+    ) -> kernels.Choice:
+        """Return the kernel for a call of these `sizes` (see `choice`) with H and K `heads` of `widths` E and V."""
+        (n_query, n_past, batch_size), window = sizes, self.config.window
+        past = n_past or 0
+        n_key = n_query + (past if window is None else min(past, window - 1))
         weight = next(self.parameters())
+        shapes = ((n_query, heads[0], widths[0]), (n_key, heads[1], widths[0]), (n_key, heads[1], widths[1]))
         zero = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=weight.requires_grad)
-        return zero.expand(shape)
-
-    def _n_key(self, n_query: int, n_past: int | None) -> int:
-        """Number of keys that a cache returns for `n_query` tokens after `n_past`."""
-        past, window = n_past or 0, self.config.window
-        return n_query + (past if window is None else min(past, window - 1))
+        mask = self._mask(n_query, n_key, None, None)
+        query, key, value = (zero.expand(batch_size, *shape) for shape in shapes)  # not allocated
+        return kernels.choose(kernels.Call(query, key, value, mask, scale, score, self._pdrop))
 
     def _check(
         self,

@@ -65,17 +65,9 @@ class GroupedAttention(Attention):
 
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
         """Return the kernel that `forward` would use."""
-        config, n_key = self.config, self._n_key(n_query, n_past)
-        call = kernels.Call(
-            self._stub(batch_size, n_query, config.n_query_head, config.head_dim),
-            self._stub(batch_size, n_key, config.n_kv_head, config.head_dim),
-            self._stub(batch_size, n_key, config.n_kv_head, config.v_head_dim),
-            self._mask(n_query, n_key, None, None),
-            config.scale,
-            self.score,
-            self._pdrop,
-        )
-        return kernels.choose(call)
+        config = self.config
+        heads, widths = (config.n_query_head, config.n_kv_head), (config.head_dim, config.v_head_dim)
+        return self._choose((n_query, n_past, batch_size), heads, widths, config.scale, self.score)
 
     def one_token(self) -> str:
         """Describe how one token is decoded."""

@@ -88,7 +88,7 @@ class LatentAttention(Attention):
 
     def choice(self, n_query: int, n_past: int | None = None, batch_size: int = 1) -> kernels.Choice:
         """Return the form and the kernel that `forward` would use."""
-        config, n_key = self.config, self._n_key(n_query, n_past)
+        config = self.config
         form = self._form(n_query, is_cached=n_past is not None)
         normed = form == "absorbed" and config.n_key_scale > 0
         if form == "half absorbed" or normed:
@@ -100,16 +100,8 @@ class LatentAttention(Attention):
         width, n_value = config.qk_nope_head_dim + rope, config.v_head_dim
         if form == "absorbed":
             n_head, width, n_value = 1, config.kv_lora_rank + rope, config.kv_lora_rank
-        call = kernels.Call(
-            self._stub(batch_size, n_query, config.n_query_head, width),
-            self._stub(batch_size, n_key, n_head, width),
-            self._stub(batch_size, n_key, n_head, n_value),
-            self._mask(n_query, n_key, None, None),
-            self.scale,
-            None,
-            self._pdrop,
-        )
-        return replace(kernels.choose(call), form=form)
+        sizes, heads = (n_query, n_past, batch_size), (config.n_query_head, n_head)
+        return replace(self._choose(sizes, heads, (width, n_value), self.scale), form=form)
 
     def one_token(self) -> str:
         """Describe how one token is decoded."""

@@ -77,14 +77,7 @@ class LanguageModel(nn.Module, ABC):
             raise
 
     if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            ids: Tensor,
-            positions: Tensor | None = None,
-            cache: Sequence[Any] | None = None,
-        ) -> Tensor:
-            """Call `forward`."""
+        __call__ = forward
 
     def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
         """Return the logits for the result of `hidden`."""
