@@ -139,7 +139,7 @@ WRONG_PLACES = (
     ("inspect out/gqa --text God --html out", "cannot write out (Is a directory): give --html a file in a"),
     (
         "heal out/gqa --teacher out/../out/gqa",
-        "--teacher out/../out/gqa is the model to heal itself",
+        "--teacher out/../out/gqa is the model that is healed",
         "give the model it was converted from.",
     ),
 )

@@ -86,7 +86,7 @@ class LayerCache:
             fault = f"is on {store.device} and x on {x.device}", f"device={str(x.device)!r}"
         if fault is not None:
             raise UsageError(
-                f"this KV cache {fault[0]}: it is another layer's or call's. Build it with {fault[1]}."
+                f"this KV cache {fault[0]}: it belongs to another layer or call. Build it with {fault[1]}."
             )
 
     @property

@@ -74,7 +74,7 @@ def _require_dtype(name: str, given: Tensor, weight: Tensor) -> None:
         return
     alternatives = f", attention.to({given.dtype}), or torch.autocast" if given.is_floating_point() else ""
     raise InvalidInput(
-        f"{name} is {given.dtype}, the weights of this attention are {weight.dtype}: they must be alike. Use "
+        f"{name} is {given.dtype}, the weights of this attention are {weight.dtype}: they must match. Use "
         f"{name}.to({weight.dtype}){alternatives}."
     )
 

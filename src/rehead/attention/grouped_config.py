@@ -57,13 +57,13 @@ class GroupedConfig(AttentionConfig):
         self.require_eps(self.qk_norm_eps)
         if self.qk_norm_eps is None and (self.qk_norm, self.qk_norm_over) != ("rmsnorm", "head"):
             raise ConfigError(
-                f"qk_norm={self.qk_norm} over a {self.qk_norm_over} without qk_norm_eps: there is no such norm. Use "
+                f"qk_norm={self.qk_norm} over a {self.qk_norm_over} without qk_norm_eps, the eps of that norm. Use "
                 "qk_norm_eps=1e-6, or leave both out."
             )
         if self.tie_kv and (self.rope is not None or self.v_head_dim != self.head_dim):
             raise ConfigError(
                 f"tie_kv=True with head_dim={self.head_dim}, v_head_dim={self.v_head_dim} and "
-                f"rope={self.rope is not None}: keys that are values too are as wide and are not rotated. Use "
+                f"rope={self.rope is not None}: keys that are also the values have their width and no rotation. Use "
                 f"v_head_dim={self.head_dim} and rope=False, or tie_kv=False."
             )
 

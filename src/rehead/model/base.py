@@ -149,7 +149,7 @@ def require_one_dtype(model: LanguageModel) -> None:
     if len(first) > 1:
         kinds = " and ".join(f"{dtype} ({name})" for dtype, name in first.items())
         raise UsageError(
-            f"the model's weights are {kinds}: they must be alike. Use model.to({next(iter(first))}), or "
+            f"the model's weights are {kinds}: they must match. Use model.to({next(iter(first))}), or "
             "torch.autocast."
         )
 

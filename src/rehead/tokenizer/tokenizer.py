@@ -184,7 +184,7 @@ class Tokenizer:
                 raise InvalidInput(f"{name} gives several tokens one id: download it again.")
             if getattr(inner.model, "dropout", None):
                 raise InvalidInput(
-                    f"{name} has dropout={inner.model.dropout}: a text would have other ids each time. Set "
+                    f"{name} has dropout={inner.model.dropout}: the same text would get other ids each time. Set "
                     '"dropout": null in it.'
                 )
             kind = type(inner.model).__name__.lower()

@@ -46,7 +46,7 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
     """
     if folder.resolve() == teacher.resolve():
         raise UsageError(
-            f"--teacher {teacher} is the model to heal itself: give the model it was converted from."
+            f"--teacher {teacher} is the model that is healed: give the model it was converted from."
         )
     config, source = read_at(folder, read_config), read_at(teacher, read_config)
     _require_source(folder, source)

@@ -77,13 +77,13 @@ class Vocabulary:
                 f"model={kind!r:.40}: rehead reads 'gpt2', BPE over bytes. Its tokens would differ"
             )
         if self._take("add_space_prefix", bool, False):
-            raise self._wrong("add_space_prefix=True: rehead reads BPE that takes a text as it is")
+            raise self._wrong("add_space_prefix=True: rehead reads BPE that does not change a text first")
         self.tokens = self._texts("tokens")
         self.merges = self._texts("merges")
         types = self._take("token_type", list, [1] * len(self.tokens))
         if not len(self.tokens) == len(types) == vocab_size:
             raise self._wrong(
-                f"tokens has {len(self.tokens)}, token_type {len(types)}, the model {vocab_size}: these are one number"
+                f"tokens has {len(self.tokens)}, token_type {len(types)}, the model {vocab_size}: these must be equal"
             )
         self.added = [
             AddedToken(token, normalized=False, special=type_ == CONTROL)
