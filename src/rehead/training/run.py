@@ -22,7 +22,7 @@ from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
 from rehead.training.rounding import arithmetic, warn_of_rounding
 from rehead.training.saving import Saver, Snapshot
-from rehead.training.start import located, read_teacher, require_step, start_model
+from rehead.training.start import located, read_teacher, require_same_run, require_step, start_model
 
 PROMPT_TOKENS = 8
 """Samples continue this many tokens of the validation text, unless a prompt is given."""
@@ -71,7 +71,7 @@ class Run:
         if checkpoint is None:
             model = start_model(options.model, self.tokenizer.vocab_size, data.block_size, seed)
         else:
-            self._refuse_changes(checkpoint)
+            require_same_run(checkpoint, folder.config, options, self.tokens.sha256)
             model = own.load(checkpoint)
         self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
@@ -267,31 +267,3 @@ class Run:
     def _log(self, record: dict[str, Any]) -> dict[str, Any]:
         self.folder.log(record)
         return record
-
-    def _refuse_changes(self, checkpoint: Path) -> None:
-        """Raise ConfigError for another text, model or seed than the run began with, or an earlier last step."""
-        recorded = state.read_numbers(checkpoint)
-        if self.options.trainer.max_iters < recorded["step"]:
-            raise ConfigError(
-                f"trainer.max_iters={self.options.trainer.max_iters} is below step {recorded['step']}, which "
-                f"{self.folder.path} has reached: give more steps, or start a new system.work_dir."
-            )
-        if recorded["text_sha256"] != self.tokens.sha256:
-            raise ConfigError(
-                f"the text has changed since {checkpoint} (sha256 {self.tokens.sha256[:12]}..., then "
-                f"{recorded['text_sha256'][:12]}...): give the same data, or start a new system.work_dir."
-            )
-        before, given = located(flags.read([], (self.folder.config,))), located(self.options)
-        for group, names in (
-            ("model", vars(before.model)),
-            ("data", ("block_size", "val_fraction", "tokenizer", "vocab_size")),
-            ("system", ("seed",)),
-            ("trainer", ("batch_size", "grad_accumulation", "teacher", "distillation", "train")),
-        ):
-            for name in names:
-                was, now = getattr(getattr(before, group), name), getattr(getattr(given, group), name)
-                if was != now:
-                    raise ConfigError(
-                        f"{group}.{name}={now} was {was} in the run to resume: leave it out, or start a new "
-                        "system.work_dir."
-                    )

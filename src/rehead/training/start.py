@@ -10,7 +10,7 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, resolve
 from rehead.checkpoint.hub import pinned
-from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions
+from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError
 from rehead.measure import parameters
@@ -18,6 +18,7 @@ from rehead.measure.forecast import FLOAT, loss_bytes, step_bytes
 from rehead.model import LanguageModel, build
 from rehead.system.memory import require_memory
 from rehead.tokenizer import Tokenizer, train
+from rehead.training import state
 from rehead.training.frozen import share_frozen
 from rehead.training.heal import require_same_vocabulary
 
@@ -95,6 +96,38 @@ def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device
     if partly:
         share_frozen(model, teacher)
     return teacher.requires_grad_(False)
+
+
+def require_same_run(checkpoint: Path, config: Path, options: RunOptions, text: str) -> None:
+    """Raise ConfigError for another text (by its sha256), model or seed than the run of `config` began with.
+
+    Also for a last step before that of `checkpoint`.
+    """
+    recorded, place = state.read_numbers(checkpoint), config.parent
+    if options.trainer.max_iters < recorded["step"]:
+        raise ConfigError(
+            f"trainer.max_iters={options.trainer.max_iters} is below step {recorded['step']}, which {place} has "
+            "reached: give more steps, or start a new system.work_dir."
+        )
+    if recorded["text_sha256"] != text:
+        raise ConfigError(
+            f"the text has changed since {checkpoint} (sha256 {text[:12]}..., then "
+            f"{recorded['text_sha256'][:12]}...): give the same data, or start a new system.work_dir."
+        )
+    before, given = located(flags.read([], (config,))), located(options)
+    for group, names in (
+        ("model", vars(before.model)),
+        ("data", ("block_size", "val_fraction", "tokenizer", "vocab_size")),
+        ("system", ("seed",)),
+        ("trainer", ("batch_size", "grad_accumulation", "teacher", "distillation", "train")),
+    ):
+        for name in names:
+            was, now = getattr(getattr(before, group), name), getattr(getattr(given, group), name)
+            if was != now:
+                raise ConfigError(
+                    f"{group}.{name}={now} was {was} in the run to resume: leave it out, or start a new "
+                    "system.work_dir."
+                )
 
 
 def _require_memory(config: ModelConfig) -> None:
