@@ -111,7 +111,7 @@ def test_a_run_is_converted_exactly(to, run, capfd):
     assert contents("run") == before
     verify(Path("out/new"))
     assert sorted(os.listdir("out/new")) == [
-        "CONVERSION.md", "MANIFEST.json", "config.json", "conversion.json", "generation_config.json",
+        "CONVERSION.md", "MANIFEST.json", "README.md", "config.json", "conversion.json", "generation_config.json",
         "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
     assert os.listdir("out") == ["new"]

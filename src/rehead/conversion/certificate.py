@@ -16,8 +16,8 @@ from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.teaching import Taught
-from rehead.conversion.texts import Passage
-from rehead.data import shown
+from rehead.conversion.texts import SELF, Passage
+from rehead.data import Ids, shown
 from rehead.errors import ConfigError, InvalidInput
 from rehead.fields import require_types
 from rehead.measure import kv_bytes_per_token, parameters
@@ -25,6 +25,7 @@ from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel, evaluating
 from rehead.system.allocator import keeping_freed_memory
+from rehead.tokenizer import Tokenizer
 
 CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 LARGEST = 16 * 2**20
@@ -40,13 +41,16 @@ NOTHING = 1e-20
 class Text:
     """A text by its name and tokens: how many, the sha256 of their ids, and how many of them were read.
 
-    `name` is that of the file or folder, `self` of text sampled from the model, `ids` where Python gave ids.
+    `name` is that of the file or folder, `self` of text sampled from the model, `ids` where Python gave ids. `bytes`
+    and `text_sha256` are of what the ids decode to, in UTF-8, where a tokenizer could tell.
     """
 
     name: str
     tokens: int
     sha256: str
     read: int
+    bytes: int | None = None
+    text_sha256: str = ""
 
     @classmethod
     def of(cls, passage: Passage, limit: int) -> "Text":
@@ -54,6 +58,13 @@ class Text:
         ids = passage.ids
         digest = hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
         return cls(name=passage.name, tokens=len(ids), sha256=digest, read=min(limit, len(ids)))
+
+    def decoded(self, ids: Ids, tokenizer: Tokenizer | None) -> "Text":
+        """Return the description with `bytes` and `text_sha256`; unchanged without a tokenizer or of a sampled text."""
+        if tokenizer is None or self.name == SELF:
+            return self
+        text = tokenizer.decode(ids).encode()
+        return replace(self, bytes=len(text), text_sha256=hashlib.sha256(text).hexdigest())
 
 
 def require_different(calibration: Sequence[Text], test: Text | None) -> None:

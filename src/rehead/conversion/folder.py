@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rehead.attention import AttentionConfig
@@ -11,6 +11,7 @@ from rehead.checkpoint.find import run_data
 from rehead.config import ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads, require_seed
+from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
@@ -47,6 +48,7 @@ class FolderConverter:
         require_seed(seed)
         opened = open_model(source, in_memory=False)
         self.source, self.tokenizer, self.special = source, opened.tokenizer, opened.special
+        self.card = carried(source, opened.folder)
         self.read = Source(opened.model, opened.folder)
         data = run_data(source)
         trained = None if data is None else data.block_size
@@ -101,16 +103,23 @@ class FolderConverter:
         )
         if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
+        certificate = self._decoded(certificate)
         if self.named and not certificate.calibration and not certificate.exact:
             _tell_unread(certificate)
         if max_loss is not None and certificate.loss is not None:
             _tell_loss(max_loss, *certificate.loss)
-        files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
+        files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate), CARD: self.card}
         if self.tokenizer is not None:
             files["tokenizer.json"] = self.tokenizer.to_json()
         own.write(result, aside, files, self.special)
         self.read.require_unchanged()
         return certificate
+
+    def _decoded(self, certificate: Certificate) -> Certificate:
+        """Return the certificate with what the tokenizer tells of its test text."""
+        if certificate.test is None or self.texts.test is None:
+            return certificate
+        return replace(certificate, test=certificate.test.decoded(self.texts.test.ids, self.tokenizer))
 
 
 def convert_folder(

@@ -21,6 +21,7 @@ from rehead.measure.forecast import step_bytes
 from rehead.measure.length import text_length
 from rehead.model import LanguageModel
 from rehead.system.machine import available_memory
+from rehead.tokenizer import Tokenizer
 from rehead.training import state
 
 DEFAULTS = {
@@ -159,9 +160,11 @@ def healed_files(
     teacher: LanguageModel,
     step: int,
     held_out: Ids,
+    tokenizer: Tokenizer,
 ) -> dict[str, str]:
     """Return the certificate `before`, measured again against the teacher, as files by name."""
     test = Text.of(Passage(name="validation part of the run's text", ids=held_out), TEST_TOKENS)
+    test = test.decoded(held_out, tokenizer)
     blocks = blocks_of(model, held_out, TEST_TOKENS, before.length)
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     losses = list(logits.pop("losses"))

@@ -22,7 +22,7 @@ from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
 from rehead.training.rounding import arithmetic, warn_of_rounding
 from rehead.training.saving import Saver, Snapshot
-from rehead.training.start import located, read_teacher, require_same_run, require_step, start_model
+from rehead.training.start import card_of, located, read_teacher, require_same_run, require_step, start_model
 
 PROMPT_TOKENS = 8
 """Samples continue this many tokens of the validation text, unless a prompt is given."""
@@ -73,6 +73,7 @@ class Run:
         else:
             require_same_run(checkpoint, folder.config, options, self.tokens.sha256)
             model = own.load(checkpoint)
+        self.card = card_of(options.model, checkpoint)
         self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
@@ -252,7 +253,7 @@ class Run:
             **({"owed": True} if owed else {}),
         }
         self.saved = trainer.step
-        texts = {"tokenizer.json": self.tokenizer.to_json(), **(certificate or {})}
+        texts = {"tokenizer.json": self.tokenizer.to_json(), **self.card, **(certificate or {})}
         return Snapshot(model=model, tensors=tensors, numbers=numbers, texts=texts)
 
     def _certificate(self) -> dict[str, str]:
@@ -261,7 +262,9 @@ class Run:
         if self.certificate is None or trainer.teacher is None or len(self.split.val) < 2:
             return {}
         given = self.certificate, self.options, trainer.model, trainer.teacher, trainer.step, self.split.val
-        files: dict[str, str] = self.ranks.apart(trainer.objective, lambda: healed_files(*given))
+        files: dict[str, str] = self.ranks.apart(
+            trainer.objective, lambda: healed_files(*given, self.tokenizer)
+        )
         return files
 
     def _log(self, record: dict[str, Any]) -> dict[str, Any]:

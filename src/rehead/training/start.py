@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint import load, resolve
+from rehead.checkpoint import load, read_at, resolve
 from rehead.checkpoint.hub import pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
+from rehead.conversion.origin import CARD, carried
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError
 from rehead.measure import parameters
@@ -80,6 +81,18 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
     if place is not None and trained is not None:
         _warm_start(model, trained, place)
     return model
+
+
+def card_of(options: ModelOptions, checkpoint: Path | None) -> dict[str, str]:
+    """Return the card of the run's checkpoints, as a file by name: of a model with trained weights, where from."""
+    place = options.pretrained_folder or options.folder
+    if place is None:
+        return {}
+    if checkpoint is not None:
+        card = checkpoint / CARD
+        return {CARD: card.read_text(encoding="utf-8")} if card.is_file() else {}
+    source = Path(place)
+    return {CARD: read_at(source, lambda folder: carried(source, folder))}
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:

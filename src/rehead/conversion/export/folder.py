@@ -10,66 +10,36 @@ from rehead.checkpoint import Family, families, publish
 from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.export.card import Card
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import Engine, require_served
 from rehead.conversion.folder import require_apart
+from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
 from rehead.errors import ConfigError
-from rehead.measure.stored import LOST, lost_rows
+from rehead.measure.stored import lost_rows
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
 log = logging.getLogger("rehead")
 DEEPSEEK = "deepseek_v3"
-CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {name}
-
-A `{architecture}`, written by rehead. It needs no code of its own:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-ids = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)
-print(tokenizer.decode(ids[0]))
-```
-{certificate}{formats}"""
-COMPUTE = """
-It may be stored in smaller formats, but should compute in bfloat16 or float32: in float16, the latent before its norm
-keeps a few bits only.
-
-"""
-FORMATS = """
-## Other number formats
-
-Keep these weights in bfloat16 or float32. Rounded to float16, or to 8 bits as in llama.cpp's q8_0, these rows lose more
-than {lost:.0%} of their size, and the model would predict noise:
-
-| rows of | float16 | q8_0 |
-|---|---:|---:|
-{rows}
-
-`rehead eval FOLDER --data TEXT --stored-as fp16` measures what such a format costs.
-"""
 
 
 def export_folder(
-    source: Path, destination: Path, kind: str = "auto", engine: Engine | None = None
+    source: Path,
+    destination: Path,
+    kind: str = "auto",
+    engine: Engine | None = None,
+    name: str | None = None,
 ) -> tuple[str, Certificate | None]:
     """Write the model in `source` as a stock folder of family `kind`; return its class.
 
     `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which
     others convert exactly: for transformers all with rope or none, for vLLM fewer. Without an `engine`, a
-    converted model is one that vLLM takes, and any model means the same to every engine. Raises ConfigError
-    naming what the class or the engine cannot represent.
+    converted model is one that vLLM takes, and any model means the same to every engine. Its card calls the model
+    `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent.
     """
     require_apart(source, destination)
     return_freed_memory()
@@ -78,18 +48,20 @@ def export_folder(
         read = Source(opened.model, opened.folder)
         kinds = list(families) if kind == "auto" else [kind]
         model, family, certificate = as_stock(opened.model, kinds, engine, Path(scratch))
-        proof = ""
-        if certificate is not None:
-            proof = COMPUTE + page(certificate).replace("# Conversion", "## Conversion", 1)
-        card = CARD.format(
-            name=destination.name,
+        assert isinstance(model.config, GPTConfig)
+        before = Certificate.read(opened.folder) if (opened.folder / CERTIFICATE).is_file() else None
+        card = Card(
+            name=name or destination.name,
             architecture=family.architecture,
-            certificate=proof,
-            formats=_formats(model),
+            config=model.config,
+            origin=Origin.read(source, opened.folder),
+            before=before,
+            made=certificate,
+            lost=_lost(model),
         )
-        files = {"README.md": card}
-        if certificate is not None:
-            files |= {CERTIFICATE: certificate.to_json(), PAGE: page(certificate)}
+        files = {CARD: card.text()}
+        if (last := certificate or before) is not None:
+            files |= {CERTIFICATE: last.to_json(), PAGE: page(last)}
         if opened.tokenizer is not None:
             files["tokenizer.json"] = opened.tokenizer.to_json()
         stock.write(model, aside, family, files, opened.special)
@@ -97,24 +69,20 @@ def export_folder(
     return family.architecture, certificate
 
 
-def _formats(model: LanguageModel) -> str:
-    """Return the card's section on smaller number formats, and warn of them; empty if a latent loses nothing."""
+def _lost(model: LanguageModel) -> dict[str, dict[str, float]]:
+    """Return the shares of rows that smaller number formats lose, and warn of them; none if a latent loses nothing."""
     assert isinstance(model.config, GPTConfig)
     if not any(isinstance(layer, LatentConfig) for layer in model.config.attention):
-        return ""
+        return {}
     lost = lost_rows(model, "fp16", "q8_0")
-    if not lost:
-        return ""
-    names = ", ".join(name.removesuffix(".weight") for name in lost)
-    log.warning(
-        "keep this export in bfloat16 or float32. float16 and formats of 8 bits lose %s, whose numbers are very small "
-        "or very large: the model would predict noise. Its README.md says more.",
-        names,
-    )
-    rows = "\n".join(
-        f"| `{name}` | {share['fp16']:.0%} | {share['q8_0']:.0%} |" for name, share in lost.items()
-    )
-    return FORMATS.format(lost=LOST, rows=rows)
+    if lost:
+        names = ", ".join(name.removesuffix(".weight") for name in lost)
+        log.warning(
+            "keep this export in bfloat16 or float32. float16 and formats of 8 bits lose %s, whose numbers are very "
+            "small or very large: the model would predict noise. Its README.md says more.",
+            names,
+        )
+    return lost
 
 
 def as_stock(

@@ -22,8 +22,8 @@ from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.folder import as_stock
-from rehead.conversion.export.origin import origin
 from rehead.conversion.folder import require_apart
+from rehead.conversion.origin import HUB, REPOSITORY, Origin
 from rehead.conversion.source import Source
 from rehead.errors import UsageError
 from rehead.measure.stored import Storage, lost_rows
@@ -71,7 +71,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
         tensors, exact = _tensors(model, kind, stock.weights(model, family), _lost(model, asked))
         types = {name: type_of(name, tuple(weight.shape), asked, exact) for name, weight in tensors.items()}
         about = _about(opened.folder, file, family.architecture, asked, certificate)
-        about |= origin(source, opened.folder)
+        about |= _origin(Origin.read(source, opened.folder))
         facts = {"general.architecture": kind.name, **about, **keys, **words}
         write_file(place, facts, tensors, types)
         read.require_unchanged()
@@ -137,3 +137,17 @@ def _about(
     if made is None and (folder / CERTIFICATE).is_file():
         made = Certificate.read(folder)
     return about if made is None else about | {"rehead.certificate": made.to_json()}
+
+
+def _origin(origin: Origin) -> dict[str, Any]:
+    """Return the keys `general.*` of the licence and the base models."""
+    facts: dict[str, Any] = {"general.license": origin.licence} if origin.licence else {}
+    if origin.bases:
+        facts["general.base_model.count"] = len(origin.bases)
+    for index, base in enumerate(origin.bases):
+        facts[f"general.base_model.{index}.name"] = base
+        if REPOSITORY.fullmatch(base):
+            facts[f"general.base_model.{index}.repo_url"] = HUB + base
+        if origin.commit:
+            facts[f"general.base_model.{index}.version"] = origin.commit
+    return facts

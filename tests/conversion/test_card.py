@@ -1,0 +1,198 @@
+"""The cards of exports, read by huggingface_hub: origin, licence, and what was measured on which text."""
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+
+import rehead
+from rehead.cli import main
+from rehead.conversion.certificate import Certificate, Text
+from rehead.conversion.export.card import metrics
+from rehead.conversion.origin import Origin, front
+from rehead.tokenizer import train
+
+TEXT = "Seem to me all the uses of this world — ü! Fie on't, ah fie\n" * 30
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    Path("test.txt").write_text(TEXT, encoding="utf-8")
+    Path("fit.txt").write_text("O God, O God! How weary, stale, flat\n" * 60, encoding="utf-8")
+
+
+def llama(folder, card=None, **changes):
+    """A tiny Llama that transformers wrote, reading bytes, with a card."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 256, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+        | sizes
+        | changes
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    (Path(folder) / "tokenizer.json").write_text(train("byte", TEXT).to_json())
+    if card is not None:
+        (Path(folder) / "README.md").write_text(card, encoding="utf-8")
+    return folder
+
+
+def run(*words):
+    assert main(list(words)) == 0
+
+
+def read(folder):
+    """The card as the Hub's own library reads it: strictly, with its results."""
+    return ModelCard.load(Path(folder) / "README.md")
+
+
+def typed(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "rehead", *words], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.process
+def test_the_card_of_a_converted_model_says_what_eval_measures(capfd):
+    card = f"---\nlicense: apache-2.0\nbase_model: org/base\nbase_model_commit: {COMMIT}\n---\n# Its card\n"
+    llama("llama", card)
+    texts = ["--calibration", "fit.txt", "--test", "test.txt", "--length", "32"]
+    assert typed("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", *texts).returncode == 0
+    assert typed("export", "mqa", "stock", "--format", "deepseek_v3").returncode == 0
+    shown = read("stock")
+    facts = shown.data.to_dict()
+    assert facts["library_name"] == "transformers"
+    assert facts["license"] == "apache-2.0"
+    assert facts["base_model"] == "org/base"
+    assert facts["base_model_relation"] == "finetune"
+    assert facts["base_model_commit"] == COMMIT
+    assert facts["tags"] == ["rehead", "mla"]
+    measured = json.loads(typed("eval", "mqa", "--data", "test.txt", "--length", "32", "--json").stdout)
+    results = {result.metric_type: result for result in shown.data.eval_results}
+    assert set(results) == {"loss", "perplexity", "bits_per_byte"}
+    for name, result in results.items():
+        assert math.isclose(result.metric_value, measured[name], rel_tol=1e-6), name
+        assert result.dataset_name == "test.txt"
+        assert result.dataset_args["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
+        assert result.dataset_args["bytes"] == len(TEXT.encode())
+        assert result.dataset_args["window"] == 32
+    for words in (
+        f"[org/base](https://huggingface.co/org/base) at commit `{COMMIT}`",
+        "Licence, as its source names it: apache-2.0.",
+        "## Conversion\n\nFrom **gqa, 2 KV heads of 16, rope** to **mqa",
+        "## Export\n\nFrom **mqa, 1 KV head of 16, rope** to **mla",
+    ):
+        assert words in shown.text
+    assert json.loads(Path("stock/conversion.json").read_text())["exact"]
+
+
+def test_an_export_as_it_is_carries_the_certificate_of_its_source(capfd):
+    llama("llama")
+    run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", "--test", "test.txt", "--length", "16")
+    run("export", "mqa", "stock")
+    assert Path("stock/conversion.json").read_bytes() == Path("mqa/conversion.json").read_bytes()
+    assert read("stock").data.tags == ["rehead", "mqa"]
+    assert read("stock").data.eval_results[0].metric_value == Certificate.read(Path("mqa")).loss[1]
+    run("export", "llama", "same")
+    assert read("same").data.eval_results is None
+    assert read("same").data.tags == ["rehead", "gqa"]
+    assert not Path("same/conversion.json").exists()
+
+
+def test_healing_and_training_on_carry_the_origin(capfd):
+    llama("llama", "---\nlicense: mit\nbase_model: org/base\n---\n")
+    run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", "--test", "test.txt")
+    flags = ["data.path=fit.txt", "trainer.batch_size=2", "trainer.eval_batches=1", "trainer.device=cpu"]
+    run("heal", "mqa", "--teacher", "llama", *flags, "trainer.max_iters=2", "--length", "16")
+    flags += ["trainer.resume=True", "trainer.max_iters=3"]
+    run("heal", "mqa", "--teacher", "llama", *flags, "--length", "16")
+    run("export", "mqa-healed", "stock")
+    card = read("stock").data
+    assert (card["license"], card["base_model"]) == ("mit", "org/base")
+    healed = Certificate.read(Path("stock"))
+    assert len(healed.healing) == 1
+    results = {result.metric_type: result.metric_value for result in card.eval_results}
+    n_token, n_byte = healed.test.tokens, healed.test.bytes
+    assert n_token == n_byte > 100
+    expected = healed.loss[1] * (n_token - 1) / n_byte / math.log(2)
+    assert math.isclose(results["bits_per_byte"], expected, rel_tol=1e-12)
+
+
+def test_an_unknown_licence_is_said(capfd):
+    run("export", llama("llama"), "stock")
+    card = read("stock")
+    assert card.data.license == "unknown"
+    assert "base_model" not in card.data.to_dict()
+    assert "**Its licence is unknown**" in card.text
+    run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss")
+    run("export", "mqa", "again")
+    assert read("again").data.license == "unknown"
+
+
+@pytest.mark.parametrize("source", [f"org/name@{COMMIT}", f"cache/models--org--name/snapshots/{COMMIT}"])
+def test_a_model_of_the_hub_is_its_own_base(source):
+    folder = Path(source) if "cache" in source else Path("elsewhere")
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("---\nlicense: other\nlicense_name: own\nbase_model: org/older\n---\n")
+    keys = Origin.read(Path(source), folder).keys()
+    assert keys == {
+        "license": "other",
+        "license_name": "own",
+        "base_model": "org/name",
+        "base_model_relation": "finetune",
+        "base_model_commit": COMMIT,
+    }
+
+
+HOSTILE = [
+    'mit"\n---\nevil: true',
+    "--- &a [x]: {y} # no",
+    "{{ x }} %7 @a !tag",
+    "no",
+    "1.0",
+    "a\x1b[31mb",
+    "x" * 5000,
+    "<script>alert(1)</script> [link](http://x) `code`",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_strings_of_files_stay_strings(value, capfd):
+    llama("llama", front({"license": value, "base_model": ["org/base", value], "base_model_commit": value}))
+    run("export", "llama", "stock")
+    card = read("stock")
+    facts = card.data.to_dict()
+    kept = " ".join(value.split()) if value.isprintable() or "\n" in value else ""
+    kept = kept if len(kept) <= 200 else ""
+    assert facts["license"] == (kept or "unknown")
+    assert facts["base_model"] == (["org/base", kept] if kept else "org/base")
+    assert set(facts) <= {
+        "library_name", "pipeline_tag", "license", "base_model", "base_model_relation", "tags",
+    }  # fmt: skip
+    assert not any(word in card.text for word in ("<script>", "](http://x)", "`code`", "\x1b"))
+
+
+def test_a_text_without_bytes_or_with_an_odd_name_is_described():
+    _, certificate = rehead.convert(rehead.load(llama("llama")), to="mqa")
+    assert metrics(certificate) == []
+    text = Text(name='a"\n---\nb: [', tokens=11, sha256="0" * 64, read=11)
+    (result,) = metrics(replace(certificate, test=text, loss=[3.0, 2.0]))
+    assert [metric["type"] for metric in result["metrics"]] == ["loss", "perplexity"]
+    assert result["metrics"][1]["value"] == math.exp(2.0)
+    assert "bytes" not in result["dataset"]["args"]
+    card = ModelCard(front({"model-index": [{"name": "x", "results": [result]}]}))
+    assert card.data.eval_results[0].dataset_name == 'a" --- b: ['
+    sampled = replace(text, name="self")
+    assert sampled.decoded(np.array([1, 2]), train("byte", TEXT)) == sampled
