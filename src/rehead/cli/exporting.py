@@ -1,0 +1,101 @@
+"""`rehead export`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from rehead.cli.app import Json, app, say
+from rehead.errors import UsageError
+
+
+@app.command
+def export(
+    source: Annotated[Path, Parameter(help="a model or run folder")],
+    destination: Annotated[Path, Parameter(help="a new folder for the result, or a .gguf file")],
+    *,
+    format: Annotated[
+        Literal[
+            "auto",
+            "gpt2",
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "deepseek_v3",
+            "deepseek_v2",
+            "minicpm3",
+            "youtu",
+            "smollm3",
+            "phi3",
+            "granite",
+            "olmo2",
+            "glm",
+            "glm4",
+            "gemma2",
+            "gemma3_text",
+            "gpt_neox",
+            "qwen3_moe",
+            "gguf",
+        ],
+        Parameter(
+            help="the model family to write, auto for the first that can represent the model, or gguf for a file "
+            "of llama.cpp"
+        ),
+    ] = "auto",
+    engine: Annotated[
+        Literal["transformers", "vllm", "sglang", "mlx", "llama.cpp"] | None,
+        Parameter(
+            name="--for",
+            help="the engine that will load it: what it would compute otherwise is refused "
+            "[default: what all load, where possible]",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16", "q8_0"] | None,
+        Parameter(help="number format of the matrices, with --format gguf [default: that of the weights]"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a model as a stock Hugging Face folder, or a GGUF file, that other software loads without rehead.
+
+    MQA with rope, and models without rope, go out exactly as DeepSeek-V3's MLA,
+    which vLLM and SGLang serve with their own kernels; with --for transformers, GQA
+    and MHA with rope do too. What a class or the engine cannot represent is refused by name.
+    For example:
+
+        rehead export out/llama out/stock
+        rehead export out/llama out/deepseek --format deepseek_v3 --for transformers
+        rehead export out/llama out/llama.gguf --format gguf --dtype q8_0
+    """
+    from rehead.conversion.export.folder import export_folder
+    from rehead.report.progress import Board
+
+    if format == "gguf":
+        _export_gguf(source, destination, engine, dtype, json)
+        return
+    if dtype is not None:
+        raise UsageError(
+            f"--dtype {dtype}: a folder keeps the format of its weights. Use it with --format gguf."
+        )
+    with Board(f"exporting {source}"):
+        architecture, certificate = export_folder(source, destination, format, engine)
+    error = None if certificate is None else certificate.logits["relative_error"]
+    facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
+    say(facts, f"{architecture} in {destination}", json)
+
+
+def _export_gguf(source: Path, file: Path, engine: str | None, dtype: str | None, json: bool) -> None:
+    """Write a GGUF file, and say what is in it."""
+    from rehead.conversion.export.gguf import export_gguf
+    from rehead.report.progress import Board
+
+    if engine not in (None, "llama.cpp"):
+        raise UsageError(f"--for {engine} with --format gguf: such files are llama.cpp's. Leave out --for.")
+    with Board(f"exporting {source}"):
+        written = export_gguf(source, file, dtype)
+    error = None if written.certificate is None else written.certificate.logits["relative_error"]
+    facts = {"architecture": written.architecture, "file": str(file), "types": written.types}
+    kinds = ", ".join(f"{count} {name}" for name, count in written.types.items())
+    text = f"{written.architecture} in {file}, in tensors of {kinds}"
+    say({**facts, "relative_error": error}, text, json)
