@@ -1,5 +1,8 @@
 """`rehead export`."""
 
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -55,6 +58,23 @@ def export(
         Literal["fp32", "bf16", "fp16", "q8_0"] | None,
         Parameter(help="number format of the matrices, with --format gguf [default: that of the weights]"),
     ] = None,
+    push: Annotated[
+        str | None,
+        Parameter(
+            help="upload the folder as the model org/name of the Hugging Face Hub, with the token of `hf auth login` "
+            "or HF_TOKEN"
+        ),
+    ] = None,
+    private: Annotated[
+        bool, Parameter(negative="", help="with --push: a new model on the Hub is private")
+    ] = False,
+    replace: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="with --push: put the export in the place of other files there, which its earlier commits keep",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a model as a stock Hugging Face folder, or a GGUF file, that other software loads without rehead.
@@ -62,15 +82,25 @@ def export(
     MQA with rope, and models without rope, go out exactly as DeepSeek-V3's MLA,
     which vLLM and SGLang serve with their own kernels; with --for transformers, GQA
     and MHA with rope do too. What a class or the engine cannot represent is refused by name.
-    For example:
+    --push uploads the folder once it is written. For example:
 
         rehead export out/llama out/stock
         rehead export out/llama out/deepseek --format deepseek_v3 --for transformers
         rehead export out/llama out/llama.gguf --format gguf --dtype q8_0
+        rehead export out/llama out/stock --push me/llama --private
     """
     from rehead.conversion.export.folder import export_folder
+    from rehead.conversion.export.push import require_name
     from rehead.report.progress import Board
 
+    if push is None and (private or replace):
+        raise UsageError(f"--{'private' if private else 'replace'} is about an upload: give --push org/name.")
+    if push is not None:
+        require_name(push)
+        if format == "gguf":
+            raise UsageError(
+                f"--push {push}: a .gguf file has no card to go with it. Upload it yourself: hf upload {push} FILE."
+            )
     if format == "gguf":
         _export_gguf(source, destination, engine, dtype, json)
         return
@@ -79,10 +109,26 @@ def export(
             f"--dtype {dtype}: a folder keeps the format of its weights. Use it with --format gguf."
         )
     with Board(f"exporting {source}"):
-        architecture, certificate = export_folder(source, destination, format, engine)
+        architecture, certificate = export_folder(source, destination, format, engine, push)
     error = None if certificate is None else certificate.logits["relative_error"]
     facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
-    say(facts, f"{architecture} in {destination}", json)
+    text = f"{architecture} in {destination}"
+    if push is not None:
+        pushed = _push(destination, push, private, replace, json)
+        facts |= pushed
+        text += f", uploaded to {pushed['url']} at commit {pushed['commit']}"
+    say(facts, text, json)
+
+
+def _push(folder: Path, name: str, private: bool, replace: bool, json: bool) -> dict[str, str]:
+    """Upload an export; return its page and its commit."""
+    from rehead.conversion.export.push import Push
+    from rehead.report.progress import Board
+
+    bars = sys.stderr.isatty() and not json
+    with nullcontext() if bars else Board(f"uploading {folder}"):
+        push = Push(folder=folder, name=name, private=private, replace=replace)
+        return asdict(push.run(progress=bars))
 
 
 def _export_gguf(source: Path, file: Path, engine: str | None, dtype: str | None, json: bool) -> None:
