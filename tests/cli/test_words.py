@@ -91,7 +91,7 @@ def test_a_long_message_keeps_its_rule_and_its_list(run, capfd):
     assert "expected a list of tables" in said
     assert len(said) < 400
     said = refused(capfd, "inspekt", run)
-    assert "bench, convert, env, eval, export, generate, heal, " in said
+    assert "bench, check, convert, env, eval, export, generate, heal, " in said
     said = refused(capfd, "convert", run, "new", "--to", "mla", "--kv-rank", "3", "--method", "mean")
     assert " ... " not in said
 

@@ -126,6 +126,13 @@ def test_an_export_says_what_a_smaller_format_would_lose(exported):
     noise = typed(exported, "eval", "mla", "--data", "text.txt", "--stored-as", "fp16")
     assert noise.returncode != 0
     assert "o_proj.weight leaves the range of fp16" in noise.stderr
+    checked = typed(exported, "check", "mla", "--data", "text.txt", "--dtype", "fp16", "--dtype", "q8_0")
+    assert checked.returncode == 0
+    assert "fp16: NOT SAFE: layers.0.self_attn.o_proj.weight leaves the range of fp16" in checked.stdout
+    assert "It loses rows of " in checked.stdout
+    sound = json.loads(typed(exported, "check", "again", "--data", "text.txt", "--json").stdout)
+    assert sound["safe"]
+    assert list(sound["formats"]) == ["fp16", "bf16", "q8_0"]
     ids = torch.tensor(hf.Tokenizer.from_file(str(exported / "again/tokenizer.json")).encode(TEXT).ids)[None]
     for kind in ("q8_0", "fp16"):
         words = ["eval", "again", "--data", "text.txt", "--stored-as", kind, "--json"]
@@ -140,6 +147,9 @@ def test_an_export_says_what_a_smaller_format_would_lose(exported):
         assert found["loss"] == pytest.approx(-float(logs.gather(1, wanted).mean()), abs=1e-5)
         assert found["loss_exact"] == pytest.approx(-float(exact.gather(1, wanted).mean()), abs=1e-5)
         assert found["kl"] > 0
+        assert sound["formats"][kind]["kl"] == pytest.approx(found["kl"], rel=1e-6)
+        assert sound["formats"][kind]["loss"] == pytest.approx(found["loss"], abs=1e-6)
+        assert sound["formats"][kind]["loss_exact"] == pytest.approx(found["loss_exact"], abs=1e-6)
         assert found["stored_as"] == kind
 
 

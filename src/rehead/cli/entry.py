@@ -18,7 +18,15 @@ from typing import Any, get_args, get_type_hints
 from cyclopts import CycloptsError
 
 from rehead import native
-from rehead.cli import conversion, exporting, importing, measuring, models, training  # noqa: F401 (each enters its commands)
+from rehead.cli import (  # noqa: F401 (each enters its commands)
+    checking,
+    conversion,
+    exporting,
+    importing,
+    measuring,
+    models,
+    training,
+)
 from rehead.cli.app import app, tell, warn
 from rehead.cli.interrupt import WORDS
 from rehead.cli.loading import load_torch

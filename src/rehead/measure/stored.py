@@ -10,7 +10,7 @@ from torch import Tensor
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
-from rehead.measure.fidelity import compare
+from rehead.measure.fidelity import Comparison, compare
 from rehead.model import LanguageModel, skeleton
 from rehead.stages import staged
 
@@ -69,9 +69,16 @@ def changed(exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int) 
     `kl` is the mean of KL(exact || stored) in nats, `argmax_flips` the share of tokens whose likeliest successor
     differs, `loss_exact` the loss before.
     """
-    blocks = list(evaluation_blocks(ids, length, max(1, BATCH // length), max(1, TOKENS // length)))
-    found = compare(exact, stored, shown(blocks, "comparing with the exact weights"))
+    found = comparison(exact, stored, ids, length)
     return {"kl": found.kl, "argmax_flips": found.argmax_flips, "loss_exact": found.losses[0]}
+
+
+def comparison(
+    exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int, tokens: int = TOKENS
+) -> Comparison:
+    """Compare the predictions of two models on a text: blocks of `length` spread over it, at most `tokens` in all."""
+    blocks = list(evaluation_blocks(ids, length, max(1, BATCH // length), max(1, tokens // length)))
+    return compare(exact, stored, shown(blocks, "comparing with the exact weights"))
 
 
 @torch.no_grad()

@@ -1,0 +1,100 @@
+"""`rehead check`."""
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from rehead.cli.app import DEVICE, LENGTH, Json, app, say
+
+if TYPE_CHECKING:
+    from rehead.data import Ids
+    from rehead.tokenizer import OpenedModel
+
+
+@app.command
+def check(
+    folder: Annotated[Path, Parameter(help="a model or run folder")],
+    *,
+    dtype: Annotated[
+        tuple[Literal["fp16", "bf16", "q8_0"], ...],
+        Parameter(
+            negative="",
+            help="number format to serve in; may be repeated. q8_0 is llama.cpp's format of 8 bits "
+            "[default: all three]",
+        ),
+    ] = (),
+    data: Annotated[
+        Path | None,
+        Parameter(
+            help="a text file, a folder of them, or a corpus (python-docs, shakespeare) to compare on "
+            "[default: a run's own text, otherwise python-docs]"
+        ),
+    ] = None,
+    length: Annotated[int | None, Parameter(help=f"tokens per block {LENGTH}")] = None,
+    device: Annotated[str, Parameter(help=DEVICE)] = "auto",
+    json: Json = False,
+) -> None:
+    """Say whether a model can be served in a smaller number format.
+
+    Rounds the weights as a file of that format would and compares the predictions
+    with those of the exact weights, in float32, on at most 4,096 tokens. For fp16 and bf16 it
+    also computes in them, as engines do. A format is safe if the mean KL is at most
+    0.01 nats; otherwise the verdict is NOT SAFE, with exit status 0. For example:
+
+        rehead check out/run
+        rehead check out/llama --dtype q8_0 --data input.txt
+    """
+    import torch
+
+    from rehead.checkpoint.find import run_data
+    from rehead.measure.length import text_length
+    from rehead.measure.served import TOKENS, verdicts
+    from rehead.report.progress import Board
+    from rehead.report.served import present
+    from rehead.system.device import choose_device
+    from rehead.tokenizer import open_model
+
+    chosen = choose_device(device)
+    kinds = list(dict.fromkeys(dtype)) or ["fp16", "bf16", "q8_0"]
+    with tempfile.TemporaryDirectory() as scratch, Board(f"checking {folder}"):
+        opened = open_model(folder, device=chosen, dtype=torch.float32)
+        run = run_data(folder)
+        length = text_length(opened.model.config, length, None if run is None else run.block_size)
+        name, ids = _text(folder, opened, data, length, Path(scratch))
+        found = verdicts(opened.model, kinds, ids, length)
+    blocks = max(1, min(TOKENS // length, -(-(len(ids) - 1) // length)))
+    document = {
+        "model": str(folder),
+        "text": name,
+        "length": length,
+        "blocks": blocks,
+        "safe": all(verdict.safe for verdict in found),
+        "formats": {verdict.dtype: {"safe": verdict.safe, **asdict(verdict)} for verdict in found},
+    }
+    if json:
+        say(document, "", json)
+    else:
+        present(f"{folder} on {name}, {blocks} x {length:,} tokens", found)
+
+
+def _text(
+    folder: Path, opened: "OpenedModel", data: Path | None, length: int, scratch: Path
+) -> tuple[str, "Ids"]:
+    """Return the text to compare on, and what it is called."""
+    from rehead.conversion.reading import Reader
+    from rehead.data import named, tokenize
+
+    tokenizer = opened.require_tokenizer()
+    if data is None:
+        reader = Reader(
+            source=folder, model=opened.model, tokenizer=tokenizer, length=length, seed=0, scratch=scratch
+        )
+        own = reader.texts((), None)
+        text = own.test or next(iter(own.calibration), None)
+        if text is not None:
+            return f"the {text.name}", text.ids
+    name = str(data or "python-docs")
+    return name, tokenize(named(name, "--data"), tokenizer, scratch / "tokens.bin").ids

@@ -1,0 +1,45 @@
+"""Prints in which number formats a model can be served."""
+
+from collections.abc import Sequence
+
+from rehead.measure.served import Verdict
+from rehead.report.table import show
+
+HEADER = ("format", "KL", "loss", "tokens\nchanged", "KL, computed\nin it", "verdict")
+
+
+def present(title: str, verdicts: Sequence[Verdict]) -> None:
+    """Print a table and a line per format."""
+    show(
+        title,
+        HEADER,
+        [_row(verdict) for verdict in verdicts],
+        "KL: the mean divergence from the predictions of the exact weights, in nats. loss: its change in nats per "
+        "token. tokens changed: whose likeliest successor is another. computed in it: as engines do in 16 bits.",
+        texts=(0, 5),
+    )
+    for verdict in verdicts:
+        print(line(verdict))
+
+
+def line(verdict: Verdict) -> str:
+    """Return the verdict in a sentence."""
+    rows = ", ".join(f"{name.removesuffix('.weight')} ({share:.2g})" for name, share in verdict.lost.items())
+    if verdict.problem is not None:
+        lost = f" It loses rows of {rows}." if rows else ""
+        return f"{verdict.dtype}: NOT SAFE: {verdict.problem}{lost}"
+    if rows:
+        return (
+            f"{verdict.dtype}: safe on this text. It loses rows of {rows}, which did not matter here: check a text "
+            "like those you will serve, with --data."
+        )
+    return f"{verdict.dtype}: safe"
+
+
+def _row(verdict: Verdict) -> tuple[str, ...]:
+    word = "safe" if verdict.safe else "NOT SAFE"
+    if verdict.kl is None or verdict.loss is None or verdict.loss_exact is None:
+        return (verdict.dtype, "-", "-", "-", "-", word)
+    computed = "" if verdict.kl_computed is None else f"{verdict.kl_computed:.2g}"
+    change = f"{verdict.loss - verdict.loss_exact:+.4f}"
+    return (verdict.dtype, f"{verdict.kl:.2g}", change, f"{verdict.argmax_flips:.2%}", computed, word)
