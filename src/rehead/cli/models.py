@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, KVFormat, app, say, shown, torch_dtype, warn
+from rehead.cli.tasks import evaluate_tasks
 from rehead.errors import UsageError
 
 MOST_SAMPLES = 10_000
@@ -122,10 +123,26 @@ def generate(
 def eval(
     folder: Annotated[Path, Parameter(help="a model or run folder")],
     *,
-    data: Annotated[Path, Parameter(help="a text file, or a folder of them")],
+    data: Annotated[Path | None, Parameter(help="a text file, or a folder of them")] = None,
+    tasks: Annotated[
+        str | None,
+        Parameter(
+            help="instead of a text: tasks of lm-evaluation-harness, by name, YAML file, or folder of such files, "
+            "with commas between"
+        ),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, Parameter(help="with --tasks: examples in each prompt [default: as the task says]")
+    ] = None,
+    limit: Annotated[
+        int | None, Parameter(help="with --tasks: documents of each task, at most [default: all]")
+    ] = None,
     length: Annotated[
         int | None,
-        Parameter(help=f"tokens per block, the most a prediction can look back on {LENGTH}"),
+        Parameter(
+            help="tokens per block, the most a prediction can look back on; with --tasks the model's own length "
+            f"if not given {LENGTH}"
+        ),
     ] = None,
     stride: Annotated[
         int | None,
@@ -158,17 +175,20 @@ def eval(
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
-    """Measure how well a model predicts a text: loss, perplexity, bits per byte.
+    """Measure how well a model predicts a text (loss, perplexity, bits per byte), or does tasks.
 
     The text is read in blocks of --length tokens; every token but the first is
     predicted once. A --stride below the length gives each prediction more tokens to
     look back on: slower, and a lower loss. Warns if the run was trained on the text.
     --stored-as shows what a smaller format of the weights costs before they are served
-    in it, --kv-dtype what one of the KV cache does. For example:
+    in it, --kv-dtype what one of the KV cache does. --tasks runs lm-evaluation-harness
+    (pip install "rehead[eval]") as on a stock model. A task can run code of its own.
+    For example:
 
         rehead eval out/run --data input.txt
         rehead eval out/run --data input.txt --length 128 --stride 64
         rehead eval out/run --data input.txt --stored-as q8_0
+        rehead eval out/llama --tasks task.yaml --limit 100
     """
     from rehead.checkpoint.find import run_data
     from rehead.data import Source, tokenize
@@ -181,6 +201,31 @@ def eval(
     from rehead.tokenizer import open_model
     from rehead.training.seen import contains_training_text
 
+    if tasks is not None:
+        given = {"--data": data, "--stride": stride, "--kv-dtype": kv_dtype}
+        for option, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"{option} {value} with --tasks: a task brings its own texts. Leave one out."
+                )
+        evaluate_tasks(
+            folder,
+            tasks,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            length=length,
+            batch_size=batch_size,
+            dtype=dtype,
+            stored_as=stored_as,
+            device=device,
+            json=json,
+        )
+        return
+    if data is None:
+        raise UsageError("eval needs --data, a text file or a folder of them, or --tasks.")
+    for option, value in {"--num-fewshot": num_fewshot, "--limit": limit}.items():
+        if value is not None:
+            raise UsageError(f"{option} {value} is for --tasks: a text is read whole. Leave it out.")
     chosen = choose_device(device)
     with tempfile.TemporaryDirectory() as scratch, Board():
         opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
+from rehead.checkpoint.files.shards import strict_json
 from rehead.checkpoint.find import path_of
-from rehead.checkpoint.huggingface.stock import special_ids
+from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
 from rehead.model import LanguageModel
 from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
+
+CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,25 @@ class OpenedModel:
         """The ids that end a text: one or several, or none that the folder names."""
         named = self.special.get("eos_token_id", [])
         return frozenset(id for id in (named if isinstance(named, list) else [named]) if type(id) is int)
+
+    def mark(self, name: str) -> int | None:
+        """Return the id that begins (`bos`), ends (`eos`) or pads (`pad`) a text, as of `transformers`' tokenizer.
+
+        It is the token that tokenizer_config.json names or, where that has no such key, the id in the model's config.
+        """
+        table = _table(self.folder / CONFIG)
+        if self.tokenizer is not None and f"{name}_token" in table:
+            named = table[f"{name}_token"]
+            named = named.get("content") if isinstance(named, dict) else named
+            return self.tokenizer.id_of(named) if isinstance(named, str) else None
+        ids = self.special.get(f"{name}_token_id")
+        first = next(iter(ids), None) if isinstance(ids, list) else ids
+        return first if type(first) is int and 0 <= first < self.model.config.vocab_size else None
+
+
+def _table(file: Path) -> dict[str, Any]:
+    found = strict_json(file, LARGEST) if os.path.lexists(file) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def open_model(

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import SupportsInt
+from typing import Literal, SupportsInt
 
 import numpy as np
 import tokenizers as hf
@@ -52,11 +52,14 @@ class Tokenizer:
         elif kind == "byte":
             self._table = np.arange(256)
 
-    def encode(self, text: str, after: str = "", *, special_tokens: bool = False) -> Int64[np.ndarray, "N"]:
+    def encode(
+        self, text: str, after: str = "", *, special_tokens: bool | Literal["read"] = False
+    ) -> Int64[np.ndarray, "N"]:
         """Return the ids (N,) of `text`, or, where `after` is the text just before it, its ids as a continuation.
 
         With `special_tokens` the ids are those of `transformers`: special tokens spelled in the text are
-        read as such, and those that the file puts around a text are added. Without, all is plain text.
+        read as such, and those that the file puts around a text are added; with "read" none are added. Without, all
+        is plain text.
         Raises InvalidInput when the vocabulary lacks a character, or a character is half of a surrogate pair.
         """
         if not isinstance(text, str):
@@ -78,12 +81,12 @@ class Tokenizer:
             )
         return ids
 
-    def _encoded(self, text: str, special_tokens: bool) -> Int64[np.ndarray, "N"]:
+    def _encoded(self, text: str, special_tokens: bool | Literal["read"]) -> Int64[np.ndarray, "N"]:
         """Return the ids that the library gives."""
         way = "Leave out what its vocabulary lacks, or use another tokenizer"
         self._inner.encode_special_tokens = not special_tokens
         with _guard("the tokenizer cannot read this text", way):
-            encoding = self._inner.encode(text, add_special_tokens=special_tokens)
+            encoding = self._inner.encode(text, add_special_tokens=special_tokens is True)
         return np.array(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
@@ -100,6 +103,15 @@ class Tokenizer:
     def token(self, id: int | None) -> str:
         """Return how the vocabulary spells an id, such as `Ġthe`; nothing for one without a token."""
         return (None if id is None else self._inner.id_to_token(id)) or ""
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token spelled as in the vocabulary, such as `</s>`; None if there is none."""
+        return self._inner.token_to_id(token)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that the file calls special; they have no text of their own in a generated one."""
+        return frozenset(id for id, token in self._inner.get_added_tokens_decoder().items() if token.special)
 
     def pieces(self, ids: Iterable[SupportsInt]) -> list[str]:
         """Return the text of each of ids (N,) as in the middle of a text; part of a character is U+FFFD."""
