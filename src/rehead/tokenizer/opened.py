@@ -15,6 +15,7 @@ from rehead.model import LanguageModel
 from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
 
 CONFIG = "tokenizer_config.json"
+MARKS = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class OpenedModel:
         ids = self.special.get(f"{name}_token_id")
         first = next(iter(ids), None) if isinstance(ids, list) else ids
         return first if type(first) is int and 0 <= first < self.model.config.vocab_size else None
+
+    def marks(self) -> dict[str, str]:
+        """Return those tokens by the keys of tokenizer_config.json: `bos_token`, `eos_token`, `pad_token`."""
+        tokens = {name: self.tokenizer.token(self.mark(name)) for name in MARKS} if self.tokenizer else {}
+        return {f"{name}_token": token for name, token in tokens.items() if token}
 
 
 def _table(file: Path) -> dict[str, Any]:

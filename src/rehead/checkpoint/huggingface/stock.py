@@ -109,11 +109,17 @@ def export(
 
 
 def write(
-    model: LanguageModel, folder: Path, family: Family, files: dict[str, str], special: Table | None = None
+    model: LanguageModel,
+    folder: Path,
+    family: Family,
+    files: dict[str, str],
+    special: Table | None = None,
+    marks: dict[str, str] | None = None,
 ) -> None:
     """Write the files of a stock folder and further `files`, such as tokenizer.json, into a folder being published.
 
-    `special` are the ids of `special_ids`; a missing one is written as null, since the class has a default.
+    `special` are the ids of `special_ids`; a missing one is written as null, since the class has a default. `marks` are
+    the tokens that begin, end and pad a text, for the tokenizer's config.
     Raises ConfigError if the class cannot represent the model.
     """
     assert isinstance(model.config, GPTConfig)
@@ -125,7 +131,7 @@ def write(
     texts = {"config.json": _json(table), "generation_config.json": _json(generation)}
     if "tokenizer.json" in files:
         own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
-        texts["tokenizer_config.json"] = _json(own)
+        texts["tokenizer_config.json"] = _json(own | (marks or {}))
     texts |= files
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -64,7 +64,7 @@ def export_folder(
             files |= {CERTIFICATE: last.to_json(), PAGE: page(last)}
         if opened.tokenizer is not None:
             files["tokenizer.json"] = opened.tokenizer.to_json()
-        stock.write(model, aside, family, files, opened.special)
+        stock.write(model, aside, family, files, opened.special, opened.marks())
         read.require_unchanged()
     return family.architecture, certificate
 
