@@ -75,11 +75,11 @@ def _option(group: str, field: ast.AnnAssign, meaning: str, module: str) -> Opti
     default = ast.literal_eval(field.value)
     kind = _alias(field.annotation, module)
     words = ast.unparse(kind)
-    choices = tuple(re.findall(r"'([\w-]+)'", words)) if words.startswith("Literal") else ()
+    choices = tuple(re.findall(r"'([\w-]+)'", words)) if re.match(r"(list\[)?Literal", words) else ()
     return Option(
         group=group,
         name=field.target.id,
-        kind="CHOICE" if choices else KINDS[re.split(r"\W", words)[0]],
+        kind="CHOICE" if words.startswith("Literal") else KINDS[re.split(r"\W", words)[0]],
         choices=choices,
         default=otherwise if default is None else str(default),
         meaning=meaning,

@@ -116,6 +116,8 @@ class TrainerOptions:
     """divides the logits of sample texts; 0 takes the likeliest token"""
     sample_top_k: int | None = 10
     """sample texts use this many of the likeliest tokens; null for all"""
+    report_to: list[Literal["tensorboard", "trackio", "wandb"]] | None = None
+    """where metrics go besides metrics.jsonl, each with a package of its own; wandb has a server [default: none]"""
     resume: bool = False
     """continue the run in system.work_dir from its newest checkpoint"""
     teacher: str | None = None
@@ -135,6 +137,8 @@ class TrainerOptions:
             raise ConfigError("trainer.compile=True and trainer.recompute=True: use one of them.")
         if self.compile and self.parallel != "none":
             raise ConfigError(f"trainer.compile=True and trainer.parallel={self.parallel}: use one of them.")
+        if self.report_to and len(set(self.report_to)) < len(self.report_to):
+            raise ConfigError(f"trainer.report_to={self.report_to} names one twice. Leave it out.")
         for name in ("batch_size", "grad_accumulation", "eval_every", "eval_batches", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}. Use 1 or more.")

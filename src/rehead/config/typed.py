@@ -32,12 +32,20 @@ def checked(option: Field, value: Any, key: str, where: str) -> Any:
     """
     kind = _kind(option)
     plain = get_origin(kind) or kind
+    items = get_args(kind)[0] if plain is list else None
+    choices = get_args(items) if get_origin(items) is Literal else ()
+    if isinstance(value, str) and value in choices:  # one stands for a list of it
+        value = [value]
     if type(value) is int and (plain is float or (plain is bool and value in (0, 1))):
         value = plain(value)
     if matcher(option.type)(value):
         return value
     if plain is Literal:
         raise ConfigError(f"{where}: unknown choice. Use one of {', '.join(get_args(kind))}.")
+    if choices:
+        raise ConfigError(
+            f"{where}: unknown choice. Use one of {', '.join(choices)}, or several as [{', '.join(choices[:2])}]."
+        )
     rule = f"expected {WORDS[plain]}{', or null for its default' if kind is not option.type else ''}"
     raise ConfigError(f"{where}: {rule}. Write {key}={example(option)}, for example.")
 
@@ -47,6 +55,8 @@ def example(option: Field) -> Any:
     if option.default is not None:
         return option.default
     kind = _kind(option)
+    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is Literal:
+        kind = get_args(kind)[0]
     return get_args(kind)[0] if get_origin(kind) is Literal else EXAMPLES[get_origin(kind) or kind]
 
 

@@ -74,12 +74,12 @@ class RunFolder:
                     if is_new and not self.begun:
                         self.checkpoints.rmdir()
 
-    def recorded(self, step: int) -> list[dict[str, Any]]:
-        """Return the records of metrics.jsonl up to `step`. A truncated last line is left out, with a warning."""
-        lines = list(records(self.metrics)) if step else []
+    def recorded(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Return the records of metrics.jsonl, up to `step`. A truncated last line is left out, with a warning."""
+        lines = list(records(self.metrics)) if step != 0 else []
         if None in lines:
             warnings.warn(f"the last line of {self.metrics} is incomplete and is ignored", stacklevel=2)
-        return [record for record in lines if record is not None and record["step"] <= step]
+        return [record for record in lines if record is not None and (step is None or record["step"] <= step)]
 
     def begin(self, config: str, before: Iterable[dict[str, Any]]) -> None:
         """Write the resolved config, and cut the metrics to `before`: later steps will be repeated."""

@@ -1,6 +1,7 @@
 """A whole training run: set up, train, evaluate, sample, save, and stop cleanly."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from rehead.training.heal import certificate_of, healed_files
 from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
+from rehead.training.reporting import Reports, Start, require_packages
+from rehead.training.reporting.base import kind
 from rehead.training.rounding import arithmetic, warn_of_rounding
 from rehead.training.saving import Saver, Snapshot
 from rehead.training.start import card_of, located, read_teacher, require_same_run, require_step, start_model
@@ -37,6 +40,7 @@ def train(options: RunOptions) -> Iterator[dict[str, Any]]:
     versions, the result is bit-identical to an uninterrupted run. With `trainer.parallel` every process of torchrun
     calls this, and all yield the same records; the first writes them.
     """
+    require_packages(options.trainer.report_to or ())
     with ranks_of(options) as ranks:
         folder = ranks.folder(Path(options.system.work_dir))
         with folder.open(resume=options.trainer.resume) as checkpoint:
@@ -44,6 +48,7 @@ def train(options: RunOptions) -> Iterator[dict[str, Any]]:
             with (
                 stop_signals(ranks.stop()) as stop,
                 run.saver,
+                run.reports,
             ):  # not before: until here there is nothing to save
                 yield from run.records(stop)
 
@@ -95,7 +100,16 @@ class Run:
             optimizer = self.trainer.optimizer
             draws = state.restore(checkpoint, self.trainer.model, optimizer, ranks.restore_random, ranks.like)
             self.sampler.restore(draws)
+        names = options.trainer.report_to if options.trainer.report_to and ranks.rank == 0 else []
+        start = Start(
+            folder=folder.path.absolute() / "reports",
+            name=folder.path.absolute().name,
+            config=asdict(located(options)),
+            step=self.trainer.step,
+            logged=frozenset(kind(record["step"], record) for record in folder.recorded() if names),
+        )
         folder.begin(flags.write(located(options)), before)
+        self.reports = Reports(names, start, [record for record in before if record["step"] == start.step])
 
     def records(self, stop: Stop) -> Iterator[dict[str, Any]]:
         """Train to the end, or save and raise Interrupted once `stop` has a signal."""
@@ -269,4 +283,5 @@ class Run:
 
     def _log(self, record: dict[str, Any]) -> dict[str, Any]:
         self.folder.log(record)
+        self.reports.log(record)
         return record

@@ -1,0 +1,66 @@
+"""The reports of a run: a reporter that fails is dropped with a warning, and training goes on."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
+from types import TracebackType
+from typing import Any
+
+from rehead.errors import ConfigError
+from rehead.training.reporting.base import Reporter, Start, reporters
+
+log = logging.getLogger("rehead")
+
+
+def require_packages(names: Sequence[str]) -> None:
+    """Raise ConfigError for a reporter whose package is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(f'trainer.report_to={name} needs {name}: pip install "rehead[{name}]".')
+
+
+class Reports:
+    """Gives a run's records to the reporters of `names`, which are closed at the end of the block.
+
+    `again` are records of the step that a resumed run goes on from.
+    """
+
+    def __init__(self, names: Sequence[str], start: Start, again: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._open: dict[str, Reporter] = {}
+        for name in names:
+            self._try(name, lambda name=name: self._open.__setitem__(name, reporters[name](start)))
+        for record in again:
+            self.log(record)
+
+    def __enter__(self) -> "Reports":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, reporter in list(self._open.items()):
+            self._try(name, reporter.close)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Report the numbers of a record of metrics.jsonl, unless it is an event."""
+        if not self._open or "event" in record:
+            return
+        metrics = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for name, reporter in list(self._open.items()):
+            self._try(name, lambda reporter=reporter: reporter.log(record["step"], metrics))
+
+    def _try(self, name: str, do: Callable[[], None]) -> None:
+        """Do something with a reporter, silently; drop it if that fails."""
+        try:
+            with redirect_stdout(StringIO()):
+                do()
+        except Exception as error:  # a full disk, a server that is gone, no account
+            self._open.pop(name, None)
+            words = " ".join(str(error).split()) or type(error).__name__
+            log.warning("%s failed (%.150s): training goes on without it.", name, words)
