@@ -357,3 +357,14 @@ def test_processes_save_beside_their_training(parallel):
     for step in (10, 20):
         assert equal(weights("one", step), weights("two", step))
         assert equal(moments("one", step), moments("two", step))
+
+
+def test_only_the_first_process_reports():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = changed("trainer.max_iters=3", "trainer.sample_every=0", "trainer.report_to=tensorboard")
+    run(*torchrun(2, "train", *flags, *MODELS["gqa"], "trainer.parallel=ddp", "system.work_dir=two"))
+    assert len(list(Path("two/reports/tensorboard").iterdir())) == 1
+    events = EventAccumulator("two/reports/tensorboard").Reload().Scalars("loss")
+    assert [event.step for event in events] == [1, 2, 3]
+    assert [event.value for event in events] == [pytest.approx(one["loss"], rel=1e-7) for one in steps("two")]

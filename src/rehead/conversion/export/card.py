@@ -10,7 +10,7 @@ from rehead.conversion.certificate import Certificate
 from rehead.conversion.origin import Origin, front
 from rehead.conversion.page import page
 from rehead.measure.quality import scores
-from rehead.measure.stored import LOST
+from rehead.measure.stored import LOST, Storage
 
 TASK = "text-generation"
 NAMES = {
@@ -67,7 +67,7 @@ class Card:
     origin: Origin
     before: Certificate | None
     made: Certificate | None
-    lost: Mapping[str, Mapping[str, float]]
+    lost: Mapping[str, Mapping[Storage, float]]
 
     def text(self) -> str:
         """Return the text of README.md."""

@@ -2,7 +2,7 @@
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rehead.attention import LatentConfig
@@ -18,7 +18,7 @@ from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
 from rehead.errors import ConfigError
-from rehead.measure.stored import lost_rows
+from rehead.measure.stored import Storage, lost_rows
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
@@ -69,7 +69,7 @@ def export_folder(
     return family.architecture, certificate
 
 
-def _lost(model: LanguageModel) -> dict[str, dict[str, float]]:
+def _lost(model: LanguageModel) -> Mapping[str, Mapping[Storage, float]]:
     """Return the shares of rows that smaller number formats lose, and warn of them; none if a latent loses nothing."""
     assert isinstance(model.config, GPTConfig)
     if not any(isinstance(layer, LatentConfig) for layer in model.config.attention):

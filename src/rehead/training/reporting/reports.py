@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from types import TracebackType
 from typing import Any
 
 from rehead.errors import ConfigError
-from rehead.training.reporting.base import Reporter, Start, reporters
+from rehead.training.reporting.base import Kind, Reporter, Start, kind, reporters
 
 log = logging.getLogger("rehead")
 
@@ -29,8 +30,10 @@ class Reports:
 
     def __init__(self, names: Sequence[str], start: Start, again: Sequence[Mapping[str, Any]] = ()) -> None:
         self._open: dict[str, Reporter] = {}
+        self._said: set[Kind] = set()
+        """What was reported of the newest step: a run that had ended is validated again when it is resumed."""
         for name in names:
-            self._try(name, lambda name=name: self._open.__setitem__(name, reporters[name](start)))
+            self._try(name, partial(self._begin, name, start))
         for record in again:
             self.log(record)
 
@@ -38,22 +41,26 @@ class Reports:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, type_: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name, reporter in list(self._open.items()):
             self._try(name, reporter.close)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Report the numbers of a record of metrics.jsonl, unless it is an event."""
-        if not self._open or "event" in record:
+        if not self._open or "event" in record or (what := kind(record["step"], record)) in self._said:
             return
+        self._said = {one for one in self._said if one[0] == what[0]} | {what}
         metrics = {
             name: float(value)
             for name, value in record.items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
         for name, reporter in list(self._open.items()):
-            self._try(name, lambda reporter=reporter: reporter.log(record["step"], metrics))
+            self._try(name, partial(reporter.log, record["step"], metrics))
+
+    def _begin(self, name: str, start: Start) -> None:
+        self._open[name] = reporters[name](start)
 
     def _try(self, name: str, do: Callable[[], None]) -> None:
         """Do something with a reporter, silently; drop it if that fails."""

@@ -15,15 +15,16 @@ class Trackio:
         import trackio
 
         id, self._logged = start.identity("trackio.id")
-        self._run = trackio.init(
+        self._trackio = trackio
+        trackio.init(
             project=PROJECT, name=f"{start.name}-{id}", config=start.config, resume="allow", embed=False
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step, once."""
         if kind(step, metrics) not in self._logged:
-            self._run.log(dict(metrics), step=step)
+            self._trackio.log(dict(metrics), step=step)
 
     def close(self) -> None:
         """Write what is pending."""
-        self._run.finish()
+        self._trackio.finish()
