@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ ROOMS = """
     sampling generation measure conversion training study report cli
 """  # low to high: a room imports from itself and from those before it
 ROOMS = ROOMS.split()
+
+
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+def faults(check, paths=FILES):
+    """What `check` finds in each file, by its path; empty where it finds nothing."""
+    found = {str(path.relative_to(TESTS.parent)): list(check(path)) for path in paths}
+    return {path: there for path, there in found.items() if there}
 
 
 def room(path):
@@ -47,9 +59,8 @@ def upward(tree, here):
 ROOMED = [path for path in FILES if room(path) in ROOMS]  # not the package's own lazy look-up
 
 
-@pytest.mark.parametrize("path", ROOMED, ids=lambda path: str(path.relative_to(SRC)))
-def test_imports_point_down(path):
-    assert not upward(ast.parse(path.read_text()), room(path))
+def test_imports_point_down():
+    assert faults(lambda path: upward(parsed(path), room(path)), ROOMED) == {}
 
 
 def test_an_import_that_points_up_is_seen():
@@ -106,9 +117,8 @@ def wrong_imports(tree):
             yield f"{module}.{name}"
 
 
-@pytest.mark.parametrize("path", FILES + USERS, ids=lambda path: str(path.relative_to(TESTS.parent)))
-def test_what_is_imported_is_there_and_public(path):
-    assert not list(wrong_imports(ast.parse(path.read_text())))
+def test_what_is_imported_is_there_and_public():
+    assert faults(lambda path: wrong_imports(parsed(path)), FILES + USERS) == {}
 
 
 def test_private_and_missing_imports_are_seen():
@@ -132,14 +142,10 @@ def spoken(tree):
             yield from [] if any(word.arg == "stacklevel" for word in node.keywords) else ["warn"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if room(path) not in SPEAKING],
-    ids=lambda path: str(path.relative_to(SRC)),
-)
-def test_the_library_does_not_print(path):
+def test_the_library_does_not_print():
     """It logs events to the logger "rehead", and warns a caller of what the caller gave it."""
-    assert not list(spoken(ast.parse(path.read_text())))
+    silent = [path for path in FILES if room(path) not in SPEAKING]
+    assert faults(lambda path: spoken(parsed(path)), silent) == {}
 
 
 def test_what_is_printed_is_seen():
@@ -147,10 +153,9 @@ def test_what_is_printed_is_seen():
     assert sorted(spoken(ast.parse(code))) == ["'other'", "print", "print", "stderr", "warn"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_one_idea_per_file(path):
-    assert len(path.read_text().splitlines()) <= 300, "split it"
-    assert path.stem not in {"utils", "common", "helpers", "core", "misc"}
+def test_one_idea_per_file():
+    assert [path for path in FILES if len(path.read_text().splitlines()) > 300] == []
+    assert {path.stem for path in FILES} & {"utils", "common", "helpers", "core", "misc"} == set()
 
 
 def test_no_two_files_are_the_same():
@@ -167,11 +172,9 @@ def hidden_modules(package):
     return names & {path.stem for path in package.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "package", sorted({path.parent for path in FILES if path.name == "__init__.py"}), ids=str
-)
-def test_no_name_hides_a_module(package):
-    assert not hidden_modules(package)
+def test_no_name_hides_a_module():
+    packages = [path.parent for path in FILES if path.name == "__init__.py"]
+    assert faults(hidden_modules, packages) == {}
 
 
 def test_a_hidden_module_is_seen(tmp_path, monkeypatch):
@@ -208,12 +211,11 @@ def dangers(tree):
             yield node.arg
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_nothing_runs_code_from_data(path):
+def test_nothing_runs_code_from_data():
     """Of the environment, one file each reads REHEAD_NATIVE, XDG_CACHE_HOME and what torchrun says."""
-    readers = [SRC / "cli" / "entry.py", SRC / "system" / "folders.py", SRC / "system" / "torchrun.py"]
-    allowed = ["os.environ"] if path in readers else []
-    assert list(dangers(ast.parse(path.read_text()))) == allowed
+    readers = "cli/entry.py", "system/folders.py", "system/torchrun.py"
+    allowed = {f"src/rehead/{reader}": ["os.environ"] for reader in readers}
+    assert faults(lambda path: dangers(parsed(path))) == allowed
 
 
 def test_dangers_are_seen():
