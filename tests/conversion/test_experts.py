@@ -16,6 +16,7 @@ from rehead.tokenizer import train
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+pytestmark = pytest.mark.heavy
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 16
 SIZES = {
     "vocab_size": len(set(TEXT)), "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,

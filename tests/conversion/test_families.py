@@ -15,6 +15,7 @@ from rehead.tokenizer import train
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+pytestmark = pytest.mark.heavy
 SMALL = {
     "vocab_size": 11,
     "hidden_size": 36,

@@ -16,6 +16,7 @@ from rehead.config import ModelOptions
 from rehead.model import build
 
 CONVERT = ["convert", "source", "made", "--to", "mla"]
+pytestmark = pytest.mark.heavy
 EXPORT = ["export", "source", "made"]
 SAID = "source/model.safetensors changed while it was read: nothing of it can be relied on. Start again when nothing"
 

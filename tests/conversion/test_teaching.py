@@ -21,6 +21,7 @@ from rehead.errors import InvalidInput, ReheadError
 from rehead.stages import listening
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=4, rope=RopeConfig())
+pytestmark = pytest.mark.heavy
 PASSES, LENGTH = 2, 16
 
 
