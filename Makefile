@@ -29,8 +29,9 @@ test: $(STAMP)
 
 # While you work, under a minute: the model code without processes, documents and shape checks, on a few examples.
 QUICK := $(addprefix tests/,attention config contract conversion model nn test_architecture.py test_fields.py)
+HEAVY = $(shell grep -l '^pytestmark = pytest.mark.heavy' tests/*/*.py)# not even imported: two of them import transformers
 quick: $(STAMP)
-	$(BIN)/python -m pytest --few --jaxtyping-packages= $(QUICK) $(ARGS) \
+	$(BIN)/python -m pytest --few --jaxtyping-packages= $(QUICK) $(HEAVY:%=--ignore=%) $(ARGS) \
 		-m 'not heavy and not process and not slow'
 
 # In place of the pinned PyTorch, for the tests after it: the oldest that pyproject.toml allows, or the newest there is.
