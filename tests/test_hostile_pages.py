@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rehead.conversion.page import plain
+from rehead.conversion.page import escaped
 from rehead.study.results import _csv
 
 
@@ -22,6 +22,6 @@ def test_no_cell_is_a_formula(text):
     ["<script>alert(1)</script>", "[a](javascript:b)", "a | b\n\n# c", "**x**", "`y`", "&lt;", "![i](u)"],
 )
 def test_markdown_of_a_file_is_one_plain_line(text):
-    shown = plain(text)
+    shown = escaped(text)
     assert not re.search(r"[<>|`*\[\]\n!]", shown)
     assert not re.search("#(?![0-9]+;)", shown)

@@ -88,7 +88,7 @@ def written(monkeypatch):
     names, replace = [], os.replace
 
     def noting(old, new):
-        if Path(new).name.startswith(("states-", "pulls-")):
+        if Path(new).name.startswith(("states-", "gradients-")):
             names.append(Path(new).name)
         replace(old, new)
 
@@ -101,7 +101,7 @@ def digests(folder):
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-PLACES = ["states-2", "pulls-3", "pulls-1", "statistics-0", "0-1", "killed"]
+PLACES = ["states-2", "gradients-3", "gradients-1", "statistics-0", "0-1", "killed"]
 """Hidden states on the way forward, gradients at the top and on the way back, the last statistics, a converted layer,
 the result."""
 
@@ -215,7 +215,7 @@ def test_what_is_unfinished_is_not_lost_by_a_mistake(source, written, capsys):
     assert "new.unfinished keeps what is done" in capsys.readouterr().err
     assert digests(source / "new.unfinished") | kept == digests(source / "new.unfinished")
     assert main(words("new", "--resume")) == 0
-    assert written == ["pulls-0"]
+    assert written == ["gradients-0"]
     assert not (source / "new.unfinished").exists()
 
 

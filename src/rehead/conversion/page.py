@@ -12,7 +12,7 @@ MARKUP = re.compile(r"[\\`*_\[\]<>|&#~!]")
 """What means something to Markdown or HTML inside a line."""
 
 
-def plain(text: object) -> str:
+def escaped(text: object) -> str:
     """Return a string of a file as one line of Markdown that shows it and does nothing else."""
     return MARKUP.sub(lambda found: f"&#{ord(found[0])};", " ".join(str(text).split()))
 
@@ -24,7 +24,7 @@ def page(certificate: Certificate) -> str:
     others = "" if len(kinds) == 1 else ", and others (below)"
     parts = [
         "# Conversion",
-        f"From **{plain(first.source)}** to **{plain(first.result)}**{others}. "
+        f"From **{escaped(first.source)}** to **{escaped(first.result)}**{others}. "
         + ("**Exact**: the same function but for rounding." if certificate.exact else "**Approximate.**"),
         markdown(("", "before", "after"), _figures(certificate)),
         *_experts(certificate),
@@ -34,7 +34,7 @@ def page(certificate: Certificate) -> str:
         "## What was done to each layer" + (", before it was healed" if certificate.healing else ""),
         *_layers(certificate),
         "Why: "
-        + "; ".join(dict.fromkeys(plain(why) for layer in certificate.layers for why in layer.why))
+        + "; ".join(dict.fromkeys(escaped(why) for layer in certificate.layers for why in layer.why))
         + "."
         if any(layer.why for layer in certificate.layers)
         else "Nothing had to change.",
@@ -91,10 +91,10 @@ def _measured(certificate: Certificate) -> str:
 
 
 def _named(text: Text) -> str:
-    name = plain(text.name)
+    name = escaped(text.name)
     if name == SELF:
         name = "self (sampled from the source, at temperature 1, each window after a random token)"
-    return f"{name} (sha256 of its ids {plain(text.sha256[:12])}...)"
+    return f"{name} (sha256 of its ids {escaped(text.sha256[:12])}...)"
 
 
 def _logits(certificate: Certificate) -> list[tuple[str, str]]:
@@ -130,11 +130,11 @@ def _layers(certificate: Certificate) -> list[str]:
 
 def _layer(index: int, layer: Layer) -> list[str]:
     before, after = layer.kv_numbers
-    methods = f" ({plain(', '.join(layer.methods))})" if layer.methods else ""
+    methods = f" ({escaped(', '.join(layer.methods))})" if layer.methods else ""
     return [
         str(index),
         f"{before} to {after}",
-        (" -> ".join(map(plain, layer.steps)) or "none") + methods,
+        (" -> ".join(map(escaped, layer.steps)) or "none") + methods,
         f"{layer.lost_energy:.2e}",
         f"{layer.output_error:.2e}",
     ]
@@ -151,9 +151,9 @@ def _healing(certificate: Certificate) -> list[tuple[str, ...]]:
 
 
 def _where(certificate: Certificate) -> str:
-    facts = ", ".join(f"{plain(name)} {plain(value)}" for name, value in certificate.environment.items())
+    facts = ", ".join(f"{escaped(name)} {escaped(value)}" for name, value in certificate.environment.items())
     texts = [
         f"{text.read:,} of the {text.tokens:,} tokens of {_named(text)}" for text in certificate.calibration
     ]
     fitted = f"{', and '.join(texts)}, in windows of {certificate.length:,}" if texts else "no text"
-    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {plain(certificate.dtype)}; {facts}."
+    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {escaped(certificate.dtype)}; {facts}."

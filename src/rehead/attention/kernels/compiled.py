@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rehead.attention.kernels.base import Call, Kernel
 from rehead.attention.mask import Mask
-from rehead.native import sequence as native
+from rehead.native import sequence as bindings
 from rehead.nn.dropout import raw_draw, threshold
 
 WIDENED = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ class Compiled(Kernel):
             return "keys are shared by several sequences"
         if any(not t.numel() for t in tensors):
             return "nothing to compute"
-        if (refusal := native.refuses(*tensors)) is not None:
+        if (refusal := bindings.refuses(*tensors)) is not None:
             return refusal
         if call.pdrop:  # whatever the number of threads, which must not change the weights that are dropped
             return None
@@ -60,7 +60,7 @@ class Compiled(Kernel):
             batch, n_query, n_head, _ = query.shape
             draws = raw_draw((batch, n_head, n_query, window or mask.n_key))
         q, k, v = query.float(), call.key.float(), call.value.float()
-        gathered = native.attend(q, k, v, draws, mask.causal, window, threshold(call.pdrop), call.scale)
+        gathered = bindings.attend(q, k, v, draws, mask.causal, window, threshold(call.pdrop), call.scale)
         return gathered.to(query.dtype)
 
 

@@ -46,12 +46,12 @@ def gather(
     """
     gradients = not {"pair", "turns"}.isdisjoint(needs)
     reading = _Reading(model, list(blocks), folder, seed, needs)
-    work = reading.there_and_back() if gradients else reading.there()
+    work = reading.forward_and_backward() if gradients else reading.forward_only()
     total = (1 + gradients) * len(model.layers) * len(reading.blocks)
     with keeping_freed_memory(), _observing(model, gradients=gradients), closing(work):
         for _ in staged(work, "reading what to fit to", total, "batches"):
             pass
-    return [reading.found(index) for index in range(len(model.layers))]
+    return [reading.statistics(index) for index in range(len(model.layers))]
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def _observing(model: GPT, *, gradients: bool) -> Iterator[None]:
 
 
 class _Reading:
-    """A text on its way through a model. `there` and `there_and_back` yield after every batch of a layer."""
+    """Passes a text through a model. `forward_only` and `forward_and_backward` yield after every batch of a layer."""
 
     def __init__(
         self, model: GPT, blocks: Sequence[Pair], folder: Path, seed: int, needs: Collection[str]
@@ -77,9 +77,9 @@ class _Reading:
         self.counts = [(targets != IGNORE).flatten() for _, targets in blocks]
         self.attentions, self.n_layer = attentions(model), len(model.layers)
 
-    def there(self) -> Generator[None]:
+    def forward_only(self) -> Generator[None]:
         """Take every layer's statistics on the way forward."""
-        first = sum(self._is_found(index) for index in range(self.n_layer))
+        first = sum(self._is_kept(index) for index in range(self.n_layer))
         yield from self._skip(first)
         if first == 0:
             self._embed()
@@ -91,26 +91,26 @@ class _Reading:
             self._states(index).remove()
         self._states(self.n_layer).remove()
 
-    def there_and_back(self) -> Generator[None]:
+    def forward_and_backward(self) -> Generator[None]:
         """Keep the hidden states on the way forward; take every layer's statistics on the way back."""
-        last = self.n_layer - sum(self._is_found(index) for index in range(self.n_layer))
-        yield from self._forth()
+        last = self.n_layer - sum(self._is_kept(index) for index in range(self.n_layer))
+        yield from self._write_states()
         yield from self._skip(self.n_layer - last)
         for index in reversed(range(last)):
             tokens = self._unwritten(f"tokens-{index}")
             file = tokens if "pair" in self.needs else None
             moments = LayerMoments(self.attentions[index], file, turning="turns" in self.needs)
             with held(self.model.layers[index]):
-                yield from self._pulls(index).write(self._backward(index, moments))
+                yield from self._gradients(index).write(self._backward(index, moments))
             self._keep(index, moments)
             tokens.unlink(missing_ok=True)
             self._states(index).remove()
-            self._pulls(index + 1).remove()
-        self._pulls(0).remove()
+            self._gradients(index + 1).remove()
+        self._gradients(0).remove()
 
-    def _forth(self) -> Iterator[None]:
+    def _write_states(self) -> Iterator[None]:
         """Write the hidden states of every layer, and the gradients of the last ones."""
-        if self._is_found(self.n_layer - 1) or self._pulls(self.n_layer).exists:
+        if self._is_kept(self.n_layer - 1) or self._gradients(self.n_layer).exists:
             yield from self._skip(self.n_layer)
             return
         done = max((depth for depth in range(self.n_layer + 1) if self._states(depth).exists), default=None)
@@ -121,10 +121,10 @@ class _Reading:
             with held(self.model.layers[index]):
                 yield from self._states(index + 1).write(self._forward(index))
         with held(self.model.head):
-            deque(self._pulls(self.n_layer).write(self._pulled()), maxlen=0)
+            deque(self._gradients(self.n_layer).write(self._gradients_of_loss()), maxlen=0)
         self._states(self.n_layer).remove()
 
-    def found(self, index: int) -> Statistics:
+    def statistics(self, index: int) -> Statistics:
         """Return the statistics of a layer, in their file until they are used."""
         shards = Shards(self._place(index))
         return Statistics.of({name: shards.deferred(name) for name in shards.entries})
@@ -153,7 +153,7 @@ class _Reading:
 
     def _backward(self, index: int, moments: LayerMoments) -> Iterator[Tensor]:
         """Yield the loss's gradient with respect to a layer's input; that of its keys and values goes to `moments`."""
-        batches = zip(self._states(index), self._pulls(index + 1), self.counts, strict=True)
+        batches = zip(self._states(index), self._gradients(index + 1), self.counts, strict=True)
         for states, pull, counts in batches:
             yield self._back(index, states, pull, counts, moments)
 
@@ -167,7 +167,7 @@ class _Reading:
         moments.add(seen[0], parts, counts)
         return down
 
-    def _pulled(self) -> Iterator[Tensor]:
+    def _gradients_of_loss(self) -> Iterator[Tensor]:
         """Yield the loss's gradient with respect to the last layer's output, for labels drawn with the seed."""
         noise = np.random.default_rng(self.seed)
         for states, counts in zip(self._states(self.n_layer), self.counts, strict=True):
@@ -197,14 +197,14 @@ class _Reading:
         write_weights(aside, moments.statistics().tensors())
         aside.rename(self._place(index))
 
-    def _is_found(self, index: int) -> bool:
+    def _is_kept(self, index: int) -> bool:
         return self._place(index).exists()
 
     def _states(self, depth: int) -> States:
         return self._file(f"states-{depth}")
 
-    def _pulls(self, depth: int) -> States:
-        return self._file(f"pulls-{depth}")
+    def _gradients(self, depth: int) -> States:
+        return self._file(f"gradients-{depth}")
 
     def _file(self, name: str) -> States:
         shapes = [(ids.shape[0], ids.shape[1]) for ids, _ in self.blocks]
