@@ -35,8 +35,8 @@ def loglikelihoods(
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not 1 <= len(continuation) <= length:
             raise InvalidInput(
-                f"a continuation of {len(continuation)} tokens after {len(context)}: of a model that reads {length} "
-                "tokens it is 1 to that many, after at least one. Use a larger --length, or another task."
+                f"a continuation of {len(continuation)} tokens after a context of {len(context)}: a model that reads "
+                f"{length} tokens scores 1 to {length}, after at least one. Use a larger --length, or another task."
             )
         groups.setdefault((*context, *continuation)[-length - 1 : -1], []).append(index)
     found: dict[int, tuple[float, bool]] = {}

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 
 from rehead.errors import InvalidInput, ReheadError, ResourceError, UsageError
 from rehead.measure.harness import Scored, language_model
-from rehead.registry import nearest
 from rehead.stages import staged
 
 SEED = 1234
@@ -72,8 +72,10 @@ def load(names: Sequence[str]) -> Any:
     for name in known:
         matches = manager.match_tasks([name])
         if not matches:
+            near = get_close_matches(name, manager.all_tasks, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UsageError(
-                f"unknown task {name!r}.{nearest(name, manager.all_tasks)} Give a task of lm-evaluation-harness, a "
+                f"unknown task {name!r}, and no file of that name.{hint} Give a task of lm-evaluation-harness, a "
                 "YAML file, or a folder of them; `lm_eval ls tasks` lists all."
             )
         wanted += matches
