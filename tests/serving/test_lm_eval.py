@@ -235,7 +235,7 @@ def refused(capfd, *words):
 
 def test_what_cannot_be_run_is_one_line(place, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small(tmp_path / "model", TEXT)
+    small(tmp_path / "model", TEXT + "GO")
     task(tmp_path, "far", {**CHOICE, "dataset_path": "nobody/nothing", "dataset_kwargs": {}}, "-")
     task(tmp_path, "gone", CHOICE, "gone.jsonl")
     task(tmp_path, "beams", {**WRITING, "generation_kwargs": {"num_beams": 4}}, place / "prompts.jsonl")
