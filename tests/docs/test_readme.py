@@ -51,7 +51,7 @@ def test_every_command_runs_and_prints_what_is_shown(somewhere, capsys):
         if shown:
             assert printed.err.strip() == shown
         ran += 1
-    assert ran == 13
+    assert ran == 14
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`'?model.*) \|$", README, re.MULTILINE))

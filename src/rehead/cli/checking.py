@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from rehead.cli.app import DEVICE, LENGTH, Json, app, say
+from rehead.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rehead.data import Ids
@@ -86,6 +87,7 @@ def _text(
     """Return the text to compare on, and what it is called."""
     from rehead.conversion.reading import Reader
     from rehead.data import named, tokenize
+    from rehead.data.text import EMBEDDED
 
     tokenizer = opened.require_tokenizer()
     if data is None:
@@ -96,5 +98,10 @@ def _text(
         text = own.test or next(iter(own.calibration), None)
         if text is not None:
             return f"the {text.name}", text.ids
-    name = str(data or "python-docs")
-    return name, tokenize(named(name, "--data"), tokenizer, scratch / "tokens.bin").ids
+    name = EMBEDDED if data is None else str(data)
+    try:
+        return name, tokenize(named(name, "--data"), tokenizer, scratch / "tokens.bin").ids
+    except InvalidInput as error:
+        if data is not None:
+            raise
+        raise InvalidInput(f"this model cannot read {name} ({error}) Give --data TEXT.") from error

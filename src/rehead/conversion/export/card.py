@@ -50,7 +50,7 @@ than {lost:.0%} of their size, and the model would predict noise:
 |---|---:|---:|
 {rows}
 
-`rehead eval FOLDER --data TEXT --stored-as fp16` measures what such a format costs.
+`rehead check FOLDER` measures what such formats cost.
 """
 
 
