@@ -51,7 +51,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 continue
             error = _number(table.get(f"{metric}_stderr,{kind}"))
             name = metric if kind in ("none", "") else f"{metric} ({kind})"
-            arrow = BETTER.get(better.get(metric), "")
+            more = better.get(metric)
+            arrow = "" if more is None else BETTER[more]
             yield *head, name, arrow, _shown(_number(value)), "" if error is None else _shown(error)
             head = ("", "", "", "")
 
