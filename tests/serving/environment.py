@@ -1,7 +1,7 @@
 """An engine's own environment: made once per machine, in the user's cache folder.
 
 `python tests/serving/environment.py` makes vLLM's where it is missing and prints its Python, `... llama-cpp` that of
-llama.cpp. Only the standard library is needed. A change of the requirements or of Python makes another one beside it.
+llama.cpp, `... mlx` that of mlx-lm. Only the standard library is needed. A change of the requirements or of Python makes another one beside it.
 """
 
 import fcntl
@@ -15,10 +15,14 @@ import venv
 from pathlib import Path
 
 REQUIREMENTS = {
-    engine: Path(__file__).with_name(f"requirements-{engine}.txt") for engine in ("vllm", "llama-cpp")
+    engine: Path(__file__).with_name(f"requirements-{engine}.txt") for engine in ("vllm", "llama-cpp", "mlx")
 }
-SIZES = {"vllm": "2 to 6 GB", "llama-cpp": "0.2 GB"}
-TRIED = {"vllm": "import torch, vllm.version", "llama-cpp": "import xllamacpp"}
+SIZES = {"vllm": "2 to 6 GB", "llama-cpp": "0.2 GB", "mlx": "0.3 GB"}
+TRIED = {
+    "vllm": "import torch, vllm.version",
+    "llama-cpp": "import xllamacpp",
+    "mlx": "import mlx_lm.convert, mlx_lm.generate",
+}
 """What shows that an environment is whole."""
 
 

@@ -6,16 +6,13 @@ import torch
 from gguf_models import GQA, LETTERS, MLA, MODELS
 
 import rehead
+from exact import CONTEXTS, PROMPTS, TRAINED, Exact, divergence
 from rehead.checkpoint.gguf import architectures
 from rehead.cli import main
 from rehead.conversion.export import deepseek, folder
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 VOCAB = len(LETTERS)
-PROMPTS = [[3, 14, 15, 9, 26], [7 * i % VOCAB for i in range(17)], [i * i % VOCAB for i in range(40)]]
-CONTEXTS = [[(11 * i * i + 3 * i + start) % VOCAB for i in range(12)] for start in range(40)]
-TRAINED = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.08}
-"""Sizes and weights with predictions as sharp as those of trained models."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,53 +25,10 @@ def export(source, file, *flags):
     return file
 
 
-@torch.no_grad()
-def logprobs(model, ids):
-    found = model(torch.tensor(ids))
-    return getattr(found, "logits", found).double().log_softmax(-1)
-
-
-class Exact:
-    """What a model in float64 writes after the prompts, and all log-probabilities at each of its tokens."""
-
-    def __init__(self, model, prompts=PROMPTS, n_new=24):
-        self.model, self.prompts = model.double(), prompts
-        self.tokens, self.logprobs = [], []
-        for prompt in prompts:
-            whole = list(prompt)
-            for _ in range(n_new):
-                whole.append(int(logprobs(self.model, [whole])[0, -1].argmax()))
-            self.tokens.append(whole[len(prompt) :])
-            self.logprobs.append(logprobs(self.model, [whole])[0, len(prompt) - 1 : -1])
-        best = torch.cat(self.logprobs).topk(2).values
-        self.lead = float((best[:, 0] - best[:, 1]).min())
-
-    def same(self, answer):
-        """How many tokens are the same, all in all."""
-        return sum(
-            here == there
-            for ours, theirs in zip(self.tokens, answer["tokens"], strict=True)
-            for here, there in zip(ours, theirs, strict=False)
-        )
-
-    def apart(self, answer):
-        """By how much the log-probability of an engine's own token is off, at most, up to the first other token."""
-        off = []
-        for ours, exact, tokens, found in zip(
-            self.tokens, self.logprobs, answer["tokens"], answer["logprobs"], strict=True
-        ):
-            for one, row, token, step in zip(ours, exact, tokens, found, strict=False):
-                off.append(abs(step[str(token)] - float(row[token])))
-                if token != one:
-                    break
-        return max(off)
-
-
 def kl(model, answer):
     """Mean KL in nats of an engine's first predictions after CONTEXTS from the exact ones."""
-    exact = logprobs(model, CONTEXTS)[:, -1]
     found = torch.tensor([[step[0][str(i)] for i in range(VOCAB)] for step in answer["logprobs"]])
-    return float((exact.exp() * (exact - found.double())).sum(-1).mean())
+    return divergence(model, CONTEXTS, found)
 
 
 @pytest.mark.parametrize("name", MODELS)

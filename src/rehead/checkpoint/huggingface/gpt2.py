@@ -16,9 +16,15 @@ LINEARS = {
 
 
 class GPT2(Family):
-    """GPT-2 with the names that transformers writes: the prefix `transformer.` for all tensors but the head."""
+    """GPT-2 with the names that transformers writes: the prefix `transformer.` for all tensors but the head.
+
+    First-release files lack the prefix, and transformers reads both; with `prefix=""` such files are written.
+    """
 
     architecture = "GPT2LMHeadModel"
+
+    def __init__(self, prefix: str = "transformer.") -> None:
+        self.prefix = prefix
 
     def read(self, fields: Fields) -> GPTConfig:
         """Return the config that a config.json describes."""
@@ -83,6 +89,7 @@ class GPT2(Family):
             "model_type": "gpt2",
             "vocab_size": config.vocab_size,
             "n_positions": config.block_size,
+            "n_ctx": config.block_size,
             "n_embd": config.n_embd,
             "n_layer": config.n_layer,
             "n_head": like.n_query_head,
@@ -97,14 +104,14 @@ class GPT2(Family):
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
         """Yield all tensors; linear layers are stored as inputs x outputs."""
-        yield Weight(theirs="transformer.wte.weight", ours=("embed_tokens.weight",))
-        yield Weight(theirs="transformer.wpe.weight", ours=("embed_positions.weight",))
+        yield Weight(theirs=f"{self.prefix}wte.weight", ours=("embed_tokens.weight",))
+        yield Weight(theirs=f"{self.prefix}wpe.weight", ours=("embed_positions.weight",))
         if not config.tie_embeddings:
             yield Weight(theirs="lm_head.weight", ours=("head.weight",))
         for end in ("weight", "bias"):
-            yield Weight(theirs=f"transformer.ln_f.{end}", ours=(f"norm.{end}",))
+            yield Weight(theirs=f"{self.prefix}ln_f.{end}", ours=(f"norm.{end}",))
             for index in range(config.n_layer):
-                theirs, ours = f"transformer.h.{index}", f"layers.{index}"
+                theirs, ours = f"{self.prefix}h.{index}", f"layers.{index}"
                 for name, norm in NORMS.items():
                     yield Weight(theirs=f"{theirs}.{name}.{end}", ours=(f"{ours}.{norm}.{end}",))
                 for name, parts in LINEARS.items():

@@ -1,12 +1,12 @@
 """What engines compute of DeepSeek's MLA: one table, from which `docs/engines.md` is written, too."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
 from rehead.attention import LatentConfig, RopeConfig
-from rehead.attention.rope import Layout, LongRopeScaling, scalings
+from rehead.attention.rope import Layout, LongRopeScaling, YarnScaling, scalings
 from rehead.errors import ConfigError
 
 Engine = Literal["transformers", "vllm", "sglang", "mlx", "llama.cpp"]
@@ -14,6 +14,8 @@ BOTH: tuple[Layout, ...] = ("interleaved", "half-split")
 V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
 LONGROPE = "longrope with attention_factor"
 """longrope whose attention_factor is not 1."""
+YARN = "yarn with attention_factor"
+"""yarn whose magnitude is not that of its factor, or of mscale and mscale_all_dim together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
             known="run in `make test`",
             classes=(V3, V2, "YoutuForCausalLM", "MiniCPM3ForCausalLM"),
             latent_eps="1e-6",
-            angles=dict.fromkeys(("default", *scalings, LONGROPE), BOTH),
+            angles=dict.fromkeys(("default", *scalings, YARN, LONGROPE), BOTH),
             otherwise="nothing",
         ),
         "vllm": Facts(
@@ -81,18 +83,19 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
         "mlx": Facts(
             name="mlx-lm",
             version="0.32.2",
-            known="run by hand ([log.md](log.md))",
+            known="run in `make test-serving`",
             classes=(V3,),
             latent_eps="1e-6",
             angles={
                 "default": ("interleaved",),
                 "linear": ("interleaved",),
                 "llama3": ("interleaved",),
+                "yarn": ("interleaved",),
                 "longrope": ("half-split",),
             },
-            otherwise="takes longrope's pairs as half-split and all others as interleaved, leaves attention_factor "
-            "out, and has a yarn of its own",
-            note="V2, Youtu and MiniCPM3 load but hold keys and values of every head",
+            otherwise="takes longrope's pairs as half-split and all others as interleaved, and leaves attention_factor "
+            "out",
+            note="V2, Youtu and MiniCPM3 are refused: see below",
         ),
         "llama.cpp": Facts(
             name="llama.cpp",
@@ -112,10 +115,16 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
 
 def kind(rope: RopeConfig) -> str:
     """Return the kind of angles of a rope, as in `Facts.angles`."""
-    if rope.scaling is None:
+    scaling = rope.scaling
+    if scaling is None:
         return "default"
-    name = next(name for name in scalings if scalings[name] is type(rope.scaling))
-    return LONGROPE if isinstance(rope.scaling, LongRopeScaling) and rope.scaling.magnitude != 1 else name
+    if isinstance(scaling, LongRopeScaling) and scaling.magnitude != 1:
+        return LONGROPE
+    if isinstance(scaling, YarnScaling):
+        own = scaling.attention_factor is not None and replace(scaling, attention_factor=None).magnitude
+        if own not in (False, scaling.magnitude) or bool(scaling.mscale) != bool(scaling.mscale_all_dim):
+            return YARN
+    return next(name for name in scalings if scalings[name] is type(scaling))
 
 
 def require_served(layer: LatentConfig, architecture: str, engine: Engine) -> None:

@@ -13,6 +13,7 @@ from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.card import Card
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import Engine, require_served
+from rehead.conversion.export.mlx import require_computed, written_for_mlx
 from rehead.conversion.folder import require_apart
 from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
@@ -92,6 +93,7 @@ def as_stock(
 
     Raises ConfigError naming what the class or the engine cannot represent.
     """
+    certificate = None
     try:
         family = stock.fitting(model.config, kinds)
     except ConfigError as error:
@@ -101,11 +103,16 @@ def as_stock(
             model, certificate = to_deepseek(model, engine, scratch)
         except ConfigError as other:
             raise ConfigError(str(other) if len(kinds) == 1 else f"{error} {other}") from error
-        return model, families[DEEPSEEK], certificate
-    if family.deepseek_kernels and engine != "transformers":
-        model = for_every_engine(model)
-    assert isinstance(model.config, GPTConfig)
-    first = model.config.attention[0]
-    if engine is not None and isinstance(first, LatentConfig):
-        require_served(first, family.architecture, engine)
-    return model, family, None
+        family = families[DEEPSEEK]
+    else:
+        if family.deepseek_kernels and engine != "transformers":
+            model = for_every_engine(model)
+        assert isinstance(model.config, GPTConfig)
+        first = model.config.attention[0]
+        if engine is not None and isinstance(first, LatentConfig):
+            require_served(first, family.architecture, engine)
+    if engine == "mlx":
+        assert isinstance(model.config, GPTConfig)
+        require_computed(model.config, family)
+        family = written_for_mlx(family)
+    return model, family, certificate
