@@ -1,7 +1,8 @@
 """An engine's own environment: made once per machine, in the user's cache folder.
 
 `python tests/serving/environment.py` makes vLLM's where it is missing and prints its Python, `... llama-cpp` that of
-llama.cpp, `... mlx` that of mlx-lm. Only the standard library is needed. A change of the requirements or of Python makes another one beside it.
+llama.cpp, `... mlx` that of mlx-lm. Only the standard library is needed. A change of the requirements or of Python
+makes another one beside it.
 """
 
 import fcntl

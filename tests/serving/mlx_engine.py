@@ -1,10 +1,10 @@
 """mlx-lm in its own environment: jobs come in on stdin, one a line, answers go out on stdout.
 
-A job is {"folder", "prompts" (lists of ids), "max_tokens", "dtype", "quantize"}, an answer {"tokens", "logits", "cache"},
-or {"error"} if the folder does not load. For each prompt: the greedy tokens of mlx-lm's own loop; the logits
-after every token of the prompt (read at once) and of what was written (token by token); and what the prompt cache of
-that loop holds: {"rows", "used", "held"}, in bytes. With "quantize", weights have that many bits, as
-`mlx_lm.convert --quantize` gives them, and "quantized" counts the weights that do.
+A job is {"folder", "prompts" (lists of ids), "max_tokens", "dtype", "quantize"}, an answer {"tokens", "logits",
+"cache", "quantized"}, or {"error"} if the folder does not load or compute. For each prompt: the greedy tokens of
+mlx-lm's own loop; the logits after every token of the prompt (read at once) and of what was written (token by token);
+and the bytes of that loop's prompt cache: {"used", "held"}. With "quantize", weights have that many bits, as
+`mlx_lm.convert --quantize` gives them; "quantized" counts the layers that do.
 """
 
 import json
@@ -56,7 +56,6 @@ def answer(folder, prompts, max_tokens=24, dtype="float32", quantize=None):
         found["logits"].append(read(model, [*prompt, *tokens[:-1]], len(prompt)))
         found["cache"].append(
             {
-                "rows": [layer.size() for layer in cache],
                 "used": sum(
                     part[..., : layer.size(), :].nbytes
                     for layer in cache

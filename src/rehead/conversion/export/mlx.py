@@ -122,7 +122,7 @@ COMPUTED: Mapping[str, Computed] = MappingProxyType(
         "deepseek_v3": Computed(refused={f"layer {LAST}": lambda config: config.n_layer > LAST}),
     }
 )
-"""By the name of the family. Of DeepSeek's MLA, `engines.ENGINES` has the rest; classes that are missing are refused there."""
+"""By the name of the family. For MLA, `engines.ENGINES` has the rest, and refuses the classes that are missing here."""
 
 
 def require_computed(config: GPTConfig, family: Family) -> None:
