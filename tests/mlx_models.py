@@ -26,6 +26,9 @@ MINI = {
 }
 MINI |= {"num_key_value_heads": 4, "scale_emb": 1, "scale_depth": None, "dim_model_base": None}
 SCALES = {"q_lora_rank": 24, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32}
+SCALES |= rope(
+    "longrope", attention_factor=1.0, short_factor=[1.0, 2.0, 3.0, 4.0], long_factor=[1.0, 2.0, 3.0, 4.0]
+)
 MODELS = {
     "llama, gqa": ("Llama", GQA),
     "llama, mqa, tied": ("Llama", MQA | {"tie_word_embeddings": True}),
@@ -164,7 +167,7 @@ REFUSED = {
     "youtu": ("DeepseekV3", MLA | {"tie_word_embeddings": True}, "youtu", "YoutuForCausalLM"),
     "v2, yarn": ("DeepseekV3", MLA | rope("yarn"), "deepseek_v2", "DeepseekV2ForCausalLM"),
     "minicpm3": ("MiniCPM3", MINI, "minicpm3", "MiniCPM3ForCausalLM"),
-    "minicpm3, scales": ("MiniCPM3", MINI | SCALES, "minicpm3", "MiniCPM3ForCausalLM"),
+    "minicpm3, longrope": ("MiniCPM3", MINI | SCALES, "minicpm3", "MiniCPM3ForCausalLM"),
 }
 """The class, its fields, the format, and a part of the refusal."""
 BIAS = "self_attn.k_proj.bias"
@@ -192,5 +195,5 @@ NOT_LOADED = {
     "minicpm3": "incompatible function arguments",
 }
 """Those that mlx-lm does not load or compute, with its words; the others are other models to it."""
-CACHED = ("v2, yarn", "minicpm3, scales")
+CACHED = ("v2, yarn", "minicpm3, longrope")
 """Those of which it holds the keys and values of every head."""

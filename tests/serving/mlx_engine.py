@@ -33,9 +33,10 @@ def load(folder, dtype, quantize):
 def write(model, prompt, max_tokens):
     """What mlx-lm writes, and its cache, which has read all of it: it computes a token ahead."""
     cache = make_prompt_cache(model)
+    if max_tokens == 0:
+        return [], []
     steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=cache)
-    tokens = [token for token, _ in steps]
-    return tokens, cache
+    return [token for token, _ in steps], cache
 
 
 def read(model, tokens, n_prompt):

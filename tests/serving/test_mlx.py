@@ -93,6 +93,8 @@ def test_what_is_refused_is_wrong(name, tmp_path, mlx, unrefused, capsys):
     if name in NOT_LOADED:
         assert NOT_LOADED[name] in answer["error"]
     elif name in CACHED:
+        assert answer.get("error") is None, answer["error"]
+        assert exact.error(answer) <= ERROR
         assert answer["cache"][0]["used"] >= 2 * planned(tmp_path / "made", capsys, len(PROMPTS[1]) + 24)
     else:
         assert exact.error(answer) > 10 * ERROR
