@@ -25,7 +25,7 @@ MINI = {
     "v_head_dim": 24,
 }
 MINI |= {"num_key_value_heads": 4, "scale_emb": 1, "scale_depth": None, "dim_model_base": None}
-SCALES = {"q_lora_rank": 24, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32}
+SCALES = {"q_lora_rank": 24, "v_head_dim": 16, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32}
 SCALES |= rope(
     "longrope", attention_factor=1.0, short_factor=[1.0, 2.0, 3.0, 4.0], long_factor=[1.0, 2.0, 3.0, 4.0]
 )
