@@ -12,6 +12,8 @@ NEOX |= {"intermediate_size": 256, "hidden_act": "gelu_pytorch_tanh"}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
 GEMMA2 = GEMMA | {"layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 3.0}
 GEMMA3 = GEMMA | WINDOW | {"num_hidden_layers": 7}
+LOCAL = {"rope_type": "default", "rope_theta": 500.0}
+BOTH = {"rope_parameters": {"full_attention": rope("linear")["rope_parameters"], "sliding_attention": LOCAL}}
 SLIDING = {"use_sliding_window": True, "max_window_layers": 0, **WINDOW}
 LONGROPE = rope("longrope", attention_factor=1.0)
 NO_PAD = {"pad_token_id": None}
@@ -40,14 +42,17 @@ MODELS = {
     "qwen3, wide heads": ("Qwen3", {"head_dim": 32}),
     "qwen3, yarn, tied": ("Qwen3", GQA | rope("yarn") | {"tie_word_embeddings": True}),
     "qwen3 moe": ("Qwen3Moe", MOE),
-    "smollm3": ("SmolLM3", GQA | {"no_rope_layers": [1, 0, 1]} | NO_PAD),
+    "smollm3": ("SmolLM3", GQA | {"no_rope_layers": [1, 0, 1]} | NO_PAD | rope("yarn")),
     "phi3": ("Phi3", PART | NO_PAD),
-    "olmo2": ("Olmo2", {}),
-    "granite": ("Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0}),
+    "olmo2": ("Olmo2", rope("llama3")),
+    "granite": (
+        "Granite",
+        rope("linear") | {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    ),
     "glm": ("Glm", GQA | WHOLE | {"attention_bias": True} | NO_PAD),
     "glm4": ("Glm4", GQA | PART | NO_PAD),
     "gemma2": ("Gemma2", GEMMA2),
-    "gemma3": ("Gemma3Text", GEMMA3),
+    "gemma3": ("Gemma3Text", GEMMA3 | BOTH),
     "neox": ("GPTNeoX", NEOX),
     "gpt2": ("GPT2", GPT2 | {"n_inner": None, "tie_word_embeddings": True}),
     "deepseek": ("DeepseekV3", MLA),
@@ -67,6 +72,7 @@ CONVERTED = {
 REFUSED = {
     "mistral": ("Mistral", GQA | WINDOW, "mistral", "windows"),
     "qwen2": ("Qwen2", SLIDING, "qwen2", "windows"),
+    "qwen2, wide heads": ("Qwen2", {"head_dim": 32}, "qwen2", "head_dim"),
     "qwen3, windows": ("Qwen3", GQA | SLIDING, "qwen3", "windows"),
     "qwen3, biases": ("Qwen3", GQA | {"attention_bias": True}, "qwen3", "biases"),
     "qwen3 moe, windows": ("Qwen3Moe", MOE | SLIDING, "qwen3_moe", "windows"),
@@ -74,6 +80,7 @@ REFUSED = {
     "qwen3 moe, linear": ("Qwen3Moe", MOE | rope("linear"), "qwen3_moe", "scaled rope, linear"),
     "phi3": ("Phi3", PART | NO_PAD | WINDOW, "phi3", "windows"),
     "phi3, longrope": ("Phi3", LONGROPE | NO_PAD, "phi3", "scaled rope, longrope"),
+    "phi3, wide heads": ("Phi3", {"head_dim": 32} | NO_PAD, "phi3", "head_dim"),
     "smollm3": (
         "SmolLM3",
         GQA | NO_PAD | SLIDING | {"no_rope_layers": [1, 1, 0]} | {"layer_types": ["sliding_attention"] * 3},
@@ -91,12 +98,17 @@ REFUSED = {
     "gemma2, windows": ("Gemma2", GEMMA2 | WINDOW | {"layer_types": None}, "gemma2", "windows"),
     "gemma2, biases": ("Gemma2", GEMMA2 | {"attention_bias": True}, "gemma2", "biases"),
     "gemma2, untied": ("Gemma2", GEMMA2 | {"tie_word_embeddings": False}, "gemma2", "head apart"),
-    "gemma2, no cap": ("Gemma2", GEMMA2 | {"final_logit_softcapping": None}, "gemma2", "without a cap"),
+    "gemma2, no cap": (
+        "Gemma2",
+        GEMMA2 | {"final_logit_softcapping": None},
+        "gemma2",
+        "scores or logits without a cap",
+    ),
     "gemma2, no cap of scores": (
         "Gemma2",
         GEMMA2 | {"attn_logit_softcapping": None},
         "gemma2",
-        "without a cap",
+        "scores or logits without a cap",
     ),
     "gemma2, linear": ("Gemma2", GEMMA2 | rope("linear"), "gemma2", "scaled rope, linear"),
     "gemma3, windows": (
@@ -172,6 +184,8 @@ REFUSED = {
 """The class, its fields, the format, and a part of the refusal."""
 BIAS = "self_attn.k_proj.bias"
 NOT_LOADED = {
+    "qwen2, wide heads": "Expected shape (64, 64) but received shape (128, 64)",
+    "phi3, wide heads": "Expected shape (128, 64) but received shape (256, 64)",
     "qwen3, biases": BIAS,
     "qwen3 moe, biases": BIAS,
     "gemma2, biases": BIAS,

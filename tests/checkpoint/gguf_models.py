@@ -1,5 +1,7 @@
 """Small models of stock classes, with tokenizers that llama.cpp reads, for files that `rehead export` writes."""
 
+import copy
+
 import torch
 import transformers
 
@@ -80,7 +82,7 @@ MODELS = {
 def write(folder, kind, fields, tokenizer=None):
     """A folder of theirs, every weight drawn, with a tokenizer of the printable letters; and the model."""
     sizes = {} if kind in ("GPT2", "GPTNeoX") else SIZES
-    config = getattr(transformers, f"{kind}Config")(**sizes | fields)
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(sizes | fields))  # they write into it
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for weight in model.parameters():

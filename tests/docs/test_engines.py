@@ -1,4 +1,4 @@
-"""docs/engines.md: its table is that of the exporter.
+"""docs/engines.md: its tables are those of the exporter.
 
 `python tests/docs/test_engines.py` writes it anew.
 """
@@ -6,10 +6,14 @@
 import re
 from pathlib import Path
 
-from rehead.conversion.export.engines import ENGINES, LONGROPE
+import pytest
+
+from rehead.checkpoint import families
+from rehead.conversion.export.engines import ENGINES, LONGROPE, YARN
+from rehead.conversion.export.mlx import ALL, COMPUTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
-TABLE = re.compile(r"(?<=<!-- generated from ENGINES -->\n).*(?=<!-- end -->)", re.DOTALL)
+TABLE = r"(?<=<!-- generated from {} -->\n).*?(?=<!-- end -->)"
 
 
 def cells(those):
@@ -19,6 +23,7 @@ def cells(those):
 def generated():
     """One column for each engine."""
     names = {name: f"`{name}`" for name in ("default", "linear", "llama3", "yarn", "longrope")}
+    names[YARN] = "yarn, another `attention_factor`, or one of `mscale` and `mscale_all_dim`"
     names[LONGROPE] = "longrope, `attention_factor` not 1"
     rows = {
         "`--for`": [f"`{engine}`" for engine in ENGINES],
@@ -37,18 +42,42 @@ def generated():
         "padded to 512 + 64" if facts.padded else "as small as the source's" for facts in ENGINES.values()
     ]
     rows["besides"] = [facts.note for facts in ENGINES.values()]
-    head = ["", *(facts.name for facts in ENGINES.values())]
-    lines = [head, ["---"] * len(head), *([name, *row] for name, row in rows.items())]
+    return table(
+        ["", *(facts.name for facts in ENGINES.values())], [[name, *row] for name, row in rows.items()]
+    )
+
+
+def generated_for_mlx():
+    """One row for each class."""
+    rows = []
+    for name, computed in COMPUTED.items():
+        ropes = (
+            "any" if computed.ropes == ALL else ", ".join(f"`{rope}`" for rope in computed.ropes) or "none"
+        )
+        refused = "; ".join(computed.refused) or "nothing"
+        rows.append(
+            [f"`{families[name].architecture}`", ropes if name != "deepseek_v3" else "as above", refused]
+        )
+    return table(["class", "rope", "refused"], rows)
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def test_the_table_is_that_of_the_exporter():
-    shown = TABLE.search(PAGE.read_text(encoding="utf-8"))
+TABLES = {"ENGINES": generated, "COMPUTED": generated_for_mlx}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_are_those_of_the_exporter(name):
+    shown = re.search(TABLE.format(name), PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
-    assert shown[0].strip() == generated().strip(), "run `python tests/docs/test_engines.py`"
+    assert shown[0].strip() == TABLES[name]().strip(), "run `python tests/docs/test_engines.py`"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(
-        TABLE.sub(lambda _: "\n" + generated() + "\n", PAGE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    text = PAGE.read_text(encoding="utf-8")
+    for name, made in TABLES.items():
+        text = re.sub(TABLE.format(name), "\n" + made() + "\n", text, flags=re.DOTALL)
+    PAGE.write_text(text, encoding="utf-8")

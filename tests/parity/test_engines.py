@@ -42,6 +42,7 @@ def llama(folder, fields):
         (MQA, "mlx", 32, True),
         (MQA, "llama.cpp", 32, True),
         (MQA | {"rope_parameters": LLAMA3}, "mlx", 32, True),
+        (MQA | {"rope_parameters": YARN}, "mlx", 32, True),
         (GQA, "mlx", 64, False),  # longrope
     ],
     ids=str,
@@ -66,7 +67,8 @@ def test_an_export_is_as_its_engine_reads_it(fields, engine, row, interleaved, t
         (MQA | {"rope_parameters": LLAMA3}, "sglang", "vLLM and SGLang computes other angles"),
         (GQA, "llama.cpp", "llama.cpp cannot serve this model's scaled rope, longrope"),
         (MQA | {"rope_parameters": LLAMA3}, "llama.cpp", "scaled rope, llama3"),
-        (MQA | {"rope_parameters": YARN}, "mlx", "mlx-lm cannot serve this model's scaled rope, yarn"),
+        (MQA | {"rope_parameters": YARN | {"attention_factor": 1.3}}, "mlx", "yarn with attention_factor"),
+        (MQA | {"rope_parameters": YARN | {"mscale": 0.7}}, "mlx", "yarn with attention_factor"),
         (GQA | {"rope_parameters": YARN}, "mlx", "scaled rope, longrope with attention_factor"),
     ],
     ids=str,

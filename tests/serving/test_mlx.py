@@ -6,10 +6,12 @@ import gguf_models
 import pytest
 import torch
 
+import rehead
 from exact import PROMPTS, Exact
 from mlx_models import CACHED, CONVERTED, MODELS, NOT_LOADED, REFUSED
 from rehead.cli import main
 from rehead.conversion.export import deepseek, folder
+from rehead.measure import kv_bytes_per_token
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 STEP = 256
@@ -61,6 +63,20 @@ def test_every_class(name, tmp_path, mlx, capsys):
     answer = require_same(eager(model), export(tmp_path / "model", tmp_path / "made"), mlx, capsys)
     if name != "gemma3":  # rings
         assert answer["cache"][0]["held"] == planned(tmp_path / "made", capsys, STEP)
+
+
+def test_windows_save_nothing_in_smollm3(tmp_path, mlx, capsys):
+    """They are computed, but every row stays."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    fields = {"layer_types": types, "use_sliding_window": True, "sliding_window": 8, "pad_token_id": None}
+    exact = Exact(gguf_models.write(tmp_path / "model", "SmolLM3", gguf_models.GQA | fields))
+    made = export(tmp_path / "model", tmp_path / "made")
+    answer = mlx(made, PROMPTS)
+    assert answer["tokens"] == exact.tokens
+    assert exact.error(answer) <= ERROR
+    rows = len(PROMPTS[0]) + 24
+    per_token = kv_bytes_per_token(rehead.load(made).config)
+    assert answer["cache"][0]["used"] == rows * per_token > 2 * planned(made, capsys, rows)
 
 
 @pytest.fixture

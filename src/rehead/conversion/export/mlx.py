@@ -108,7 +108,7 @@ COMPUTED: Mapping[str, Computed] = MappingProxyType(
                 "embed_scale that bfloat16 rounds": _rounded_root,
             },
         ),
-        "gpt2": Computed(refused=HIDDEN | UNTIED),
+        "gpt2": Computed(ropes=(), refused=HIDDEN | UNTIED),
         "gpt_neox": Computed(
             ropes=PLAIN,
             refused=HIDDEN
