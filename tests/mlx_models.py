@@ -72,7 +72,6 @@ CONVERTED = {
 REFUSED = {
     "mistral": ("Mistral", GQA | WINDOW, "mistral", "windows"),
     "qwen2": ("Qwen2", SLIDING, "qwen2", "windows"),
-    "qwen2, wide heads": ("Qwen2", {"head_dim": 32}, "qwen2", "head_dim"),
     "qwen3, windows": ("Qwen3", GQA | SLIDING, "qwen3", "windows"),
     "qwen3, biases": ("Qwen3", GQA | {"attention_bias": True}, "qwen3", "biases"),
     "qwen3 moe, windows": ("Qwen3Moe", MOE | SLIDING, "qwen3_moe", "windows"),
@@ -184,7 +183,6 @@ REFUSED = {
 """The class, its fields, the format, and a part of the refusal."""
 BIAS = "self_attn.k_proj.bias"
 NOT_LOADED = {
-    "qwen2, wide heads": "Expected shape (64, 64) but received shape (128, 64)",
     "phi3, wide heads": "Expected shape (128, 64) but received shape (256, 64)",
     "qwen3, biases": BIAS,
     "qwen3 moe, biases": BIAS,

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 STEP = 256
 """mlx-lm's caches grow by so many rows."""
 ERROR = 1e-5
+FEW = 8
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def test_windows_save_nothing_in_smollm3(tmp_path, mlx, capsys):
     assert exact.error(answer) <= ERROR
     rows = len(PROMPTS[0]) + 24
     per_token = kv_bytes_per_token(rehead.load(made).config)
-    assert answer["cache"][0]["used"] == rows * per_token > 2 * planned(made, capsys, rows)
+    assert answer["cache"][0]["used"] == rows * per_token > 1.9 * planned(made, capsys, rows)
 
 
 @pytest.fixture
@@ -98,20 +99,20 @@ def unrefused(monkeypatch):
 def test_what_is_refused_is_wrong(name, tmp_path, mlx, unrefused, capsys):
     """It is written for this test: mlx-lm does not load it, computes something else, or caches more."""
     kind, fields, form, why = REFUSED[name]
-    exact = Exact(eager(gguf_models.write(tmp_path / "model", kind, fields)), PROMPTS[1:2])
+    exact = Exact(eager(gguf_models.write(tmp_path / "model", kind, fields)), PROMPTS[1:2], FEW)
     words = ["export", str(tmp_path / "model"), str(tmp_path / "made"), "--for", "mlx", "--format", form]
     assert main(words) == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
     unrefused()
     assert main(words) == 0
-    answer = mlx(tmp_path / "made", exact.prompts)
+    answer = mlx(tmp_path / "made", exact.prompts, max_tokens=FEW)
     if name in NOT_LOADED:
         assert NOT_LOADED[name] in answer["error"]
     elif name in CACHED:
         assert answer.get("error") is None, answer["error"]
         assert exact.error(answer) <= ERROR
-        assert answer["cache"][0]["used"] >= 2 * planned(tmp_path / "made", capsys, len(PROMPTS[1]) + 24)
+        assert answer["cache"][0]["used"] >= 2 * planned(tmp_path / "made", capsys, len(PROMPTS[1]) + FEW)
     else:
         assert exact.error(answer) > 10 * ERROR
 

@@ -89,7 +89,7 @@ COMPUTED: Mapping[str, Computed] = MappingProxyType(
     {
         "llama": Computed(refused={}),
         "mistral": Computed(refused=WINDOWS),
-        "qwen2": Computed(refused=WINDOWS | HEADS),
+        "qwen2": Computed(refused=WINDOWS),
         "qwen3": Computed(refused=WINDOWS | BIASES),
         "smollm3": Computed(refused={"window in every layer": _every_window}),
         "granite": Computed(refused=HEADS),
