@@ -17,6 +17,7 @@ from rehead.cli import main
 from rehead.cli.entry import app
 from rehead.cli.options import read_options
 from rehead.config import RunOptions
+from rehead.conversion.export.push import Push, Pushed
 
 SCRIPT = [str(Path(sys.executable).with_name("rehead"))]
 MODULE = [sys.executable, "-m", "rehead"]
@@ -135,6 +136,8 @@ def test_every_example_runs_as_shown(line, place, monkeypatch, capsys):
         words += ["trainer.batch_size=2", "trainer.eval_batches=1"]
     if words[0] == "convert":
         words[2] = "out/converted"
+    if "--push" in words:  # tests/conversion/test_push.py uploads
+        monkeypatch.setattr(Push, "run", lambda push, progress: Pushed(url=push.name, commit="0"))
     assert main(words) == 0, capsys.readouterr().err
 
 
@@ -153,7 +156,9 @@ def test_every_option_is_explained_and_as_it_is():
         assert option.default, f"{key}: say what None means, in [default: ...]"
         assert field.default is None or option.default == str(field.default), key
         if option.choices:
-            assert (option.kind, option.choices) == ("CHOICE", get_args(kind)), key
+            several = get_origin(kind) is list
+            kind = get_args(kind)[0] if several else kind
+            assert (option.kind, option.choices) == ("LIST" if several else "CHOICE", get_args(kind)), key
         else:
             assert option.kind == kinds[get_origin(kind) or kind], key
 

@@ -128,11 +128,15 @@ class StandIn:
         module = types.ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         module.init, module.log, module.finish = self.init, self.log, self.finish
-        module.Settings, module.setup = lambda **words: words, self.setup
+        module.Settings, module.setup, module.login = lambda **words: words, self.setup, self.login
         monkeypatch.setitem(sys.modules, name, module)
 
     def setup(self):
-        return types.SimpleNamespace(settings=types.SimpleNamespace(project=None))
+        return types.SimpleNamespace(settings=types.SimpleNamespace(project=None, mode="online"))
+
+    def login(self, *, prompt):
+        assert prompt is False
+        return self.fail != "login"
 
     def init(self, **words):
         print("a line on stdout")
@@ -194,6 +198,14 @@ def test_a_reporter_that_fails_costs_one_warning(call, monkeypatch, capfd):
     assert shown() == in_float32(expected())
     steps = {step for name, step, _ in service.rows if name == "loss"}
     assert steps == {"init": set(), "log": {1, 2}, "finish": {1, 2, 3, 4, 5}}[call]
+
+
+def test_wandb_asks_nobody_for_an_account(monkeypatch, capfd):
+    service = StandIn("wandb", monkeypatch, fail="login")
+    assert train("trainer.max_iters=1", "trainer.report_to=wandb") == 0
+    words = "wandb failed (there is no account: `wandb login`, or set WANDB_MODE=offline): training goes on without it."
+    assert f"rehead: warning: {words}" in capfd.readouterr().err.splitlines()
+    assert service.begun == []
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])

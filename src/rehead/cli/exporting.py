@@ -87,7 +87,7 @@ def export(
         rehead export out/llama out/stock
         rehead export out/llama out/deepseek --format deepseek_v3 --for transformers
         rehead export out/llama out/llama.gguf --format gguf --dtype q8_0
-        rehead export out/llama out/stock --push me/llama --private
+        rehead export out/llama out/pushed --push me/llama --private
     """
     from rehead.conversion.export.folder import export_folder
     from rehead.conversion.export.push import require_name

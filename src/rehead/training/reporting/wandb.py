@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from rehead.errors import ResourceError
 from rehead.training.reporting.base import Start, kind, reporters
 
 PROJECT = "rehead"
@@ -15,9 +16,12 @@ class WeightsAndBiases:
     def __init__(self, start: Start) -> None:
         import wandb
 
+        settings = wandb.setup().settings
+        if settings.mode == "online" and not wandb.login(prompt=False):  # init would ask, and wait
+            raise ResourceError("there is no account: `wandb login`, or set WANDB_MODE=offline")
         id, self._logged = start.identity("wandb.id")
         self._run = wandb.init(
-            project=wandb.setup().settings.project or PROJECT,
+            project=settings.project or PROJECT,
             id=id,
             name=start.name,
             config=start.config,
