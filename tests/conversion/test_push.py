@@ -30,7 +30,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Routes)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repos, self.large, self.seen = {}, {}, []
-        self.status, self.corrupt, self.moves = None, False, False
+        self.status, self.corrupt, self.moves, self.creates = None, False, False, True
 
     def add(self, name, files=(), private=False):
         files = {".gitattributes": b"*.safetensors filter=lfs\n", **dict(files)}
@@ -109,6 +109,9 @@ class Routes(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
+            if not hub.creates:
+                self.answer({"error": "this token may not create"}, 403)
+                return
             if name in hub.repos:
                 self.answer({"error": "You already created this model repo"}, 409)
                 return
@@ -241,6 +244,13 @@ def test_an_upload_that_was_cut_short_goes_on(hub, export):
     for gone in ("config.json", "model.safetensors"):
         del hub.repos[NAME]["files"][gone]
     export.out.rename(export.out.with_name("first"))
+    assert export("--push", NAME).returncode == 0
+    assert uploaded(hub) == contents(export.out)
+
+
+def test_a_token_of_one_repository_is_enough(hub, export):
+    hub.creates = False
+    hub.add(NAME)
     assert export("--push", NAME).returncode == 0
     assert uploaded(hub) == contents(export.out)
 

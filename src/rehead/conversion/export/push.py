@@ -118,13 +118,14 @@ class Push:
         return Pushed(url=f"{api.endpoint}/{self.name}", commit=done.oid)
 
     def _create(self, api: "HfApi") -> bool:
-        """Create the repository; return False if there is one."""
+        """Create the repository; return False if there is one, also one that this token may write but not create."""
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
             api.create_repo(self.name, private=self.private or None)
         except HfHubHTTPError as error:
-            if error.response.status_code != 409:
+            status = error.response.status_code
+            if status != 409 and not (status == 403 and api.repo_exists(self.name)):
                 raise
             return False
         return True
