@@ -9,7 +9,7 @@ COLOURS = ("#0072B2", "#C87A00", "#008F68", "#C2609B", "#2F96D0", "#D55E00", "#7
 DARK_COLOURS = ("#4BA3E3", "#F0B13C", "#2CC295", "#E39BC6", "#9AD4F7", "#FF8A4C", "#A6A6A6", "#F5F5F5")
 """The same colours for a dark page, in the same order."""
 DASHES = ("solid", "dash", "dashdot", "dot")
-Marker = Literal["circle", "diamond", "star"]
+Marker = Literal["circle", "diamond", "star", "square", "triangle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class Series:
     """A named series of numbers; for bars, `y` has names. None is a gap.
 
     `low` and `high` are the range over several runs or rounds. A `faint` series is drawn behind the others,
-    without an entry in the legend; `pale` bars are drawn beside the others.
+    without an entry in the legend; `pale` bars are drawn beside the others. Points may have `labels` and
+    `markers` of their own; they are connected if they are `joined`.
     """
 
     name: str
@@ -50,6 +51,9 @@ class Series:
     marker: Marker = "circle"
     faint: bool = False
     pale: bool = False
+    joined: bool = False
+    labels: Sequence[str] = ()
+    markers: Sequence[Marker] = ()
 
     @property
     def spans(self) -> bool:
@@ -59,7 +63,10 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines over x, single points, or bars along x with names on y. `named` labels the points."""
+    """Lines over x, single points, or bars along x with names on y.
+
+    `named` writes names beside points: that of their series, or their labels, each once.
+    """
 
     kind: Literal["lines", "points", "bars"]
     x: str
@@ -72,9 +79,11 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Charts that belong together, with notes."""
+    """Charts that belong together, with notes, and their numbers as a table if it has a `header`."""
 
     name: str
     title: str
     charts: Sequence[Chart]
     notes: Sequence[str] = ()
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()

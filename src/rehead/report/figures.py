@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rehead.report import kv_dtype as formats
 from rehead.report.chart import Chart, Look, Marker, Panel, Series
 from rehead.report.text import sanitise
 from rehead.study.claims import beats
@@ -86,6 +87,11 @@ class Figures:
             log_x=True,
         )
         return Panel(name="frontier", title="Which attention for how many bytes", charts=[chart], notes=notes)
+
+    def kv_dtype(self, variants: Sequence[Record]) -> Panel:
+        """Plot loss against the bytes of the cache in several number formats."""
+        source = next(iter(self.variants.values())) if self.of_one_model else None
+        return formats.panel(variants, source=source, first_look=len(self.variants))
 
     def memory(self, variants: Sequence[Record]) -> Panel:
         """Plot KV cache, weights, activations and peak memory."""

@@ -7,6 +7,7 @@
   const MARKS = {
     circle: "M-5 0A5 5 0 1 0 5 0A5 5 0 1 0-5 0Z", diamond: "M0-6.5L6.5 0L0 6.5L-6.5 0Z",
     star: "M0-8L2 -2.6L7.6-2.5L3.2 1L4.7 6.5L0 3.3L-4.7 6.5L-3.2 1L-7.6-2.5L-2-2.6Z",
+    square: "M-5-5H5V5H-5Z", triangle: "M0-6.5L6.5 5H-6.5Z",
   };
 
   function add(parent, name, attributes = {}, text = null) {
@@ -51,13 +52,13 @@
 
   function icon(parent, one, kind) {
     const svg = add(parent, "svg", { viewBox: "0 0 22 14", class: `c${one.slot}`, "aria-hidden": "true" });
-    if (kind === "lines") add(svg, "path", { class: "line", d: "M0 7H22", "stroke-dasharray": DASHES[one.dash] });
+    if (kind === "lines" || one.joined) add(svg, "path", { class: "line", d: "M0 7H22", "stroke-dasharray": DASHES[one.dash] });
     else mark(svg, one, 11, 7);
   }
 
-  function mark(parent, one, x, y) {
+  function mark(parent, one, x, y, i = 0) {
     const open = one.dash === "solid" ? "" : " open";
-    add(parent, "path", { class: `mark${open}`, d: MARKS[one.marker], transform: `translate(${x} ${y})` });
+    add(parent, "path", { class: `mark${open}`, d: MARKS[one.markers[i] ?? one.marker], transform: `translate(${x} ${y})` });
   }
 
   function path(xs, ys) {
@@ -115,30 +116,37 @@
         if (x.length === 1 && y[0] !== null) add(group, "circle", { cx: x[0], cy: y[0], r: 3.5, class: "mark" });
         continue;
       }
+      if (one.joined) add(group, "path", { class: "line joined", d: path(x, y), "stroke-dasharray": DASHES[one.dash] });
       x.forEach((at, i) => {
         if (one.low) add(group, "path", { class: "whisker", d: `M${at} ${scaleY(one.low[i])}V${scaleY(one.high[i])}` });
-        if (y[i] !== null) mark(group, one, at, y[i]);
+        if (y[i] !== null) mark(group, one, at, y[i], i);
       });
     }
-    if (data.named) names(svg, shown.filter((one) => !one.faint && one.y[0] !== null), scaleX, scaleY, width);
+    if (data.named) names(svg, shown.filter((one) => !one.faint), scaleX, scaleY, width);
     return stops(data, shown).map((stop) => ({ ...stop, left: scaleX(stop.x), top: scaleY(stop.y) }));
   }
 
-  // The name beside every point, moved up or down or to its other side where another name is; the legend has them all.
+  const named = (one, i) => one.labels.length ? one.labels[i] : one.name;
+
+  // The name beside every point, each once, moved up or down or to its other side where another name is.
   function names(svg, series, scaleX, scaleY, width) {
-    const taken = [], lowest = HEIGHT - BOTTOM - 2;
-    for (const one of [...series].sort((a, b) => b.y[0] - a.y[0])) {
-      const x = scaleX(one.x[0]), first = x < width / 2, wide = 7 * one.name.length;
-      const places = [first, !first].flatMap((right) => [0, 14, -14, 28, -28].map((down) => (
-        { right, wide, from: right ? x + 12 : x - 12 - wide, y: Math.min(scaleY(one.y[0]) + 4, lowest) + down }
+    const above = series.some((one) => one.joined), moves = above ? [-14, 0, 14, -28, 28] : [0, 14, -14, 28, -28];
+    const taken = [], lowest = HEIGHT - BOTTOM - 2, points = new Map();
+    for (const one of series) {
+      one.y.forEach((y, i) => { if (y !== null && !points.has(named(one, i))) points.set(named(one, i), [one.x[i], y]); });
+    }
+    for (const [name, [valueX, valueY]] of [...points].sort(([, a], [, b]) => b[1] - a[1])) {
+      const x = scaleX(valueX), first = above || x < width / 2, wide = 7 * name.length;
+      const places = [first, !first].flatMap((right) => moves.map((down) => (
+        { right, wide, from: right ? x + 12 : x - 12 - wide, y: Math.min(scaleY(valueY) + 4, lowest) + down }
       )));
       const meets = (a, b) => Math.abs(a.y - b.y) < 14 && a.from < b.from + b.wide && b.from < a.from + a.wide;
-      const free = places.find((place) => place.y <= lowest && place.y >= TOP && place.from >= 0 && place.from + wide <= width
+      const free = places.find((place) => place.y <= lowest && place.y >= TOP && place.from >= 0 && place.from + wide + 6 <= width
         && !taken.some((other) => meets(place, other)));
       if (!free) continue;
       taken.push(free);
       const anchor = free.right ? "start" : "end";
-      add(svg, "text", { x: free.right ? x + 12 : x - 12, y: free.y, "text-anchor": anchor, class: "name" }, one.name);
+      add(svg, "text", { x: free.right ? x + 12 : x - 12, y: free.y, "text-anchor": anchor, class: "name" }, name);
     }
   }
 
@@ -147,7 +155,7 @@
     const said = (one, i) => exact(one.y[i]) + (one.low ? ` (${exact(one.low[i])} to ${exact(one.high[i])})` : "");
     if (data.kind === "points") {
       return shown.filter((one) => !one.faint).flatMap((one) => one.x.map((x, i) => (
-        { x, y: one.y[i], head: one.name, rows: [[data.x, exact(x)], [data.y, said(one, i)]] }
+        { x, y: one.y[i], head: one.labels.length ? `${one.labels[i]}, ${one.name}` : one.name, rows: [[data.x, exact(x)], [data.y, said(one, i)]] }
       ))).filter((stop) => stop.y !== null).sort((a, b) => a.x - b.x);
     }
     const steps = [...new Set(shown.flatMap((one) => one.x))].sort((a, b) => a - b);

@@ -88,6 +88,9 @@ def _series(series: Series) -> Table:
         "dash": series.look.dash,
         "marker": series.marker,
         "faint": series.faint,
+        "joined": series.joined,
+        "markers": list(series.markers),
+        "labels": [sanitise(label) for label in series.labels],
         **spans,
     }
 

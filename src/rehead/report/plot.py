@@ -14,7 +14,7 @@ LONGEST = 40
 """Characters of a name; a longer one would leave no room for the chart."""
 STYLES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":"}
 HATCHES = {"solid": "", "dash": "//", "dashdot": "xx", "dot": ".."}
-MARKERS = {"circle": "o", "diamond": "D", "star": "*"}
+MARKERS = {"circle": "o", "diamond": "D", "star": "*", "square": "s", "triangle": "^"}
 
 
 def draw(panel: Panel, path: Path) -> None:
@@ -65,18 +65,36 @@ def _points(axes: "Axes", chart: Chart, *, named: bool) -> None:
             axes.plot(series.x, series.y, color=colour, linestyle=":", linewidth=0.8)
             continue
         filled = "full" if series.look.dash == "solid" else "none"
-        axes.plot(
-            series.x, series.y, MARKERS[series.marker], color=colour, label=_text(series.name),
-            markersize=8, fillstyle=filled,
-        )  # fmt: skip
+        if series.joined:
+            style = STYLES[series.look.dash]
+            axes.plot(series.x, series.y, style, color=colour, label=_text(series.name), linewidth=1.2)
+        names = {"label": _text(series.name)} if not series.joined else {}
+        for index, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+            marker = MARKERS[series.markers[index] if series.markers else series.marker]
+            axes.plot(x, y, marker, color=colour, markersize=8, fillstyle=filled, **names)
+            names = {}
         if series.spans:
             axes.vlines(series.x, series.low, series.high, color=colour, linewidth=1.2)
+    if chart.named:
+        _labels(axes, chart)
     if chart.log_x:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_ylabel(chart.y)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, ncols=2)
+
+
+def _labels(axes: "Axes", chart: Chart) -> None:
+    """Write the label of every point above it, each label once."""
+    axes.margins(x=0.12)
+    points = {
+        label: point
+        for series in reversed(chart.series)
+        for label, *point in zip(series.labels, series.x, series.y, strict=False)
+    }
+    for label, point in points.items():
+        axes.annotate(_text(label), point, (6, 7), textcoords="offset points", fontsize=8)
 
 
 def _bars(axes: "Axes", chart: Chart, *, named: bool) -> None:

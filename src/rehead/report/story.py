@@ -34,6 +34,10 @@ class Story:
             command = f"rehead bench {self._jobs[-1].model}"
             self._head(len(self._jobs) + 2, "Measure how fast each decodes", about, command)
             return
+        if record["event"] == "formats":
+            about = "Every query reads keys and values, or latents, rounded to each format."
+            self._head(len(self._jobs) + 3, "Measure caches in other number formats", about, self._rounded())
+            return
         self._begin(job)
         if record["event"] != "measured":
             return
@@ -41,6 +45,15 @@ class Story:
             self._board.say(f"   {line}")
         if job is self._jobs[0]:
             self._plan(job)
+
+    def _rounded(self) -> str:
+        """Return a command that measures the last conversion in another format."""
+        conversions = [job for job in self._jobs if job.convert is not None]
+        if "test" in conversions[0].reading:
+            return (
+                f"rehead eval {conversions[-1].model} --data {conversions[0].reading['test']} --kv-dtype fp8"
+            )
+        return f"rehead plan {conversions[-1].model} --kv-dtype fp8"
 
     def _begin(self, job: Job) -> None:
         at = self._jobs.index(job)

@@ -54,6 +54,8 @@ def present(document: Record, folder: Path) -> None:
         _present_trained(document)
     else:
         shrink.present(document)
+    for panel in [panel for answer in answers(document) for panel in answer.panels if panel.header]:
+        show(panel.title, panel.header, panel.rows, " ".join(panel.notes))
     print(f"report   {folder / REPORT}\nnumbers  {folder / 'results.json'}, runs.csv, curves.csv")
 
 

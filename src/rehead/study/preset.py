@@ -1,6 +1,6 @@
 """Presets of studies: a common run, what each variant changes in it, and questions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +12,7 @@ from rehead.config import RunOptions
 from rehead.config.strict_yaml import first_line, parse
 from rehead.conversion import Target
 from rehead.errors import InvalidInput
+from rehead.measure.kv_dtype import kv_dtypes
 from rehead.registry import nearest
 
 Kind = Literal["given", "trained", "converted", "healed", "exported"]
@@ -21,7 +22,7 @@ Form = Mapping[str, Any]
 """The keys a table may have, with the type of each value."""
 KEYS = asdict(RunOptions())
 GROUPS = tuple(KEYS)
-PANELS = ("loss", "frontier", "memory", "speed")
+PANELS = ("loss", "frontier", "kv_dtype", "memory", "speed")
 """Panels that can answer a question."""
 CONVERT = {
     **{option.name: object for option in fields(Target)},
@@ -73,7 +74,10 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A study as described by its file; docs/study.md has the form."""
+    """A study as described by its file; docs/study.md has the form.
+
+    `kv_dtype` has the number formats of the KV cache in which the variants of its panel are measured.
+    """
 
     name: str
     file: str
@@ -84,6 +88,7 @@ class Preset:
     prompt: str | None = None
     new_tokens: int = 120
     temperature: float | int = 0.8
+    kv_dtype: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, name: str) -> "Preset":
@@ -112,6 +117,7 @@ class Preset:
             "prompt": str,
             "new_tokens": int,
             "temperature": int | float,
+            "kv_dtype": list,
         }
         read = _table(name, table, form, required=("about",))
         run = _options(f"{name}: run", read.get("run", {}))
@@ -127,14 +133,17 @@ class Preset:
                 )
         if read.get("prompt") == "":
             raise InvalidInput(f"{name}: prompt is empty: give a text, or leave it out.")
-        questions = read.get("questions", [])
+        questions = tuple(
+            _question(f"{name}: questions", each, variants) for each in read.get("questions", [])
+        )
         return cls(
             name=Path(name).stem,
             file=name,
             about=" ".join(read["about"].split()),
             run=_flat(run),
             variants=variants,
-            questions=tuple(_question(f"{name}: questions", each, variants) for each in questions),
+            questions=questions,
+            kv_dtype=_formats(name, read.get("kv_dtype", []), questions),
             **{key: read[key] for key in ("prompt", "new_tokens", "temperature") if key in read},
         )
 
@@ -207,6 +216,24 @@ def _question(where: str, value: Any, variants: Mapping[str, Variant]) -> Questi
                 raise InvalidInput(f"{where}: of: {word!r:.80}: the file has no variants. Leave of: out.")
             raise InvalidInput(f"{where}: {key}: unknown {word!r:.80}.{nearest(str(word), known)}")
     return Question(ask=" ".join(table["ask"].split()), of=tuple(of), show=tuple(show))
+
+
+def _formats(name: str, value: list[Any], questions: Sequence[Question]) -> tuple[str, ...]:
+    """Return the names of cache formats, checked to be known and shown, if any question is asked."""
+    known = list(kv_dtypes)
+    for each in value:
+        if each not in known:
+            raise InvalidInput(f"{name}: kv_dtype: unknown {each!r:.80}.{nearest(str(each), known)}")
+    shown = any("kv_dtype" in question.show for question in questions)
+    if shown and not value:
+        raise InvalidInput(
+            f"{name}: a question shows kv_dtype, but there are no formats. Add kv_dtype: [bf16, fp8, int8]."
+        )
+    if value and questions and not shown:
+        raise InvalidInput(
+            f"{name}: kv_dtype={value!r:.80} is in no answer. Add kv_dtype to what a question shows (show:)."
+        )
+    return tuple(dict.fromkeys(value))
 
 
 def _flat(table: Any) -> Flags:

@@ -26,20 +26,28 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def gather(
-    preset: Preset, jobs: Sequence[Job], measured_costs: Record, command: Sequence[str], fraction: float
+    preset: Preset,
+    jobs: Sequence[Job],
+    measured_costs: Record,
+    formats: Record,
+    command: Sequence[str],
+    fraction: float,
 ) -> Record:
     """Return the document that is written as results.json and shown as a report.
 
-    `measured_costs` is the content of costs.json. A claim compares a variant's validation losses with those of
-    the question's first variant, if the two are comparable. `told_apart` needs at least two seeds of both, and
-    ranges of losses that do not overlap.
+    `measured_costs` is the content of costs.json, `formats` what `study.kv_dtype` measured. A claim compares a
+    variant's validation losses with those of the question's first variant, if the two are comparable. `told_apart`
+    needs at least two seeds of both, and ranges of losses that do not overlap.
     """
     by_variant: dict[str, list[Job]] = {}
     for job in jobs:
         if job.export is not None:
             continue
         by_variant.setdefault(job.variant, []).append(job)
-    variants = [_variant(several, measured_costs["costs"][name]) for name, several in by_variant.items()]
+    variants = [
+        _variant(several, measured_costs["costs"][name]) | {"kv_dtype": formats.get(name)}
+        for name, several in by_variant.items()
+    ]
     by_name = {variant["variant"]: variant for variant in variants}
     unknown = {name: variant["runs"][0].get("unknown_characters", []) for name, variant in by_name.items()}
     questions = []
@@ -68,7 +76,9 @@ def _usual(preset: Preset, jobs: Sequence[Job]) -> tuple[Question, ...]:
     """Return the questions of a preset without any: all panels or, for one model, what its page does not show."""
     of = tuple(preset.variants)
     if one_source(jobs) is not None:
-        return (Question(ask="How fast does each decode?", of=of, show=("speed",)),)
+        speed = Question(ask="How fast does each decode?", of=of, show=("speed",))
+        formats = Question(ask="Half the rank or half the bits?", of=of, show=("kv_dtype",))
+        return (formats, speed) if preset.kv_dtype else (speed,)
     return (Question(ask="What does each cost, and what does it reach?", of=of, show=PANELS),)
 
 

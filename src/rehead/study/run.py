@@ -15,6 +15,7 @@ from rehead.study.ahead import require_texts
 from rehead.study.begun import require_same
 from rehead.study.costs import known_costs, measure_costs
 from rehead.study.job import Job, one_source
+from rehead.study.kv_dtype import known_formats, measure_formats
 from rehead.study.parallel import run_parallel
 from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
@@ -37,9 +38,9 @@ def study(
     """Run the unfinished `jobs`, and write results.json, runs.csv and curves.csv; return the content of results.json.
 
     `watch` gets every record of every job: those of its training; before them `event` begin, after them
-    measured, with the results in `found`; stage, with a `stage` of other long work; and costs, before all
-    variants are timed. A study that was interrupted resumes when it is called again. Raises Busy if another
-    process writes to its folder.
+    measured, with the results in `found`; stage, with a `stage` of other long work; costs, before all
+    variants are timed; and formats, before their caches are measured in several formats. A study that was
+    interrupted resumes when it is called again. Raises Busy if another process writes to its folder.
     """
     require_same(jobs)
     place = jobs[0].place
@@ -102,7 +103,8 @@ def _run(
                 with listening(partial(_report, watch, job)):
                     for record in run_job(job, preset, sharing):
                         watch(job, record)
-    document = gather(preset, jobs, _costs(jobs, watch), command, fraction)
+    costs, formats = _costs(jobs, watch), _formats(preset, jobs, watch)
+    document = gather(preset, jobs, costs, formats, command, fraction)
     if document["prompt_note"] is not None:
         warnings.warn(document["prompt_note"], stacklevel=3)
     place = jobs[0].place
@@ -126,4 +128,13 @@ def _costs(jobs: Sequence[Job], watch: Watch) -> Record:
     if known is None:
         watch(jobs[0], {"event": "costs"})
         known = measure_costs(jobs, serving=one_source(jobs) is not None)
+    return known
+
+
+def _formats(preset: Preset, jobs: Sequence[Job], watch: Watch) -> Record:
+    """Return what `measure_formats` found, now or before."""
+    known = known_formats(preset, jobs)
+    if known is None:
+        watch(jobs[0], {"event": "formats"})
+        known = measure_formats(preset, jobs)
     return known

@@ -21,6 +21,7 @@ from rehead.stages import staged
 from rehead.study.begun import read
 from rehead.study.costs import known_costs
 from rehead.study.job import Job
+from rehead.study.kv_dtype import known_formats
 from rehead.study.preset import Preset
 from rehead.study.run import name_of, unfinished
 from rehead.study.work import is_done
@@ -120,7 +121,7 @@ def run_on_slurm(preset: Preset, jobs: Sequence[Job], command: Sequence[str], op
             "--launcher slurm: there is no sbatch here. Use a machine that submits jobs, or look with --dry-run."
         )
     missing = unfinished(preset, jobs)
-    if not missing and known_costs(jobs) is not None:
+    if not missing and _measured(preset, jobs):
         return
     with stop_signals() as stop:
         with hold(place, lambda: any(file.name != LOCK for file in place.iterdir()), "system.work_dir"):
@@ -128,7 +129,7 @@ def run_on_slurm(preset: Preset, jobs: Sequence[Job], command: Sequence[str], op
         for _ in staged(_ended(set(ids.values()), stop), "waiting for Slurm", len(ids), "jobs"):
             pass
     lost = [name_of(job) for job in missing if not is_done(job, preset)]
-    if not lost and known_costs(jobs) is None:
+    if not lost and not _measured(preset, jobs):
         lost = [REPORT]
     if lost:
         said = place / f"{ids[lost[0]]}_0_log.err"
@@ -137,6 +138,11 @@ def run_on_slurm(preset: Preset, jobs: Sequence[Job], command: Sequence[str], op
             f"{len(lost)} of {len(ids)} jobs ended without a result, first {lost[0]} (job {ids[lost[0]]}): "
             f"{words[-1].strip() or 'it wrote nothing'}. Logs are in {place}. Repeat the command to submit them again."
         )
+
+
+def _measured(preset: Preset, jobs: Sequence[Job]) -> bool:
+    """Return True if all that the last batch job measures is known."""
+    return known_costs(jobs) is not None and known_formats(preset, jobs) is not None
 
 
 def _submit(wanted: Sequence[Batch], writer: Scripts, place: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from rehead import checkpoint
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.folder import export_folder
-from rehead.data import Split, evaluation_blocks, shown, split
+from rehead.data import Batch, Ids, Split, evaluation_blocks, shown, split
 from rehead.data.files import write_whole
 from rehead.data.hold import hold
 from rehead.generation import stream
@@ -137,18 +137,21 @@ def _texts(job: Job) -> Split:
 
 def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[float, float]:
     """Return train and validation loss as training at this block size evaluates them, on the same blocks."""
-    trainer = job.options.trainer
     train_loss, val_loss = (
-        evaluate(
-            model,
-            shown(
-                evaluation_blocks(ids, size, trainer.batch_size, trainer.batch_size * trainer.eval_batches),
-                f"evaluating on {part} in blocks of {size:,}",
-            ),
-        )[0]
+        evaluate(model, shown(_blocks(job, ids, size), f"evaluating on {part} in blocks of {size:,}"))[0]
         for part, ids in zip(("training text", "validation text"), texts, strict=True)
     )
     return train_loss, val_loss
+
+
+def validation_blocks(job: Job) -> Iterator[Batch]:
+    """Return the blocks of the validation text on which a job's loss is measured."""
+    return _blocks(job, _texts(job).val, job.length)
+
+
+def _blocks(job: Job, ids: Ids, size: int) -> Iterator[Batch]:
+    trainer = job.options.trainer
+    return evaluation_blocks(ids, size, trainer.batch_size, trainer.batch_size * trainer.eval_batches)
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: Split) -> str:
