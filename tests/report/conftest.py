@@ -35,6 +35,17 @@ def costs(n, *, trained):
     }  # fmt: skip
 
 
+def formats(n, losses, text):
+    """What `rehead.study.kv_dtype` measures."""
+    return {
+        "context": 16,
+        "kv_bytes_per_token": {"bf16": 32 * n, "int8": 20 * n},
+        "cache_bytes": {"bf16": 512 * n, "int8": 320 * n},
+        "unable": {"q8_0": text},
+        "losses": {"": losses, "bf16": losses, "int8": [loss + 0.1 for loss in losses]},
+    }
+
+
 def variant(name, n, losses, curve, *, kind="trained", start=None, text="text"):
     runs = [
         {
@@ -51,6 +62,7 @@ def variant(name, n, losses, curve, *, kind="trained", start=None, text="text"):
         "steps_before": 0 if start is None else 4, "batch_tokens": 48,
         "steps": 4, "length": 16, "length_before": 16, "on": {"text": {"path": text}, "blocks": 8},
         "val_loss": span, "train_loss": span, "costs": costs(n, trained=kind != "converted"), "runs": runs,
+        "kv_dtype": formats(n, losses, text),
     }  # fmt: skip
 
 
@@ -94,6 +106,7 @@ def made_up():
             "questions": [
                 {"ask": text, "of": [a, b, c], "show": ["loss", "frontier"], "claims": claims},
                 {"ask": text, "of": list(names), "show": ["memory", "speed"], "claims": []},
+                {"ask": text, "of": list(names), "show": ["kv_dtype"], "claims": []},
             ],
         }  # fmt: skip
 

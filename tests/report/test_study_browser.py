@@ -19,7 +19,7 @@ def test_drawn_on_a_phone_without_errors_or_requests(made_up, attention, tmp_pat
     file.write_text(study.html(made_up("<img src=x onerror=alert(1)>", HOSTILE), attention(HOSTILE[:2])))
     page = opened(file, width=390, scheme=scheme)
     until(page, f"{CHARTS}.every(Boolean)")
-    assert len(page.evaluate(CHARTS)) == 10
+    assert len(page.evaluate(CHARTS)) == 11
     assert page.locator("img, a").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert "A<img src=x" in page.locator(".chart .legend button").first.text_content()
@@ -101,10 +101,11 @@ def test_a_page_can_be_read_without_seeing_it(made_up, attention, tmp_path, open
     assert page.locator("th:not([scope])").count() == 0
     charts = page.get_by_role("img").all()
     names = [chart.get_attribute("aria-label") for chart in charts]
-    assert len(charts) == 2 + 1  # lines, points, the map that is shown; bars are text
+    assert len(charts) == 3 + 1  # lines, points twice, the map that is shown; bars are text
     assert names[0] == "loss (nats per token) over optimizer steps; ends of lines: A 2.1; B 2.1"
     assert names[1].endswith("points: A 2.05 at 256; B 2.45 at 128; C 2.125 at 64")
-    assert names[2] == "Attention weights of layer 0, head 0 over 4 tokens"
+    assert "points: C, bf16 2.125 at 32; D, bf16 2.225 at 32; B, bf16 2.45 at 64; A, bf16" in names[2]
+    assert names[3] == "Attention weights of layer 0, head 0 over 4 tokens"
     unnamed = (
         "[...document.querySelectorAll('button, select')].filter((one) => !one.textContent && !one.ariaLabel)"
     )
@@ -128,3 +129,29 @@ def test_on_a_phone_every_row_is_a_card_with_what_matters_first(made_up, tmp_pat
     assert page.evaluate("getComputedStyle(document.querySelector('#summary td'), '::before').content") == (
         '"Validation loss"'
     )
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_line_per_format_with_a_mark_and_one_name_per_model(made_up, tmp_path, opened, until, width):
+    file = tmp_path / "report.html"
+    file.write_text(study.html(made_up(names=("MHA", "GQA, two heads", "to MLA", "MLA, healed")), {}))
+    page = opened(file, width=width)
+    until(page, f"{CHARTS}.every(Boolean)")
+    chart = page.locator(".chart.points").last
+    assert chart.locator(".legend button").all_text_contents() == ["bf16", "int8"]
+    assert chart.locator(".plot .line.joined").count() == 2
+    shapes = [
+        series.locator(".mark").evaluate_all("(marks) => marks.map((mark) => mark.getAttribute('d'))")
+        for series in chart.locator(".plot .series").all()
+    ]
+    assert shapes[0] == shapes[1]
+    assert len(set(shapes[0])) == 4
+    names = chart.locator(".plot .name")
+    assert len(set(names.all_text_contents())) == names.count() >= 3
+    for box in (name.bounding_box() for name in names.all()):
+        assert 0 <= box["x"] < box["x"] + box["width"] <= width
+    chart.scroll_into_view_if_needed()
+    mark = chart.locator(".plot .series").last.locator(".mark").last.bounding_box()
+    page.mouse.move(mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2)
+    assert chart.locator(".tip b").text_content() == "MHA, int8"
+    assert "2.15 (2.1 to 2.2)" in chart.locator(".tip").text_content()

@@ -259,3 +259,34 @@ def test_colours_stand_out_in_both_schemes():
                 assert contrast(scheme[ink], paper) >= 4.5, (ink, paper)
             for colour in (*colours, scheme["warn"]):
                 assert contrast(colour, paper) >= 3, (colour, paper)
+
+
+def test_the_table_of_formats_has_the_numbers_of_the_chart(made_up):
+    panel = Figures(made_up()).panel("kv_dtype", "ABCD")
+    assert panel.header == ("Variant", "bf16", "int8")
+    assert panel.rows[1] == ["B", "64 B, 2.4500", "40 B, 2.5500"]
+    (chart,) = panel.charts
+    for column, series in enumerate(chart.series, 1):
+        cells = {row[0]: row[column] for row in panel.rows}
+        assert {
+            name: f"{x:,.0f} B, {y:.4f}" for name, x, y in zip(series.labels, series.x, series.y, strict=True)
+        } == cells
+    assert "No q8_0 for A, B, C, D: plain" in panel.notes
+
+
+def test_losses_in_a_format_are_over_the_one_source_without_rounding(made_up):
+    document = made_up() | {"conversion": {}}
+    document["variants"][0]["kv_dtype"]["losses"][""] = [1.9, 1.8]  # by seed
+    (chart,) = Figures(document).panel("kv_dtype", "AC").charts
+    int8 = chart.series[1]
+    assert int8.labels == ["C", "A"]
+    assert int8.y == pytest.approx([(0.25 + 0.5) / 2, (0.2 + 0.4) / 2])
+    assert (int8.low, int8.high) == (pytest.approx([0.25, 0.2]), pytest.approx([0.5, 0.4]))
+    assert int8.x == [20, 80]
+
+
+def test_without_formats_there_is_no_picture_of_them(made_up):
+    document = made_up()
+    for one in document["variants"]:
+        one["kv_dtype"] = None
+    assert Figures(document).panel("kv_dtype", "ABCD") is None

@@ -63,14 +63,24 @@ def table(chart: Chart) -> Table:
 
 def described(chart: Chart) -> str:
     """Describe a chart in words for screen readers: the last value of every line, or every point."""
+    shown = [series for series in chart.series if not series.faint and series.y]
+    if chart.kind == "points":
+        ends = [
+            f"{sanitise(_name(series, at))} {_number(y)} at {_number(series.x[at])}"
+            for series in shown
+            for at, y in enumerate(series.y)
+            if y is not None
+        ]
+        return f"{chart.y} over {chart.x}; points: {'; '.join(ends)}"
     ends = [
-        f"{sanitise(series.name)} {_number(series.y[-1])}"
-        + (f" at {_number(series.x[-1])}" if chart.kind == "points" else "")
-        for series in chart.series
-        if not series.faint and series.y and series.y[-1] is not None
+        f"{sanitise(series.name)} {_number(series.y[-1])}" for series in shown if series.y[-1] is not None
     ]
-    what = "ends of lines" if chart.kind == "lines" else "points"
-    return f"{chart.y} over {chart.x}; {what}: {'; '.join(ends)}"
+    return f"{chart.y} over {chart.x}; ends of lines: {'; '.join(ends)}"
+
+
+def _name(series: Series, at: int) -> str:
+    """Return the name of a point."""
+    return f"{series.labels[at]}, {series.name}" if series.labels else series.name
 
 
 def finite(values: Iterable[Any]) -> list[Any]:

@@ -96,9 +96,12 @@ def _cell(variant: Record, name: str, source: Record | None) -> str:
 
 
 def _unable(variants: Sequence[Record]) -> list[str]:
-    """Return a note on every format that a variant's cache cannot have."""
+    """Return a note on every format that caches cannot have, with the reason."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for variant in variants:
+        for fault in variant["kv_dtype"]["unable"].items():
+            named.setdefault(fault, []).append(sanitise(variant["variant"]))
     return [
-        f"{sanitise(variant['variant'])} has no cache in {name}: {reason}"
-        for variant in variants
-        for name, reason in variant["kv_dtype"]["unable"].items()
+        f"No {sanitise(name)} for {', '.join(names)}: {sanitise(reason)}"
+        for (name, reason), names in named.items()
     ]
