@@ -9,9 +9,7 @@ ceiling is measured under the same load. A sample that other processes disturbed
 
 import gc
 import math
-import os
 import random
-import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from load import Load
 
 from rehead.measure.memory_in_use import peak_allocated
 
@@ -48,10 +47,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of computing something: `run` is timed, `result` (its own unless given) must equal the others'."""
+    """One way of computing something: `run` is timed, `result` (its own unless given) must equal the others'.
+
+    With a `pid`, that process computes, and `run` returns the seconds that it took there.
+    """
 
     run: Callable[[], Any]
     result: Callable[[], Any] | None = None
+    pid: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +80,11 @@ class Case:
         """The record of this case for the JSON file and the page."""
         there = {name: arm for name, arm in self.peers.items() if isinstance(arm, Arm)}
         differences = self._differences(there)
-        runs = {"ours": self.ours.run, "control": self.ours.run}
-        runs |= {name: arm.run for name, arm in there.items()}
+        runs = {"ours": self.ours, "control": self.ours, **there}
         work = self.flops or self.n_bytes
         if work is not None:
             ceiling, ceiling_work = (multiply if self.flops else read)(setting, self.dtype)
-            runs["ceiling"] = ceiling
+            runs["ceiling"] = Arm(ceiling)
         rounds, load = take_rounds(runs, setting)
         record: dict[str, Any] = {
             "kind": "ratio",
@@ -137,7 +139,7 @@ class Growth:
 
     def measure(self, setting: Setting) -> dict[str, Any]:
         """Time of all sizes in turns; bytes allocated at the peak of one run of each (CPU only)."""
-        runs = {str(size): self.make(size) for size in self.sizes}
+        runs = {str(size): Arm(self.make(size)) for size in self.sizes}
         rounds, load = take_rounds(runs, setting)
         doublings = list(zip(self.sizes[:-1], self.sizes[1:], strict=True))
         record: dict[str, Any] = {
@@ -150,19 +152,17 @@ class Growth:
             "load": load,
         }
         if setting.device == "cpu":
-            peaks = {size: peak_allocated(runs[str(size)]) for size in self.sizes}
+            peaks = {size: peak_allocated(runs[str(size)].run) for size in self.sizes}
             record["bytes"] = {str(size): peak for size, peak in peaks.items()}
             record["memory"] = {f"{a} to {b}": peaks[b] / peaks[a] for a, b in doublings}
         return record
 
 
-def take_rounds(
-    runs: dict[str, Callable[[], Any]], setting: Setting
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+def take_rounds(runs: dict[str, Arm], setting: Setting) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of each arm in every round, and how much else the machine did meanwhile."""
     repeats = {name: _calibrate(run, setting) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    load, again = Load(), 0
+    load, again = Load(*{arm.pid for arm in runs.values() if arm.pid is not None}), 0
     gc.collect()
     gc.disable()
     try:
@@ -180,79 +180,35 @@ def take_rounds(
     return times, load.since() | {"samples_again": again, "rounds": setting.n_round}
 
 
-def _calibrate(run: Callable[[], Any], setting: Setting) -> int:
+def _calibrate(arm: Arm, setting: Setting) -> int:
     """How often `run` has to be repeated for a sample, after a run that does not count."""
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
-        run()
-        setting.synchronise()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_timed(arm, 1, setting)[0])
         if seconds[-1] > 1:
             break
     return max(1, math.ceil(SAMPLE_SECONDS / min(seconds)))
 
 
-def _sample(run: Callable[[], Any], repeats: int, setting: Setting) -> tuple[float, int]:
+def _sample(arm: Arm, repeats: int, setting: Setting) -> tuple[float, int]:
     """Seconds of one run, the least disturbed of up to `TRIES` samples; how many were taken."""
     best = math.inf
     for tried in range(1, TRIES + 1):
-        load = Load()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        setting.synchronise()
-        wall = time.perf_counter() - start
-        best = min(best, wall / repeats)
-        if wall > LONG or not load.disturbed(wall, setting.threads):
-            return wall / repeats, tried
+        load = Load(*([] if arm.pid is None else [arm.pid]))
+        seconds, wall = _timed(arm, repeats, setting)
+        best = min(best, seconds / repeats)
+        if wall > LONG or not load.disturbed(seconds, setting.threads):
+            return seconds / repeats, tried
     return best, TRIES
 
 
-class Load:
-    """What this process and all others have used since it was made."""
-
-    def __init__(self) -> None:
-        self._wall, self._own, (self._all, self._stolen) = (
-            time.perf_counter(),
-            self._process(),
-            self._machine(),
-        )
-        self._switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-    @staticmethod
-    def _process() -> float:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return usage.ru_utime + usage.ru_stime
-
-    @staticmethod
-    def _machine() -> tuple[float, float]:
-        """Processor seconds used by anyone, and those another virtual machine took."""
-        stat = Path("/proc/stat")
-        if not stat.exists():
-            return 0.0, 0.0
-        user, nice, system, _, _, irq, soft, steal, *_ = map(int, stat.read_text().split("\n")[0].split()[1:])
-        tick = os.sysconf("SC_CLK_TCK")
-        return (user + nice + system + irq + soft) / tick, steal / tick
-
-    def disturbed(self, wall: float, threads: int) -> bool:
-        """True where the scheduler took this process off its core, or others needed what it could have used."""
-        own, everyone = self._process() - self._own, self._machine()[0] - self._all
-        free = (os.cpu_count() or 1) - threads
-        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - self._switches
-        return switches > 20 or own < 0.9 * wall or everyone - own > (free + 0.1) * wall + 0.02
-
-    def since(self) -> dict[str, float]:
-        """Cores that other processes kept busy, cores stolen, load average, forced context switches."""
-        wall = time.perf_counter() - self._wall
-        everyone, stolen = self._machine()
-        own = self._process() - self._own
-        return {
-            "others_cores": max(0.0, everyone - self._all - own) / wall,
-            "stolen_cores": (stolen - self._stolen) / wall,
-            "load_average": os.getloadavg()[0],
-            "switches": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - self._switches,
-        }
+def _timed(arm: Arm, repeats: int, setting: Setting) -> tuple[float, float]:
+    """Seconds that count of `repeats` runs, by the clock of the process that computes; seconds that passed here."""
+    start = time.perf_counter()
+    told = [arm.run() for _ in range(repeats)]
+    setting.synchronise()
+    wall = time.perf_counter() - start
+    return wall if arm.pid is None else sum(told), wall
 
 
 def multiply(setting: Setting, dtype: torch.dtype) -> tuple[Callable[[], Any], float]:
