@@ -34,6 +34,8 @@ SIZES = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048,
 }  # fmt: skip
 """Of SmolLM2-135M."""
+SPREAD = 0.04
+"""Of the weights: with transformers' 0.02 a random model repeats the last token for ever."""
 N_PROMPT, N_NEW, N_PREFILL, N_CONTEXT = 128, 128, 512, 1024
 EXACT, AS_IT_COMES = "cache in float32, no flash attention", "as it comes"
 AHEAD = 1.0
@@ -68,7 +70,9 @@ def cases(setting: Setting, sizes: dict[str, int] = SIZES) -> Cases:
 
 def write(place: Path, sizes: dict[str, int], dtype: torch.dtype) -> tuple[Path, Path]:
     """Write a Llama with random weights as a Hugging Face folder and as a file for llama.cpp."""
-    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0)
+    config = transformers.LlamaConfig(
+        **sizes, tie_word_embeddings=True, initializer_range=SPREAD, bos_token_id=0, eos_token_id=0
+    )
     folder, file = place / "model", place / "model.gguf"
     transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     vocabulary(sizes["vocab_size"]).save(str(folder / "tokenizer.json"))
@@ -169,7 +173,7 @@ def engine(python: Path | str, script: str, given: dict[str, Any], threads: int)
 
 
 class Arms:
-    """The cases of one model. Tokens of every engine are judged by the exact logits of `model` on that engine's text."""
+    """The cases of one model. An engine's tokens are judged by the exact logits of `model` on that engine's text."""
 
     def __init__(self, model: LanguageModel, dtype: torch.dtype, ids: Sequence[int]) -> None:
         self.model, self.dtype, self.ids = model, dtype, list(ids)

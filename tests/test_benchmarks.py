@@ -41,7 +41,7 @@ def suite(monkeypatch, clock):
     monkeypatch.setattr(harness, "read", lambda setting, dtype: (lambda: clock.sleep(0.002), 2000.0))
     monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     yield harness, page
-    for name in ("harness", "page"):
+    for name in ("harness", "page", "load"):
         sys.modules.pop(name)
 
 
@@ -54,7 +54,7 @@ def test_every_benchmark_can_be_imported(name, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module(name)
     assert Path(module.__file__).parent == BENCHMARKS
-    for stale in {name, "harness", "page"} - before:
+    for stale in {name, "harness", "page", "load"} - before:
         sys.modules.pop(stale, None)
 
 
