@@ -34,8 +34,6 @@ SIZES = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048,
 }  # fmt: skip
 """Of SmolLM2-135M."""
-SPREAD = 0.04
-"""Of the weights: with transformers' 0.02 a random model repeats the last token for ever."""
 N_PROMPT, N_NEW, N_PREFILL, N_CONTEXT = 128, 128, 512, 1024
 EXACT, AS_IT_COMES = "cache in float32, no flash attention", "as it comes"
 AHEAD = 1.0
@@ -70,8 +68,11 @@ def cases(setting: Setting, sizes: dict[str, int] = SIZES) -> Cases:
 
 def write(place: Path, sizes: dict[str, int], dtype: torch.dtype) -> tuple[Path, Path]:
     """Write a Llama with random weights as a Hugging Face folder and as a file for llama.cpp."""
+    spread = (
+        sizes["hidden_size"] ** -0.5
+    )  # with transformers' 0.02 a random model repeats its last token for ever
     config = transformers.LlamaConfig(
-        **sizes, tie_word_embeddings=True, initializer_range=SPREAD, bos_token_id=0, eos_token_id=0
+        **sizes, tie_word_embeddings=True, initializer_range=spread, bos_token_id=0, eos_token_id=0
     )
     folder, file = place / "model", place / "model.gguf"
     transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,3 +143,124 @@ def test_a_difference_must_be_clearer_than_the_control(suite):
     assert harness.clear({"median": 1.2, "low": 1.1, "high": 1.3}, control)
     assert not harness.clear({"median": 1.05, "low": 1.02, "high": 1.08}, control)
     assert not harness.clear({"median": 1.2, "low": 0.9, "high": 1.3}, control)
+
+
+def test_another_process_is_timed_by_its_own_clock(suite, clock):
+    """The way there, and what this process does meanwhile, does not count."""
+    harness, _ = suite
+
+    def elsewhere(seconds):
+        return lambda: (clock.sleep(1.5), seconds)[1]
+
+    case = harness.Case(
+        name="elsewhere",
+        ours=harness.Arm(elsewhere(0.25), lambda: torch.ones(3), pid=os.getpid()),
+        peers={"slow": harness.Arm(elsewhere(0.75), lambda: torch.ones(3), pid=os.getpid())},
+    )
+    record = case.measure(harness.Setting(n_round=2))
+    assert record["peers"]["slow"]["median"] == pytest.approx(3)
+    assert record["seconds"]["ours"] == [pytest.approx(0.25)] * 2
+
+
+def test_load_counts_the_processes_it_is_told_of(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    load = importlib.import_module("load")
+    work = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", work], stdin=-1, stdout=-1) as child:
+        alone, both = load.Load(), load.Load(child.pid)
+        child.stdout.readline()
+        used = both._process() - alone._process()
+        child.stdin.close()
+    assert used >= 0.4
+    sys.modules.pop("load")
+
+
+TINY = {
+    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 6,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The group, with short texts."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("engines")
+    for name, value in {"N_PROMPT": 9, "N_NEW": 8, "N_PREFILL": 24, "N_CONTEXT": 64}.items():
+        monkeypatch.setattr(module, name, value)
+    torch.set_default_dtype(torch.float32)
+    yield module
+    for stale in {"engines", "harness", "page", "load"} - before:
+        sys.modules.pop(stale, None)
+
+
+@pytest.mark.process
+def test_engines_that_are_not_there_are_named_and_ours_is_transformers(engines, monkeypatch, tmp_path):
+    """The process of rehead gives the greedy tokens of the model that wrote the folder."""
+    import transformers
+
+    monkeypatch.setattr(engines, "environment", lambda name: None)
+    folder, file = engines.write(tmp_path, TINY, torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.arange(9)[None] * 7
+    with (
+        torch.no_grad(),
+        engines.engine(sys.executable, "run_rehead.py", {"model": str(folder), "threads": 1}, 1) as ours,
+    ):
+        found = ours.ask(prompt=prompt[0].tolist(), n_new=9)
+        new = theirs.generate(prompt, max_new_tokens=9, min_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert found["tokens"] == new[0, 9:].tolist()
+    assert len(set(found["tokens"])) > 2
+    assert found["prefill"] > 0 < found["decode"]
+    assert ours.name.startswith("rehead ")
+    setting = engines.Setting(threads=1, n_round=1)
+    with engines.ExitStack() as running:
+        _, peers = engines.start(running, setting, folder, file, torch.float32)
+    assert list(peers) == [
+        "llama.cpp, cache in float32, no flash attention",
+        "llama.cpp, as it comes",
+        "vLLM, CPU",
+    ]
+    assert [why.rpartition("make ")[2] for why in peers.values()] == ["llama-cpp-env)"] * 2 + ["serving-env)"]
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.bfloat16, 299)])
+def test_an_engine_with_other_tokens_is_not_timed(engines, tmp_path, dtype, wrong):
+    """In float32 the second likeliest token is wrong; in bfloat16 what is unlikely by more than rounding is."""
+    folder, _ = engines.write(tmp_path, TINY, torch.float32)
+    model = engines.load(folder).eval()
+    ids = [7 * i % 300 for i in range(24)]
+    with torch.no_grad():
+        ranked = model(torch.tensor([ids]))[0, -1].argsort(descending=True).tolist()
+
+    def one(rank):
+        return engines.Engine("fake", os.getpid(), lambda **job: {"tokens": [ranked[rank]], "prefill": 1.0})
+
+    arms = engines.Arms(model, dtype, ids)
+    good, bad = (arms.arm(one(rank), "prefill", 24, 1) for rank in (0, wrong))
+    case = engines.Case(name="c", ours=good, peers={"right": good}, dtype=dtype, tolerance=engines.ROUNDING)
+    assert case.measure(engines.Setting(n_round=1))["peers"]["right"]["difference"] == 0
+    bad_case = engines.Case(
+        name="c", ours=good, peers={"wrong": bad}, dtype=dtype, tolerance=engines.ROUNDING
+    )
+    with pytest.raises(AssertionError, match=r"other greedy tokens|wrong differs by"):
+        bad_case.measure(engines.Setting(n_round=1))
+
+
+@pytest.mark.serving
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["llama-cpp", "vllm"])
+def test_every_engine_computes_the_same(engines, monkeypatch, name):
+    """Both formats of the weights, one round; `measure` compares the tokens."""
+    place = engines.environment(name)
+    if place is None:
+        pytest.skip(f"no environment of {name}")
+    monkeypatch.setattr(engines, "environment", lambda engine: place if engine == name else None)
+    setting = engines.Setting(threads=1, n_round=1)
+    records = [case.measure(setting) for case in engines.cases(setting, TINY)]
+    assert [one["dtype"] for one in records] == ["float32"] * 2 + ["bfloat16"] * 2
+    for record in records:
+        there = {peer: one for peer, one in record["peers"].items() if "absent" not in one}
+        assert len(there) == {"llama-cpp": 2, "vllm": 1}[name]
+        assert all(one["difference"] <= engines.ROUNDING and one["median"] > 0 for one in there.values())
