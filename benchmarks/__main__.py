@@ -3,7 +3,8 @@
     python benchmarks [GROUP ...] [--threads 1 2] [--rounds 15] [--peers FOLDER] [--device cuda]
 
 Groups are the files of this folder that `page.TITLES` names; each has `cases`. `--peers` is a folder with
-checkouts of repositories that are no packages (minGPT, nanoGPT); without it they are reported as absent. Results
+checkouts of repositories that are no packages (minGPT, nanoGPT); without it they are reported as absent. So are
+llama.cpp and vLLM (group `engines`) where `make llama-cpp-env` and `make serving-env` have not put them. Results
 replace those of the same group, device and threads in docs/benchmarks.json, from which docs/benchmarks.md is
 written.
 """

@@ -12,12 +12,11 @@ are in [benchmarks.json](benchmarks.json).
 Each case runs rehead and its peers in one process, with the same weights, after their results were found equal.
 Engines, and rehead beside them, run in processes of their own and are timed there. Rounds alternate (A B B A). A
 ratio is the peer's time over rehead's, so rehead is faster above 1: the median of the rounds, with its 95 % bootstrap
-interval in brackets. *Control* is rehead against itself and should be 1. *Ceiling* is
-the share of the machine's speed, measured in the same rounds: of a 1024 x 1024 matrix product where a case
-multiplies, of memory bandwidth where it reads. *Others* is how many cores other processes kept busy; where it is far
-from 0, trust the ratios and not the milliseconds. *Goal* is what the project set itself before measuring: **bold**
-ratios reach it, those in *italics* do not. Ratios that cannot be told from 1 (interval, or three times the control's
-spread) are marked ~.
+interval in brackets. *Control* is rehead against itself and should be 1. *Ceiling* is the share of the machine's
+speed, measured in the same rounds: of a 1024 x 1024 matrix product where a case multiplies, of memory bandwidth where
+it reads. *Others* is how many cores other processes kept busy; where it is far from 0, trust the ratios and not the
+milliseconds. *Goal* is what the project set itself before measuring: **bold** ratios reach it, those in *italics* do
+not. Ratios that cannot be told from 1 (interval, or three times the control's spread) are marked ~.
 """
 TITLES = {
     "decode": "Decoding",
