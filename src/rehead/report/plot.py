@@ -68,14 +68,13 @@ def _points(axes: "Axes", chart: Chart, *, named: bool) -> None:
         if series.joined:
             style = STYLES[series.look.dash]
             axes.plot(series.x, series.y, style, color=colour, label=_text(series.name), linewidth=1.2)
-        names = {"label": _text(series.name)} if not series.joined else {}
-        for index, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
-            marker = MARKERS[series.markers[index] if series.markers else series.marker]
-            axes.plot(x, y, marker, color=colour, markersize=8, fillstyle=filled, **names)
-            names = {}
+        markers = series.markers or [series.marker] * len(series.x)
+        for at, (x, y, marker) in enumerate(zip(series.x, series.y, markers, strict=True)):
+            label = "_" if at or series.joined else _text(series.name)  # "_": no entry in the legend
+            axes.plot(x, y, MARKERS[marker], color=colour, label=label, markersize=8, fillstyle=filled)
         if series.spans:
             axes.vlines(series.x, series.low, series.high, color=colour, linewidth=1.2)
-    if chart.named:
+    if any(series.labels for series in chart.series):
         _labels(axes, chart)
     if chart.log_x:
         axes.set_xscale("log", base=2)
@@ -89,9 +88,9 @@ def _labels(axes: "Axes", chart: Chart) -> None:
     """Write the label of every point above it, each label once."""
     axes.margins(x=0.12)
     points = {
-        label: point
+        label: (x, y)
         for series in reversed(chart.series)
-        for label, *point in zip(series.labels, series.x, series.y, strict=False)
+        for label, x, y in zip(series.labels, series.x, series.y, strict=False)
     }
     for label, point in points.items():
         axes.annotate(_text(label), point, (6, 7), textcoords="offset points", fontsize=8)
