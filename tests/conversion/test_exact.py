@@ -134,6 +134,47 @@ TO_STOCK = {
     "no rope": (GQA, STOCK, ["factor", "repeat-heads", "pad-to-stock", "identity-norm"]),
     "no more heads": (MHA, replace(STOCK, kv_lora_rank=23), ["factor", "pad-to-stock", "identity-norm"]),
 }
+BIASED = {"qkv_bias": True, "o_bias": True}
+STOCK_BIASES = replace(STOCK, down_bias=True, o_bias=True, q_lora_rank=24)
+BESIDE = replace(DEEPSEEK, latent_norm=False, q_lora_rank=None, down_bias=True, **BIASED)
+BIASES = {
+    "mqa with rope": (
+        replace(MQA, rope=INTERLEAVED, qkv_bias=True),
+        STOCK_BIASES,
+        ["decouple", "pad-to-stock", "fold-biases", "identity-norm"],
+    ),
+    "partial rope": (
+        replace(MQA, head_dim=7, rope=replace(INTERLEAVED, partial_rotary_factor=0.6), **BIASED),
+        STOCK_BIASES,
+        ["decouple", "pad-to-stock", "fold-biases", "identity-norm"],
+    ),
+    "no rope": (
+        replace(GQA, **BIASED),
+        STOCK_BIASES,
+        ["factor", "repeat-heads", "pad-to-stock", "fold-biases", "identity-norm"],
+    ),
+    "of the output alone": (
+        replace(MQA, rope=INTERLEAVED, o_bias=True),
+        replace(STOCK, down_bias=True, o_bias=True),
+        ["decouple", "pad-to-stock", "fold-biases", "identity-norm"],
+    ),
+    "of a latent, shared heads": (
+        BESIDE,
+        replace(BESIDE, latent_norm=True, qkv_bias=False, q_lora_rank=24),
+        ["fold-biases", "identity-norm"],
+    ),
+    "of a latent that stays": (
+        replace(BESIDE, qkv_bias=False),
+        replace(BESIDE, qkv_bias=False, latent_norm=True),
+        ["identity-norm"],
+    ),
+    "of a latent that is too wide": (
+        replace(BESIDE, kv_lora_rank=25),
+        replace(BESIDE, kv_lora_rank=23),
+        ["narrow"],
+    ),
+    "of a latent that is widened": (BESIDE, replace(BESIDE, kv_lora_rank=14), ["pad-rank"]),
+}
 HEADS = (replace(DEEPSEEK, n_kv_head=2), replace(DEEPSEEK, n_kv_head=6), ["repeat-heads"])
 
 VARIATIONS = {
@@ -173,14 +214,19 @@ def varied():
     for window in (None, 5):
         for layout in ("half-split", "interleaved"):
             rotated = replace(GQA, rope=RopeConfig(theta=100.0, layout=layout), window=window)
-            target = Target(to="mla", target="uneven").attention(rotated, 23)
-            yield pytest.param(
-                rotated, target, ["keep-rotations"], id=f"all rotations, {layout}, window {window}"
-            )
+            for biased in (False, True):
+                source = replace(rotated, qkv_bias=biased)
+                target = Target(to="mla", target="uneven").attention(source, 23)
+                name = f"all rotations, {layout}, biases {biased}, window {window}"
+                yield pytest.param(source, target, ["keep-rotations"], id=name)
     for window in (None, 5):
         for case, (source, target, steps) in TO_STOCK.items():
             pair = replace(source, window=window, o_bias=True), replace(target, window=window, o_bias=True)
             yield pytest.param(*pair, steps, id=f"{case} to stock, window {window}")
+    for window in (None, 5):
+        for case, (source, target, steps) in BIASES.items():
+            pair = replace(source, window=window), replace(target, window=window)
+            yield pytest.param(*pair, steps, id=f"biases: {case}, window {window}")
 
 
 ALL = list(varied())

@@ -15,7 +15,7 @@ from rehead.conversion.base import Statistics
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.turns import Directions, Turns
 from rehead.conversion.steps.narrow import Narrow
-from rehead.conversion.steps.rotations import KeepRotations, directions
+from rehead.conversion.steps.rotations import KeepRotations, beside, directions
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 
@@ -40,6 +40,15 @@ SOURCES = {
         rope=RopeConfig(
             scaling=LongRopeScaling(factors=(1.0, 2.0), attention_factor=1.3), partial_rotary_factor=0.67
         ),
+    ),
+    "biases": replace(GQA, qkv_bias=True, o_bias=True),
+    "biases, partial": GroupedConfig(
+        n_query_head=4,
+        n_kv_head=2,
+        head_dim=8,
+        v_head_dim=3,
+        rope=RopeConfig(partial_rotary_factor=0.5),
+        qkv_bias=True,
     ),
     "mqa, window": GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=8, v_head_dim=5, rope=ROPE, window=7),
 }
@@ -89,8 +98,11 @@ def test_fewer_rotations_lose_more(gpt, text, source):
     model = gpt(source)
     lost = []
     for width in range(2, source.n_kv_head * rotated(source) + 1, 2):
-        asked = {"rope_dim": width, "kv_rank": WIDTH}
-        result, _ = rehead.convert(model, "mla", target="uneven", calibration=text, **asked)
+        narrow, _ = rehead.convert(model, "mla", target="uneven", calibration=text, rope_dim=width)
+        _, rank = beside(source, width, WIDTH)
+        wide = [replace(layer, kv_lora_rank=rank) for layer in narrow.config.attention]
+        result, certificate = rehead.convert(model, wide, calibration=text)
+        assert certificate.layers[0].steps == ["keep-rotations"]
         lost.append(divergence(model, result, text[:48].view(3, 16)))
     assert lost[-1] < 1e-12 < lost[0]
     assert min(lost[:-1]) > 0
@@ -220,6 +232,28 @@ def test_the_frequencies_are_those_that_matter(gpt, text):
                 torch.testing.assert_close(attention.rope.frequencies(rope_dim), ROPE.frequencies(8)[pairs])
 
 
+@pytest.mark.parametrize("method", ["weighted", "svd"])
+def test_biases_choose_frequencies_and_directions(method, gpt, text):
+    """Keys are hardly more than biases of one pair in two heads: one direction holds both, and little is lost."""
+    model = gpt(replace(GQA, qkv_bias=True), std=0.02)
+    for layer in model.layers:
+        for projection, heads in ((layer.self_attn.k_proj, [0, 1]), (layer.self_attn.q_proj, [1, 2])):
+            rows = projection.bias.data.view(-1, 8)
+            rows[heads[0], [2, 6]] += torch.tensor([3.0, -2.0])
+            rows[heads[1], [2, 6]] += torch.tensor([1.0, 2.5])
+        layer.self_attn.v_proj.weight.data += torch.randn(15, WIDTH)
+        layer.self_attn.o_proj.weight.data += torch.randn(WIDTH, 30)
+    options = {"target": "uneven", "rope_dim": 2, "kv_rank": WIDTH, "calibration": text, "method": method}
+    result, _ = rehead.convert(model, "mla", **options)
+    for attention in result.config.attention:
+        torch.testing.assert_close(attention.rope.frequencies(2), ROPE.frequencies(8)[[2]])
+    ids = text[:176].view(11, 16)
+    lost = divergence(model, result, ids)
+    for layer in result.layers:
+        layer.self_attn.kv_a_proj_with_mqa.bias.data.zero_()
+    assert divergence(model, result, ids) > 10 * lost
+
+
 def test_a_narrower_latent_is_the_best_of_its_rank_and_the_rotary_part_stays():
     torch.manual_seed(6)
     source = LatentConfig(
@@ -275,6 +309,10 @@ def test_a_latent_beside_a_rotary_part_is_fitted_where_it_is(gpt, text):
         ({"kv_rank": 4, "kv_fraction": 0.3}, r"say the same thing"),
         ({"target": "rebuilt", "rope_dim": 4}, r"rope_dim=4 means nothing for rebuilt keys"),
         ({"target": "canonical", "rope_dim": 4}, r"the rotary part of --target canonical is 64 wide"),
+        (
+            {"rope_dim": 18, "kv_rank": 23},
+            r"latent of 23 and a rotary part of 18 are 41 numbers .* more than the 39 .* --kv-rank 21 or less",
+        ),
         ({"target": "canonical"}, r"256 \+ 64 numbers, .* are no fewer than the 39"),
     ],
 )
@@ -286,10 +324,6 @@ def test_targets_that_make_no_sense(options, message):
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        (
-            GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, rope=ROPE, qkv_bias=True),
-            r"biases, for which MLA's rotary part has no place\. Use --target rebuilt",
-        ),
         (
             GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, rope=ROPE, qk_norm_eps=1e-6),
             "norms on queries and keys",

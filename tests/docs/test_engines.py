@@ -37,6 +37,9 @@ def generated():
     for kind, name in names.items():
         found = [facts.angles.get(kind) for facts in ENGINES.values()]
         rows[f"rope: {name}"] = ["**refused**" if layouts is None else cells(layouts) for layouts in found]
+    rows["`attention_bias`"] = [
+        "added" if facts.biases else "left out, **refused**" for facts in ENGINES.values()
+    ]
     rows["what it does with others"] = [facts.otherwise for facts in ENGINES.values()]
     rows["exact exports"] = [
         "padded to 512 + 64" if facts.padded else "as small as the source's" for facts in ENGINES.values()

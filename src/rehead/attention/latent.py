@@ -39,10 +39,10 @@ class LatentAttention(Attention):
         if config.q_lora_rank is None:
             self.q_proj = Linear(d_model, query, bias=config.qkv_bias)
         else:
-            self.q_a_proj = Linear(d_model, config.q_lora_rank, bias=False)
+            self.q_a_proj = Linear(d_model, config.q_lora_rank, bias=config.down_bias)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=NORM_EPS)
             self.q_b_proj = Linear(config.q_lora_rank, query, bias=config.qkv_bias)
-        self.kv_a_proj_with_mqa = Linear(config.d_context or d_model, down, bias=False)
+        self.kv_a_proj_with_mqa = Linear(config.d_context or d_model, down, bias=config.down_bias)
         self.kv_a_layernorm = (
             nn.RMSNorm(config.kv_lora_rank, eps=NORM_EPS) if config.latent_norm else nn.Identity()
         )

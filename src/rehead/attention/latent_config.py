@@ -24,7 +24,9 @@ class LatentConfig(AttentionConfig):
 
     `latent_norm` applies an RMSNorm to the latent (`kv_a_layernorm`); `q_lora_rank` gives the queries
     a latent of their own. The latent expands to `n_kv_head` heads, by default one per query head.
-    `qkv_bias` adds biases to the queries and to the expanded keys and values.
+    `qkv_bias` adds biases to the queries and to the expanded keys and values; `down_bias` to the projections to
+    latents and to the rotary part, `q_a_proj` and `kv_a_proj_with_mqa`. `attention_bias` in DeepSeek's classes is
+    `down_bias` and `o_bias`.
 
     `qk_norm_eps` applies an RMSNorm of that eps to each query and each rebuilt key head, before a rotation (Qwen3's).
     Keys that are not rotated are not rebuilt for it: the cache keeps 1 / RMS of each KV head's key beside the
@@ -41,6 +43,7 @@ class LatentConfig(AttentionConfig):
     latent_norm: bool = True
     qk_norm_eps: float | None = None
     qkv_bias: bool = False
+    down_bias: bool = False
     o_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -86,10 +89,13 @@ class LatentConfig(AttentionConfig):
             v_head_dim=7,
             q_lora_rank=11,
         )
+        biased = replace(mla, n_kv_head=2, qkv_bias=True, down_bias=True, o_bias=True)
         plain = replace(mla, qk_rope_head_dim=0, rope=None, q_lora_rank=None)
         return {
             "mla": mla,
             "mla, window": replace(mla, window=5),
+            "mla, bias": biased,
+            "mla, bias, no query latent": replace(biased, q_lora_rank=None),
             "mla, rebuilt keys": replace(plain, rope=RopeConfig(), n_kv_head=2, latent_norm=False),
             "mla, rebuilt keys, window": replace(plain, rope=RopeConfig(), window=5),
             "mla, rebuilt keys, normed": replace(plain, rope=RopeConfig(), n_kv_head=2, qk_norm_eps=1e-6),
@@ -143,10 +149,11 @@ class LatentConfig(AttentionConfig):
 
     def n_parameters(self, d_model: int) -> int:
         """Number of parameters: projections, biases and norms."""
-        _, up, _, query = self._widths()
+        down, up, _, query = self._widths()
         norms = self.kv_lora_rank * self.latent_norm + (self.q_lora_rank or 0)
         norms += 0 if self.qk_norm_eps is None else 2 * self.qk_nope_head_dim
         biases = (query + up) * self.qkv_bias + d_model * self.o_bias
+        biases += (down + (self.q_lora_rank or 0)) * self.down_bias
         return self.projection_flops(d_model) // 2 + norms + biases
 
     def projection_flops(self, d_model: int) -> int:

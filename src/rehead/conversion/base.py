@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -27,6 +28,19 @@ Weights = dict[str, Tensor]
 def projections(weights: Weights, *names: str) -> Weights:
     """Return the weights and biases of these projections."""
     return {name: weight for name, weight in weights.items() if name.partition(".")[0] in names}
+
+
+def with_bias(weights: Weights, name: str) -> Float64[Tensor, "N C"]:
+    """Return a weight and its bias, zero without one, as one projection of [x; 1]."""
+    weight = weights[f"{name}.weight"]
+    bias = weights.get(f"{name}.bias", weight.new_zeros(len(weight)))
+    return torch.cat([weight, bias[:, None]], dim=1)
+
+
+def in_parts(name: str, both: Float64[Tensor, "N C"], *, biased: bool) -> Weights:
+    """Return the weight and the bias of a projection of [x; 1]; the weight alone if it has none."""
+    parts = {f"{name}.weight": both[:, :-1], f"{name}.bias": both[:, -1]}
+    return parts if biased else {f"{name}.weight": both[:, :-1]}
 
 
 class CannotConvert(ConfigError):

@@ -40,7 +40,9 @@ def with_frequencies(
         at.append((index, source))
         parts = dict(module.named_parameters())
         weights = {
-            name: materialise(parts[name]).double().cpu() for name in ("q_proj.weight", "k_proj.weight")
+            name: materialise(parts[name]).double().cpu()
+            for name in parts
+            if name.startswith(("q_proj.", "k_proj."))
         }
         kind = source.rope, source.head_dim, source.n_kv_head
         found = directions(weights, source, statistics[index].in_memory()).matters

@@ -8,7 +8,7 @@ import torch
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.rope import LongRopeScaling
 from rehead.conversion.base import common
-from rehead.conversion.steps.latent import full_rank
+from rehead.conversion.steps.rotations import all_rotated, beside
 from rehead.errors import ConfigError
 
 SHARE = 3
@@ -36,14 +36,9 @@ def decoupled(
             "norms on queries and keys are on whole heads, which a rotary part shared by all of them is not. Use "
             "--target rebuilt."
         )
-    if heads.qkv_bias:
-        raise ConfigError(
-            "its queries and keys have biases, for which MLA's rotary part has no place. Use --target rebuilt."
-        )
     if kv_rank is not None and kv_fraction is not None:
         raise ConfigError(f"kv_rank={kv_rank} and kv_fraction={kv_fraction} say the same thing. Give one.")
-    rotated, numbers = heads.rope.rotated(heads.head_dim), heads.kv_numbers()
-    most, full = heads.n_kv_head * rotated, full_rank(heads, d_model)
+    numbers, most = heads.kv_numbers(), all_rotated(heads)
     total = None if kv_fraction is None else max(4, int(kv_fraction * numbers))
     if kind == "canonical":
         width, rope = _canonical(heads, rope_dim)
@@ -66,7 +61,12 @@ def decoupled(
                 f"{most}."
             )
         rope = repeated(heads.rope, heads.head_dim, width)
-    rank = kv_rank if kv_rank is not None else full if total is None else total - width
+    nope, full = beside(heads, width, d_model)
+    if total is None:
+        rank = min(full, numbers - width) if kv_rank is None else min(full, kv_rank)
+        _require_smaller(rank, width, numbers)
+    else:
+        rank = min(full, total - width)
     if not rank >= 1:
         raise ConfigError(
             f"kv_fraction={kv_fraction} is {total} numbers, of which {width} are the rotary part: none are left for "
@@ -75,11 +75,22 @@ def decoupled(
     return LatentConfig(
         **common(heads) | {"rope": rope},
         n_kv_head=heads.n_kv_head,
-        kv_lora_rank=min(rank, full),
-        qk_nope_head_dim=heads.head_dim,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
         qk_rope_head_dim=width,
         latent_norm=False,
+        down_bias=heads.qkv_bias,
     )
+
+
+def _require_smaller(rank: int, width: int, numbers: int) -> None:
+    """Refuse a cache that is larger than that of the heads."""
+    if rank + width > numbers:
+        raise ConfigError(
+            f"a latent of {rank} and a rotary part of {width} are {rank + width} numbers per token, more than the "
+            f"{numbers} that this attention caches. Use --kv-rank {max(1, numbers - width)} or less, or a smaller "
+            "--rope-dim."
+        )
 
 
 def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeConfig]:
@@ -94,6 +105,11 @@ def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeCon
     if rotated % width or SERVED % width:
         raise ConfigError(
             f"heads of which {rotated} numbers rotate have no angles of a rotary part of {SERVED}. Use --target uneven."
+        )
+    if heads.qkv_bias:
+        raise ConfigError(
+            "its queries, keys and values have biases, which vLLM's and SGLang's DeepseekV3ForCausalLM leave out. Use "
+            "--target uneven, for transformers."
         )
     if heads.rope.scaling is not None:
         raise ConfigError("scaled rope: native MLA kernels compute other angles. Use --target uneven.")

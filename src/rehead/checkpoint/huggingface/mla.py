@@ -13,7 +13,7 @@ from rehead.errors import InvalidInput
 
 
 class LatentLike(Decoder[LatentConfig]):
-    """A decoupled rotary part, an RMSNorm on the latent, no biases; every layer alike but for experts.
+    """A decoupled rotary part, an RMSNorm on the latent; every layer alike but for experts.
 
     The families differ in the defaults of missing keys, the layout of the rotary part, keys of experts,
     and MiniCPM's scales.
@@ -25,7 +25,7 @@ class LatentLike(Decoder[LatentConfig]):
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[LatentConfig]:
         """Return the attention of every layer, all alike."""
         fields.expect("num_key_value_heads", sizes.n_query_head, None)
-        fields.expect("attention_bias", False)
+        bias = fields.take("attention_bias", bool, False)
         rotated = fields.take("qk_rope_head_dim", int)
         if rotated < 1:
             raise InvalidInput(
@@ -39,6 +39,8 @@ class LatentLike(Decoder[LatentConfig]):
             qk_nope_head_dim=fields.take("qk_nope_head_dim", int),
             qk_rope_head_dim=rotated,
             v_head_dim=fields.take("v_head_dim", int, sizes.head_dim),
+            down_bias=bias,
+            o_bias=bias,
         )
         return [kind] * sizes.n_layer
 
@@ -61,7 +63,8 @@ class LatentLike(Decoder[LatentConfig]):
             "qk_norm_eps": first.qk_norm_eps is not None,
             "window": first.window is not None,
             "n_kv_head": first.n_kv_head != first.n_query_head,
-            "bias": first.qkv_bias or first.o_bias,
+            "qkv_bias": first.qkv_bias,
+            "down_bias without o_bias": first.down_bias != first.o_bias,
         }
 
     def attention_json(self, first: LatentConfig) -> Table:
@@ -76,14 +79,15 @@ class LatentLike(Decoder[LatentConfig]):
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Return the key of attention biases, which are off."""
-        return {"attention_bias": False}
+        """Return the key of attention biases, those before latents and that of the output."""
+        return {"attention_bias": first.o_bias}
 
     def attention_weights(self, layer: LatentConfig) -> list[str]:
         """Return the projections of queries, with a latent or without, and those of the KV latent."""
         queries = ("q_proj",) if layer.q_lora_rank is None else ("q_a_proj", "q_a_layernorm", "q_b_proj")
         parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
-        return [f"{part}.weight" for part in parts]
+        biased = [part for part in parts if part in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+        return [f"{part}.weight" for part in parts] + [f"{part}.bias" for part in biased * layer.down_bias]
 
 
 def has_layout(first: LatentConfig, layout: Layout) -> bool:

@@ -53,10 +53,11 @@ def to_deepseek(
         wide = [stock_target(layer, config.n_embd) for layer in config.attention]
     else:
         wide = [read_by(engine, own_target(layer, config.n_embd)) for layer in config.attention]
-    normed = []
+    normed, folded = [], []
     for index, (layer, target) in enumerate(zip(config.attention, wide, strict=True)):
         steps = path(layer, target, config.n_embd)
         normed += [index] * any(isinstance(step.conversion, IdentityNorm) for step in steps)
+        folded += [index] * any(step.name == "fold-biases" and step.source.qkv_bias for step in steps)
         lossy = [step.promise.why for step in steps if not step.promise.exact]
         if lossy:
             raise ConfigError(
@@ -70,7 +71,7 @@ def to_deepseek(
         if engine == "transformers"
         else for_every_engine(converted)
     )
-    found = storable(found, normed) if normed else found
+    found = storable(found, normed, folded) if normed else found
     if found is not converted:
         logits = asdict(compare(model, found, random_blocks(config, certificate.seed)))
         del logits["losses"]
@@ -108,6 +109,11 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """Return the attention of DeepSeek's class that can hold `layer`, with the sizes of vLLM's kernels."""
     _require_representable(layer)
     layer = heads_of(layer)
+    if layer.qkv_bias or layer.o_bias or (isinstance(layer, LatentConfig) and layer.down_bias):
+        raise ConfigError(
+            "its attention has biases, and DeepseekV3ForCausalLM of vLLM and SGLang leaves them out. Use --for "
+            "transformers or mlx."
+        )
     rank = RANK
     if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
         rank = _require_canonical(layer)
@@ -141,8 +147,6 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
         qk_rope_head_dim=ROPE,
         v_head_dim=HEAD,
         rope=replace(layer.rope or RopeConfig(), layout="interleaved", partial_rotary_factor=1.0),
-        qkv_bias=layer.qkv_bias,
-        o_bias=layer.o_bias,
         attn_pdrop=layer.attn_pdrop,
     )
 
@@ -166,8 +170,12 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     """
     _require_representable(layer)
     layer = heads_of(layer)
+    biased = layer.qkv_bias or layer.o_bias or (isinstance(layer, LatentConfig) and layer.down_bias)
+    biases: Any = {"down_bias": biased, "o_bias": biased}
+    if layer.qkv_bias:
+        biases["q_lora_rank"] = d_model + 1
     if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
-        return replace(layer, n_kv_head=layer.n_query_head, latent_norm=True)
+        return replace(layer, n_kv_head=layer.n_query_head, latent_norm=True, qkv_bias=False, **biases)
     width = layer.head_dim if isinstance(layer, GroupedConfig) else layer.qk_nope_head_dim
     least, rope, rotated = width, RopeConfig(), 2  # that part is there, and zero
     rank = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
@@ -185,9 +193,8 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
         qk_rope_head_dim=rotated,
         v_head_dim=layer.v_head_dim,
         rope=rope,
-        qkv_bias=layer.qkv_bias,
-        o_bias=layer.o_bias,
         attn_pdrop=layer.attn_pdrop,
+        **biases,
     )
 
 

@@ -39,6 +39,8 @@ class Facts:
     """Sizes of latent and rotary part together; empty for any."""
     heads: tuple[tuple[int, int, int], ...] = field(default=())
     """Sizes of heads: rebuilt, rotated, of values; empty for any."""
+    biases: bool = False
+    """Whether it adds the biases of `attention_bias`."""
     padded: bool = False
     """Whether exact exports are padded to DeepSeek's own sizes."""
     note: str = ""
@@ -54,6 +56,7 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
             latent_eps="1e-6",
             angles=dict.fromkeys(("default", *scalings, YARN, LONGROPE), BOTH),
             otherwise="nothing",
+            biases=True,
         ),
         "vllm": Facts(
             name="vLLM",
@@ -95,7 +98,8 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
             },
             otherwise="takes longrope's pairs as half-split and all others as interleaved, and leaves attention_factor "
             "out",
-            note="V2, Youtu and MiniCPM3 are refused: see below",
+            biases=True,
+            note="biases read in its source; V2, Youtu and MiniCPM3 are refused: see below",
         ),
         "llama.cpp": Facts(
             name="llama.cpp",
@@ -139,6 +143,7 @@ def require_served(layer: LatentConfig, architecture: str, engine: Engine) -> No
         f"kv_lora_rank + qk_rope_head_dim = {row} (it takes {_or(facts.rows)})": facts.rows
         and row not in facts.rows,
         f"heads of {heads} (it takes {_or(facts.heads)})": facts.heads and heads not in facts.heads,
+        "biases (it leaves them out)": layer.down_bias and not facts.biases,
         f"scaled rope, {angles} (it {facts.otherwise})": layouts is None,
         f"rope_layout={rope.layout} with {angles} rope (it takes {_or(layouts or BOTH)} for granted)": layouts
         and rope.layout not in layouts,

@@ -27,8 +27,8 @@ LARGEST = 2.0**14
 """The largest number that queries and rotated keys may get; float16 ends at four times that."""
 
 
-def storable(model: LanguageModel, layers: Collection[int]) -> LanguageModel:
-    """Return the same function with other factors in the identity norms of `layers`."""
+def storable(model: LanguageModel, layers: Collection[int], folded: Collection[int] = ()) -> LanguageModel:
+    """Return the same function with other factors in the identity norms of `layers`, and of queries in `folded`."""
     state = {name: weight.detach() for name, weight in model.state_dict().items()}
     for index in layers:
         before, here = f"layers.{index}.input_layernorm.weight", f"layers.{index}.self_attn."
@@ -36,15 +36,22 @@ def storable(model: LanguageModel, layers: Collection[int]) -> LanguageModel:
         down, up = here + "kv_a_proj_with_mqa.weight", here + "kv_b_proj.weight"
         rank = state[up].shape[1]
         norm, latent, reader = (materialise(state[name]) for name in (before, down, query))
-        shared, rows = _powers(norm, latent, reader, rank)
-        cached = rows.mean().round()
+        bias = here + "kv_a_proj_with_mqa.bias"
+        shift = materialise(state[bias])[:rank] if bias in state else norm.new_zeros(rank)
+        asked = _of_constant(norm, reader) if index in folded else norm.new_zeros(())
+        shared, rows = _powers(norm, latent, shift, reader * torch.exp2(asked), rank)
+        cached, all_rows = rows.mean().round(), torch.cat([rows, rows.new_zeros(len(latent) - rank)])
         powers = {
             before: -shared,
-            query: shared,
-            down: torch.cat([rows, rows.new_zeros(len(state[down]) - rank)])[:, None] + shared,
+            query: shared + asked,
+            down: all_rows[:, None] + shared,
             here + "kv_a_layernorm.weight": -cached,
             up: cached - rows,
         }
+        if bias in state:
+            powers[bias] = all_rows
+        if index in folded:
+            powers |= {here + "q_a_proj.bias": asked, here + "q_a_layernorm.weight": -asked}
         for name, power in powers.items():
             state[name] = map_deferred(partial(_times, power=power), state[name])
     same = skeleton(model.config)
@@ -54,21 +61,25 @@ def storable(model: LanguageModel, layers: Collection[int]) -> LanguageModel:
 
 
 def _powers(
-    norm: Float[Tensor, " D"], down: Float[Tensor, "N D"], query: Float[Tensor, "M D"], rank: int
+    norm: Float[Tensor, " D"],
+    down: Float[Tensor, "N D"],
+    shift: Float[Tensor, " R"],
+    query: Float[Tensor, "M D"],
+    rank: int,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " R"]]:
     """Return the powers of two for all readers of a norm, and for the rows of the latent on top.
 
-    What comes out of the norm is at most sqrt(D) long but for its weights g. So a latent W (g x) has an RMS of at most
-    |W diag(g)| sqrt(D / R), and the identity norm changes it by half the square of that over eps.
+    What comes out of the norm is at most sqrt(D) long but for its weights g. So a latent W (g x) + b has an RMS of at
+    most |[W diag(g), b]| sqrt((D + 1) / R), and the identity norm changes it by half the square of that over eps.
     """
-    seen = down[:rank].double() * norm.double()
+    seen = torch.cat([down[:rank].double() * norm.double(), shift.double()[:, None]], dim=1)
     sizes = seen.norm(dim=1)
     if not sizes.any():  # nothing to keep small
         return sizes.new_zeros(()), sizes
     alike = -sizes.clamp(min=SPREAD * float(sizes.max())).log2().round()
     level = seen * torch.exp2(alike)[:, None]
     longest = torch.linalg.eigvalsh(level @ level.mT)[-1].sqrt()
-    most = math.sqrt(2 * ERROR * NORM_EPS * rank / len(norm))
+    most = math.sqrt(2 * ERROR * NORM_EPS * rank / seen.shape[1])
     alike = torch.where(sizes > 0, alike, alike[sizes > 0].mean().round())
     rows = alike + (most / longest).log2().floor()
     entries = down[:rank].double() * torch.exp2(rows)[:, None]
@@ -76,6 +87,15 @@ def _powers(
     largest = max(float(query.abs().max()), float(down[rank:].abs().max()))
     room = math.floor(math.log2(LARGEST / largest)) if largest else math.inf
     return shared.clamp(min=0, max=max(room, 0)), rows
+
+
+def _of_constant(norm: Float[Tensor, " D"], query: Float[Tensor, "M D"]) -> Float[Tensor, ""]:
+    """Return the power of two for a latent of the queries that is an input and a constant, times a small number.
+
+    The norm's output g x and a 1 have an RMS of at most the largest of |g| and 1.
+    """
+    most = math.sqrt(2 * ERROR * NORM_EPS) / max(1.0, float(norm.abs().max()))
+    return (most / query.double().abs().max()).log2().floor()
 
 
 def _size(weight: Tensor) -> Tensor:

@@ -4,6 +4,16 @@ Between paths that lose equally, the search prefers the step that is imported fi
 """
 
 # isort: off
-from rehead.conversion.steps import latent, heads, layout, unfactor, deepseek, summed, rotations, narrow
+from rehead.conversion.steps import (
+    latent,
+    heads,
+    layout,
+    unfactor,
+    deepseek,
+    biases,
+    summed,
+    rotations,
+    narrow,
+)
 
-__all__ = ["deepseek", "heads", "latent", "layout", "narrow", "rotations", "summed", "unfactor"]
+__all__ = ["biases", "deepseek", "heads", "latent", "layout", "narrow", "rotations", "summed", "unfactor"]

@@ -21,7 +21,9 @@ from rehead.conversion.base import (
     Weights,
     common,
     conversions,
+    in_parts,
     projections,
+    with_bias,
 )
 
 SMALL = -40
@@ -65,6 +67,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
                 qk_nope_head_dim=wanted.qk_nope_head_dim,
                 qk_rope_head_dim=source.n_kv_head * source.rope.rotated(source.head_dim),
                 latent_norm=False,
+                down_bias=source.qkv_bias,
             )
 
     def serves(self, target: AttentionConfig) -> bool:
@@ -76,11 +79,9 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         return Promise(exact=True, why="the rotated keys are MLA's rotary part, the values are the latent")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse biases, norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
+        """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
         if not isinstance(source.score, ScaledDot):
             return f"mla has the scaled dot product only, not {type(source.score).__name__}"
-        if source.qkv_bias:
-            return "qkv_bias=True: MLA's latent and rotary part have no bias"
         if source.qk_norm_eps is not None:
             return "qk_norm_eps: MLA's rotary part has no norm"
         return "tie_kv=True" if source.tie_kv else ""
@@ -104,9 +105,9 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
             torch.arange(n_head) // (n_head // n_kv_head),
         )  # of queries, and their KV heads
         halves = (2, -1) if source.rope.layout == "half-split" else (1, -1)
-        query = weights["q_proj.weight"].unflatten(0, (n_head, -1)) * _rescale(result, source.head_dim)
-        query = query * source.relative_scale
-        key = weights["k_proj.weight"].unflatten(0, (n_kv_head, -1))
+        query = with_bias(weights, "q_proj").unflatten(0, (n_head, -1)) * _rescale(result, source.head_dim)
+        query = query * source.relative_scale  # H E D+1, of [x; 1]
+        key = with_bias(weights, "k_proj").unflatten(0, (n_kv_head, -1))
         turned = key[:, :rotated].unflatten(1, halves).transpose(0, 1)
         wide = query.new_zeros(n_head, *turned.shape)  # H 2 K E/2 D, or H 1 K E D
         wide[heads, :, own] = query[:, :rotated].unflatten(1, halves)
@@ -114,13 +115,14 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         up = query.new_zeros(n_head, nope + v, n_kv_head, still + v)  # of the latent: K (E - E_r + V)
         up[heads, :still, own, :still] = torch.eye(still, dtype=query.dtype)
         up[heads, nope:, own, still:] = torch.eye(v, dtype=query.dtype)
-        latent = torch.cat([key[:, rotated:], weights["v_proj.weight"].unflatten(0, (n_kv_head, -1))], dim=1)
-        made = {
-            "q_proj.weight": torch.cat([plain, wide.flatten(1, 3)], dim=1).flatten(0, 1),
-            "kv_a_proj_with_mqa.weight": torch.cat([latent.flatten(0, 1), turned.flatten(0, 2)]),
-            "kv_b_proj.weight": up.flatten(2).flatten(0, 1),
-        }
-        return Converted(weights=made | projections(weights, "o_proj"))
+        value, up = with_bias(weights, "v_proj").unflatten(0, (n_kv_head, -1)), up.flatten(2).flatten(0, 1)
+        latent = torch.cat([key[:, rotated:], value], dim=1).flatten(0, 1)
+        up = torch.cat([up, up @ latent[:, -1:]], dim=1)
+        latent[:, -1] = 0
+        made, biased = projections(weights, "o_proj"), source.qkv_bias
+        made |= in_parts("q_proj", torch.cat([plain, wide.flatten(1, 3)], dim=1).flatten(0, 1), biased=biased)
+        made |= in_parts("kv_a_proj_with_mqa", torch.cat([latent, turned.flatten(0, 2)]), biased=biased)
+        return Converted(weights=made | in_parts("kv_b_proj", up, biased=biased))
 
 
 def unrotated(source: GroupedConfig) -> int:
@@ -180,13 +182,13 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         return Promise(exact=True, why="the new numbers are 0")
 
     def refusal(self, source: LatentConfig) -> str:
-        """Refuse latent norms, biases, query latents and scaled angles."""
+        """Refuse latent norms, query latents and scaled angles."""
         if source.latent_norm:
             return "latent_norm=True would average over the zeros"
         if source.qk_norm_eps is not None:
             return "qk_norm_eps: MLA's heads have no norm"
-        if source.q_lora_rank is not None or source.qkv_bias:
-            return "queries with a latent or biases are not widened"
+        if source.q_lora_rank is not None:
+            return "queries with a latent are not widened"
         scaled = source.rope is not None and source.rope.scaling is not None
         return "a rotary part with scaled angles is not widened" if scaled else ""
 
@@ -202,23 +204,29 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         heads, nope, v = source.n_query_head, source.qk_nope_head_dim, source.v_head_dim
         more_rank = result.kv_lora_rank - source.kv_lora_rank
         more_nope, more_v = result.qk_nope_head_dim - nope, result.v_head_dim - v
-        query = weights["q_proj.weight"].unflatten(0, (heads, -1))
+        query = with_bias(weights, "q_proj").unflatten(0, (heads, -1))
         query = query * _rescale(result, nope + source.qk_rope_head_dim)
         parts = [
             F.pad(query[:, :nope], (0, 0, 0, more_nope)),
             interleave_rows(query[:, nope:], result, source),
         ]
-        down = weights["kv_a_proj_with_mqa.weight"]
+        down = with_bias(weights, "kv_a_proj_with_mqa")
         latent, rope = down[: source.kv_lora_rank], down[source.kv_lora_rank :]
-        keys, values = weights["kv_b_proj.weight"].unflatten(0, (heads, -1)).split([nope, v], dim=1)
+        expanding = with_bias(weights, "kv_b_proj").roll(
+            1, dims=1
+        )  # the bias first, so that zeros follow the latent
+        keys, values = expanding.unflatten(0, (heads, -1)).split([nope, v], dim=1)
         up = [F.pad(keys, (0, more_rank, 0, more_nope)), F.pad(values, (0, more_rank, 0, more_v))]
         output = weights["o_proj.weight"].unflatten(1, (heads, -1))
+        down = torch.cat(
+            [F.pad(latent, (0, 0, 0, more_rank)), interleave_rows(rope[None], result, source)[0]]
+        )
         wider = {
-            "q_proj.weight": torch.cat(parts, dim=1).flatten(0, 1),
-            "kv_a_proj_with_mqa.weight": torch.cat(
-                [F.pad(latent, (0, 0, 0, more_rank)), interleave_rows(rope[None], result, source)[0]]
+            **in_parts("q_proj", torch.cat(parts, dim=1).flatten(0, 1), biased=source.qkv_bias),
+            **in_parts("kv_a_proj_with_mqa", down, biased=source.down_bias),
+            **in_parts(
+                "kv_b_proj", torch.cat(up, dim=1).flatten(0, 1).roll(-1, dims=1), biased=source.qkv_bias
             ),
-            "kv_b_proj.weight": torch.cat(up, dim=1).flatten(0, 1),
             "o_proj.weight": F.pad(output, (0, more_v)).flatten(1),
         }
         return Converted(weights=weights | wider)
@@ -282,10 +290,10 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
         """Choose a power of two for the norm's weight, so that cached numbers keep about their size."""
         rank, root = source.kv_lora_rank, math.sqrt(NORM_EPS)
         restored = round(math.log2(root)) - SMALL  # the weight 2**restored, after 2**SMALL / root
-        down = weights["kv_a_proj_with_mqa.weight"].clone()
+        down = with_bias(weights, "kv_a_proj_with_mqa")
         down[:rank] *= 2.0**SMALL
         made = {
-            "kv_a_proj_with_mqa.weight": down,
+            **in_parts("kv_a_proj_with_mqa", down, biased=source.down_bias),
             "kv_a_layernorm.weight": torch.full((rank,), 2.0**restored, dtype=down.dtype),
             "kv_b_proj.weight": weights["kv_b_proj.weight"] * (root / 2.0 ** (SMALL + restored)),
         }

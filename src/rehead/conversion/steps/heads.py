@@ -19,6 +19,7 @@ from rehead.conversion.base import (
     Weights,
     conversions,
     projections,
+    with_bias,
 )
 from rehead.conversion.fit import align
 
@@ -124,7 +125,7 @@ class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
         lost = energy = apart = size = 0.0
         for name, (reader, side) in readers.items():
             members = source.n_kv_head // result.n_kv_head
-            heads = _with_bias(weights, name).unflatten(0, (result.n_kv_head, members, -1))
+            heads = with_bias(weights, name).unflatten(0, (result.n_kv_head, members, -1))
             one = heads[:, 0]
             if method == "procrustes":
                 heads, turns, one = _aligned(heads, moment, source, keys=name == "k_proj")
@@ -171,13 +172,6 @@ def _turn(weights: Weights, name: str, side: int, turns: Float64[Tensor, "K M E 
     if side == 0 and f"{name}.bias" in weights:
         bias = weights[f"{name}.bias"].unflatten(0, (len(per_head), -1))
         weights[f"{name}.bias"] = torch.einsum("hef,hf->he", per_head, bias).flatten()
-
-
-def _with_bias(weights: Weights, name: str) -> Float64[Tensor, "N C"]:
-    """Return a weight and its bias as one projection of [x; 1]."""
-    weight = weights[f"{name}.weight"]
-    bias = weights.get(f"{name}.bias", weight.new_zeros(len(weight)))
-    return torch.cat([weight, bias[:, None]], dim=1)
 
 
 def _with_scores(weights: Weights, result: GroupedConfig | LatentConfig) -> Weights:

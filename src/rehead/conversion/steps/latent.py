@@ -18,7 +18,9 @@ from rehead.conversion.base import (
     Weights,
     common,
     conversions,
+    in_parts,
     projections,
+    with_bias,
 )
 from rehead.conversion.fit.factor import factor
 
@@ -170,10 +172,11 @@ class PadRank(Conversion[LatentConfig, LatentConfig]):
     ) -> Converted:
         """Append zero rows to the latent's projection and zero columns to the expansion."""
         more = result.kv_lora_rank - source.kv_lora_rank
-        down, up = weights["kv_a_proj_with_mqa.weight"], weights["kv_b_proj.weight"]
+        down, up = with_bias(weights, "kv_a_proj_with_mqa"), weights["kv_b_proj.weight"]
         latent, rope = down.split([source.kv_lora_rank, source.qk_rope_head_dim])
+        padded = torch.cat([latent, down.new_zeros(more, down.shape[1]), rope])
         wider = {
-            "kv_a_proj_with_mqa.weight": torch.cat([latent, down.new_zeros(more, down.shape[1]), rope]),
+            **in_parts("kv_a_proj_with_mqa", padded, biased=source.down_bias),
             "kv_b_proj.weight": torch.cat([up, up.new_zeros(len(up), more)], dim=1),
         }
         return Converted(weights=weights | wider)

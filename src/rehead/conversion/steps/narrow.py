@@ -9,6 +9,7 @@ import torch
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.conversion.base import Conversion, Converted, Promise, Statistics, Weights, conversions
 from rehead.conversion.fit.factor import factor
+from rehead.conversion.steps.biases import after_expansion
 from rehead.conversion.steps.latent import TINY, full_rank, rank_on_the_way
 
 
@@ -43,8 +44,11 @@ class Narrow(Conversion[LatentConfig, LatentConfig]):
         return Promise(exact=False, why=f"rank {result.kv_lora_rank} instead of {source.kv_lora_rank}")
 
     def refusal(self, source: LatentConfig) -> str:
-        """Refuse a latent norm, which no product of weights contains."""
-        return "latent_norm=True: the norm is between the two factors" if source.latent_norm else ""
+        """Refuse a latent norm, which no product of weights contains, and a bias that has no place after it."""
+        if source.latent_norm:
+            return "latent_norm=True: the norm is between the two factors"
+        homeless = source.down_bias and not source.qkv_bias
+        return "down_bias=True without qkv_bias: a bias is between the two factors" if homeless else ""
 
     def convert(
         self,
@@ -55,6 +59,7 @@ class Narrow(Conversion[LatentConfig, LatentConfig]):
         method: str,
     ) -> Converted:
         """Factor the product of expansion and projection; biases are added after the expansion."""
+        weights = after_expansion(weights, source)
         down, up = weights["kv_a_proj_with_mqa.weight"], weights["kv_b_proj.weight"]
         latent, rope = down.split([source.kv_lora_rank, source.qk_rope_head_dim])
         whole = up @ latent
@@ -63,5 +68,8 @@ class Narrow(Conversion[LatentConfig, LatentConfig]):
             "kv_a_proj_with_mqa.weight": torch.cat([factors.down, rope]),
             "kv_b_proj.weight": factors.up,
         }
+        if source.down_bias:
+            bias = weights["kv_a_proj_with_mqa.bias"][source.kv_lora_rank - result.kv_lora_rank :]
+            made["kv_a_proj_with_mqa.bias"] = bias  # zeros, then those of the rotary part
         error = (whole - factors.up @ factors.down).square().sum() / whole.square().sum().clamp(min=TINY)
         return Converted(weights=weights | made, lost=factors.lost, residual=float(error))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from rehead.conversion.base import (
     Weights,
     common,
     conversions,
+    in_parts,
     projections,
+    with_bias,
 )
 from rehead.conversion.fit.turns import Directions, pairs
 
@@ -53,6 +56,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
     number, whatever the basis. The directions whose rotation moves the predictions most (by gradients on a
     text) become MLA's rotary part, as many of each frequency as the target repeats it. In the scores of the
     others a constant replaces the rotation: its mean over the distances that matter. Queries change with the keys.
+    Biases are kept where they count: that of a key without rotation adds one number to all scores of a query.
     `weighted` asks the text what matters, `svd` takes what is large in the weights, at all near distances alike.
     """
 
@@ -71,13 +75,15 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             return
         if slots_of(source, target.rope, width) is None:
             return
+        nope, rank = beside(source, width, d_model)
         yield LatentConfig(
             **common(source) | {"rope": target.rope},
             n_kv_head=source.n_kv_head,
-            kv_lora_rank=_rank(source, d_model),
-            qk_nope_head_dim=source.head_dim,
+            kv_lora_rank=rank,
+            qk_nope_head_dim=nope,
             qk_rope_head_dim=width,
             latent_norm=False,
+            down_bias=source.qkv_bias,
         )
 
     def serves(self, target: AttentionConfig) -> bool:
@@ -86,8 +92,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
         """Promise exactness where all pairs of all KV heads keep their rotation."""
-        assert source.rope is not None
-        every = source.n_kv_head * source.rope.rotated(source.head_dim)
+        every = all_rotated(source)
         if result.qk_rope_head_dim == every:
             return Promise(exact=True, why="all keys keep their rotation")
         return Promise(
@@ -95,11 +100,9 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         )
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse biases, norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
+        """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
         if not isinstance(source.score, ScaledDot):
             return f"mla has the scaled dot product only, not {type(source.score).__name__}"
-        if source.qkv_bias:
-            return "qkv_bias=True: MLA's rotary part has no bias"
         if source.qk_norm_eps is not None:
             return "qk_norm_eps: MLA's rotary part has no norm"
         return "tie_kv=True" if source.tie_kv else ""
@@ -118,11 +121,12 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         n_kv_head, layout = source.n_kv_head, source.rope.layout
         slots = slots_of(source, result.rope, result.qk_rope_head_dim)
         assert slots is not None
-        query = complex_pairs(weights["q_proj.weight"], source.n_query_head, source.rope)  # H F D
-        key = complex_pairs(weights["k_proj.weight"], n_kv_head, source.rope)  # K F D
-        every = n_kv_head * source.rope.rotated(source.head_dim)
+        asked, held, values = (with_bias(weights, f"{name}_proj") for name in "qkv")  # of [x; 1]
+        query = complex_pairs(asked, source.n_query_head, source.rope)  # H F D+1
+        key = complex_pairs(held, n_kv_head, source.rope)  # K F D+1
+        every = result.qk_rope_head_dim == all_rotated(source)
         seen = statistics if method in self.fitted else Statistics()
-        found = directions(weights, source, seen, exact=result.qk_rope_head_dim == every)
+        found = directions(weights, source, seen, exact=every)
         used: Counter[int] = Counter()
         order = torch.tensor([[f, used.update([f]) or used[f] - 1] for f in slots])
         frequency, rank = order.T
@@ -134,25 +138,54 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         magnitude = 1.0 if source.rope.scaling is None else source.rope.scaling.magnitude
         still = query * found.constant.conj()[:, :, None] * magnitude**2
         unrotated = slice(source.rope.rotated(source.head_dim), None)
-        others = [
-            weights[f"{name}.weight"].unflatten(0, (heads, -1))[:, unrotated]
-            for name, heads in (("q_proj", source.n_query_head), ("k_proj", n_kv_head))
-        ]
-        queries = torch.cat([real_pairs(still, layout), others[0], real_pairs(asking, layout)], dim=1)
-        width = source.head_dim + result.qk_rope_head_dim
+        plain = asked.unflatten(0, (source.n_query_head, -1))[:, unrotated]
+        keys = held.unflatten(0, (n_kv_head, -1))[:, unrotated]
+        if not every:
+            plain = torch.cat([real_pairs(still, layout), plain], dim=1)
+            keys = torch.cat([real_pairs(rest, layout), keys], dim=1)
+        padding = (0, 0, 0, result.qk_nope_head_dim - keys.shape[1])  # 1, the least, where all rotates
+        queries = torch.cat([F.pad(plain, padding), real_pairs(asking, layout)], dim=1)
+        width = result.qk_nope_head_dim + result.qk_rope_head_dim
         queries = queries * (source.relative_scale * (width / source.head_dim) ** 0.5)
-        keys = torch.cat([real_pairs(rest, layout), others[1]], dim=1)
-        values = weights["v_proj.weight"].unflatten(0, (n_kv_head, -1))
-        stack = torch.cat([keys, values], dim=1).flatten(0, 1)
-        identity = torch.eye(result.kv_lora_rank, dtype=stack.dtype)
-        up, down = (identity, stack) if len(stack) == result.kv_lora_rank else (stack, identity)
-        made_of = {
-            "q_proj.weight": queries.flatten(0, 1),
-            "kv_a_proj_with_mqa.weight": torch.cat([down, real_pairs(turned[None], layout)[0]]),
-            "kv_b_proj.weight": up,
-        }
+        keys[:, :, -1] = 0  # the bias adds one number to all scores of a query
+        made = in_parts("q_proj", queries.flatten(0, 1), biased=source.qkv_bias)
+        made |= _latent(
+            keys, values.unflatten(0, (n_kv_head, -1)), real_pairs(turned[None], layout)[0], result
+        )
         lost = _lost(found.matters, used)
-        return Converted(weights=made_of | projections(weights, "o_proj"), lost=lost, residual=lost)
+        return Converted(weights=made | projections(weights, "o_proj"), lost=lost, residual=lost)
+
+
+def all_rotated(source: GroupedConfig) -> int:
+    """Return the width of a rotary part in which all keys keep their rotation."""
+    assert source.rope is not None
+    return source.n_kv_head * source.rope.rotated(source.head_dim)
+
+
+def beside(source: GroupedConfig, width: int, d_model: int) -> tuple[int, int]:
+    """Return what an MLA has beside a rotary part of `width`: the unrotated width of a head, and the rank of it all."""
+    kept = all_rotated(source) // source.n_kv_head if width == all_rotated(source) else 0
+    nope = source.head_dim - kept
+    return max(1, nope), min(source.n_kv_head * (nope + source.v_head_dim), source.d_context or d_model)
+
+
+def _latent(
+    keys: Float64[Tensor, "K N D"],
+    values: Float64[Tensor, "K V D"],
+    turned: Float64[Tensor, "P D"],
+    result: LatentConfig,
+) -> Weights:
+    """Return the projections to and from a latent that holds everything, and to the rotary part, all of [x; 1]."""
+    stack = torch.cat([keys, values], dim=1)
+    padding = (0, 0, result.qk_nope_head_dim - keys.shape[1], 0)
+    rows, bias = stack.flatten(0, 1)[:, :-1], stack[:, :, -1:]
+    identity = torch.eye(result.kv_lora_rank, dtype=rows.dtype)
+    up, down = (identity, rows) if len(rows) == result.kv_lora_rank else (rows, identity)
+    expanding = torch.cat([up.unflatten(0, stack.shape[:2]), bias], dim=2)
+    latent = torch.cat([F.pad(down, (0, 1)), turned])
+    return in_parts("kv_b_proj", F.pad(expanding, padding).flatten(0, 1), biased=result.qkv_bias) | in_parts(
+        "kv_a_proj_with_mqa", latent, biased=result.down_bias
+    )
 
 
 def directions(
@@ -160,13 +193,13 @@ def directions(
 ) -> Directions:
     """Return the directions of a layer's keys, without statistics by its weights; any if all are kept (`exact`)."""
     assert source.rope is not None
-    key = complex_pairs(weights["k_proj.weight"], source.n_kv_head, source.rope)
+    key = complex_pairs(with_bias(weights, "k_proj"), source.n_kv_head, source.rope)
     if exact:
         each = torch.eye(source.n_kv_head, dtype=key.dtype).expand(key.shape[1], -1, -1)
         return Directions(_constant(source, 1.0, 0.0, 0.0), each)
     if statistics.turns is None or statistics.inputs is None:
         return Directions(_by_weights(weights, source), torch.einsum("kfd,jfd->fkj", key, key.conj()))
-    seen = statistics.inputs[:-1, :-1].to(key.dtype)
+    seen = statistics.inputs.to(key.dtype)
     return Directions(statistics.turns, torch.einsum("kfd,de,jfe->fkj", key, seen, key.conj()))
 
 
@@ -179,15 +212,11 @@ def _constant(source: GroupedConfig, *values: float) -> Float64[Tensor, "3 H F"]
 def _by_weights(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "3 H F"]:
     """Return turns without a text: inputs of all directions alike, distances up to `NEAR` alike."""
     assert source.rope is not None
-    query = complex_pairs(weights["q_proj.weight"], source.n_query_head, source.rope)
-    key = complex_pairs(weights["k_proj.weight"], source.n_kv_head, source.rope)
+    query = complex_pairs(with_bias(weights, "q_proj"), source.n_query_head, source.rope)
+    key = complex_pairs(with_bias(weights, "k_proj"), source.n_kv_head, source.rope)
     size = query.abs().square().sum(-1) * key.abs().square().sum(-1).repeat_interleave(source.group, dim=0)
     angle = torch.arange(NEAR) * source.rope.frequencies(source.head_dim)[:, None]
     return torch.stack([size, size * angle.cos().mean(1), size * -angle.sin().mean(1)])
-
-
-def _rank(source: GroupedConfig, d_model: int) -> int:
-    return min(source.n_kv_head * (source.head_dim + source.v_head_dim), source.d_context or d_model)
 
 
 def complex_pairs(

@@ -27,6 +27,8 @@ def obstacle(source: LatentConfig) -> str:
     """Return why the projections of a latent attention cannot be multiplied out, empty if they can."""
     if source.latent_norm:
         return "latent_norm=True: a norm between the down and the up projection"
+    if source.down_bias:
+        return "down_bias=True: a bias between the down and the up projection"
     if source.q_lora_rank is not None:
         return f"q_lora_rank={source.q_lora_rank} has a norm between the two projections of the queries"
     if source.qk_rope_head_dim:
