@@ -313,6 +313,7 @@ def test_a_latent_beside_a_rotary_part_is_fitted_where_it_is(gpt, text):
             {"rope_dim": 18, "kv_rank": 23},
             r"latent of 23 and a rotary part of 18 are 41 numbers .* more than the 39 .* --kv-rank 21 or less",
         ),
+        ({"rope_dim": 24, "kv_rank": 16}, r"kv_rank=16: 15 numbers beside a rotary part of 24 .* 1 to 15"),
         ({"target": "canonical"}, r"256 \+ 64 numbers, .* are no fewer than the 39"),
     ],
 )
@@ -333,6 +334,27 @@ def test_targets_that_make_no_sense(options, message):
 def test_what_has_no_place_is_refused(gpt, source, why):
     with pytest.raises(ConfigError, match=why):
         rehead.convert(gpt(source), "mla", target="uneven", kv_fraction=0.5)
+
+
+def test_a_layer_without_rope_is_exact_beside_others(gpt, apart, text):
+    """It gets a latent of its own kind; `rope_dim` is for the others."""
+    still = replace(GQA, rope=None)
+    model = gpt(still, GQA, learned_positions=False)
+    result, certificate = rehead.convert(model, "mla", target="uneven", calibration=text)
+    assert certificate.exact
+    assert apart(model, result) < 1e-12
+    result, _ = rehead.convert(model, "mla", target="uneven", rope_dim=4, kv_rank=20, calibration=text)
+    assert [one.qk_rope_head_dim for one in result.config.attention] == [0, 4]
+    with pytest.raises(ConfigError, match=r"rope_dim=4: none of its layers rotates its keys. Leave it out"):
+        rehead.convert(gpt(still), "mla", target="uneven", rope_dim=4)
+
+
+def test_full_width_decodes_from_as_many_numbers_as_the_heads_cache(gpt):
+    for source in (GQA, SOURCES["partial"], SOURCES["mqa, window"]):
+        target = Target(to="mla", target="uneven").attention(source, 200)
+        assert target.kv_numbers() == source.kv_numbers()
+    lossy = Target(to="mla", target="uneven", rope_dim=4).attention(GQA, 200)
+    assert lossy.kv_numbers() == GQA.kv_numbers()
 
 
 def test_without_rope_there_is_nothing_to_choose(gpt):

@@ -123,7 +123,12 @@ class Converter:
         """Return the attention that replaces each layer's; of an uneven target, the frequencies are chosen here."""
         layers = self.config.attention
         wanted = [target.attention(layer, self.config.n_embd) for layer in layers]
-        if target.target != "uneven" or not any(map(are_open, layers, wanted)):
+        rotated = any(map(are_open, layers, wanted))
+        if target.rope_dim is not None and not rotated:
+            raise ConfigError(
+                f"rope_dim={target.rope_dim}: none of its layers rotates its keys. Leave it out."
+            )
+        if target.target != "uneven" or not rotated:
             return wanted
         for layer, to in zip(layers, wanted, strict=True):
             path(layer, to, self.config.n_embd)  # refuses before minutes are spent

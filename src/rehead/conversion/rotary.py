@@ -43,12 +43,13 @@ def decoupled(
     if kind == "canonical":
         width, rope = _canonical(heads, rope_dim)
         if total is None and kv_rank is None:
-            kv_rank = next((rank for rank in RANKS if rank + SERVED < numbers), None)
-            if kv_rank is None:
+            smaller = next((rank for rank in RANKS if rank + SERVED < numbers), None)
+            if smaller is None:
                 raise ConfigError(
                     f"{RANKS[-1]} + {SERVED} numbers, the least that engines' MLA kernels know, are no fewer than the "
                     f"{numbers} that this attention caches. Use --kv-fraction for a smaller one, or --target uneven."
                 )
+            kv_rank = min(smaller, beside(heads, width, d_model)[1])
     else:
         width = most if rope_dim is None else rope_dim
         if rope_dim is None and total is not None:
@@ -63,8 +64,8 @@ def decoupled(
         rope = repeated(heads.rope, heads.head_dim, width)
     nope, full = beside(heads, width, d_model)
     if total is None:
-        rank = min(full, numbers - width) if kv_rank is None else min(full, kv_rank)
-        _require_smaller(rank, width, numbers)
+        rank = min(full, numbers - width) if kv_rank is None else kv_rank
+        _require_needed(rank, full, width, numbers)
     else:
         rank = min(full, total - width)
     if not rank >= 1:
@@ -83,8 +84,13 @@ def decoupled(
     )
 
 
-def _require_smaller(rank: int, width: int, numbers: int) -> None:
-    """Refuse a cache that is larger than that of the heads."""
+def _require_needed(rank: int, full: int, width: int, numbers: int) -> None:
+    """Refuse a latent with numbers that are always zero, and a cache that is larger than that of the heads."""
+    if rank > full:
+        raise ConfigError(
+            f"kv_rank={rank}: {full} numbers beside a rotary part of {width} hold all keys and values exactly, more "
+            f"would be zeros. Use 1 to {min(full, numbers - width)}."
+        )
     if rank + width > numbers:
         raise ConfigError(
             f"a latent of {rank} and a rotary part of {width} are {rank + width} numbers per token, more than the "

@@ -146,7 +146,7 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
         return rotary.decoupled(
             heads, target.target, target.rope_dim, target.kv_rank, target.kv_fraction, d_model
         )
-    if target.rope_dim is not None:
+    if target.rope_dim is not None and target.target not in ("uneven", "canonical"):
         raise ConfigError(
             f"rope_dim={target.rope_dim} means nothing for rebuilt keys, which rotate as a whole. Use it with "
             "--target uneven or canonical."
