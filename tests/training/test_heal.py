@@ -12,6 +12,7 @@ import rehead
 from rehead.checkpoint import resolve
 from rehead.cli import main
 from rehead.config import ModelOptions, TrainerOptions
+from rehead.conversion.fit import teaching
 from rehead.measure.forecast import step_bytes
 from rehead.training import frozen, run
 from rehead.training.heal import _usual_batch
@@ -277,3 +278,99 @@ def test_a_teacher_is_followed_without_dropout():
     for mode, given in ((False, teacher), (True, None)):
         Trainer(model, TrainerOptions(), given).advance(lambda: (ids, ids))
         assert model.training is mode
+
+
+@pytest.fixture(autouse=True)
+def untaught(here):
+    shutil.rmtree("mla-taught", ignore_errors=True)
+
+
+def taught(*words):
+    return main(["heal", "mla", "--teacher", "source", "--teach", "2", *QUICK, *words])
+
+
+@pytest.fixture(scope="module")
+def latent(trained):
+    """The source as an MLA of few numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(trained)
+        torch.set_default_dtype(torch.float32)
+        words = ["--to", "mla", "--kv-fraction", "0.2", "--method", "svd", "--allow-loss"]
+        assert main(["convert", "source", "mla", *words]) == 0
+
+
+def losses(folder):
+    """What the steps of a run minimised: the divergence from the teacher."""
+    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [one["loss"] for one in records if "loss" in one]
+
+
+def test_two_phases_layers_first_and_then_the_predictions(latent, capsys):
+    """Every attention comes nearer to its teacher's, so that the second phase starts and ends lower."""
+    words = ["trainer.max_iters=5", "trainer.eval_every=5"]
+    assert main(["heal", "mla", "--teacher", "source", *QUICK, *words, "system.work_dir=alone"]) == 0
+    assert taught(*words, "system.work_dir=phases") == 0
+    before, first, after = (certificate(name) for name in ("mla", "mla-taught", "phases"))
+    assert first["teach"] == after["teach"] == 2
+    assert all(layer["taught"][1] < 0.9 * layer["taught"][0] for layer in first["layers"])
+    assert first["logits"]["kl"] < 0.5 * before["logits"]["kl"]
+    assert after["healing"][0]["kl"][0] == pytest.approx(first["logits"]["kl"])
+    assert after["healing"][0]["kl"][1] == after["logits"]["kl"]
+    alone, phases = losses("alone"), losses("phases")
+    assert len(phases) == len(alone) == 5
+    assert all(one < 0.5 * other for one, other in zip(phases, alone, strict=True))
+    assert after["logits"]["kl"] < 0.5 * certificate("alone")["logits"]["kl"]
+    assert "Taught is that error" in (resolve(Path("mla-taught")) / "CONVERSION.md").read_text()
+
+
+def test_interrupted_lessons_go_on(latent, monkeypatch):
+    """Killed in the second layer, and in the second phase: the same bytes as without."""
+    words = ["trainer.max_iters=4", "trainer.save_every=2"]
+    assert taught(*words, "system.work_dir=whole") == 0
+    expected = [rehead.load(name).state_dict() for name in ("mla-taught", "whole")]
+    shutil.rmtree("mla-taught")
+    learn, calls = teaching._learn, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return learn(*given)
+
+    monkeypatch.setattr(teaching, "_learn", interrupted)
+    assert taught(*words, "system.work_dir=parts") == 130
+    assert not Path("mla-taught").exists()
+    assert taught(*words, "system.work_dir=parts") == 2  # it says how to go on
+    assert taught(*words, "system.work_dir=parts", "trainer.resume=True") == 0
+    assert len(calls) == 3  # the first layer was not taught again
+    for wanted, name in zip(expected, ("mla-taught", "parts"), strict=True):
+        found = rehead.load(name).state_dict()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert taught("trainer.max_iters=6", "system.work_dir=parts", "trainer.resume=True") == 0
+    assert len(calls) == 3
+
+
+def test_lessons_that_make_no_sense(latent, capsys):
+    def refused(*words, passes="2", model="mla", status=2):
+        argv = [
+            "heal",
+            model,
+            "--teacher",
+            "source",
+            "--teach",
+            passes,
+            *QUICK,
+            "system.work_dir=never",
+            *words,
+        ]
+        assert main(argv) == status
+        return capsys.readouterr().err
+
+    assert "--teach 0: the number of passes" in refused(passes="0")
+    assert main(["convert", "source", "mha", "--to", "mla"]) == 0
+    assert "neither mla-taught nor a run is there to resume" in refused("trainer.resume=True")
+    assert "converted exactly, there is nothing to learn" in refused(model="mha")
+    assert taught("trainer.max_iters=1", "system.work_dir=one") == 0
+    assert "mla-taught exists: choose another name, or remove it first" in refused(status=3)
+    assert "--teach 3 was 2 in mla-taught" in refused("trainer.resume=True", passes="3")
+    assert not Path("never").exists()

@@ -58,6 +58,13 @@ def heal(
     *flags: Annotated[str, Parameter(help=SAME_OPTIONS)],
     teacher: Annotated[Path, Parameter(help="the model it was converted from")],
     length: Annotated[int | None, Parameter(help=f"tokens per block, as data.block_size {LENGTH}")] = None,
+    teach: Annotated[
+        int | None,
+        Parameter(
+            help="first teach each attention that lost something the outputs of the source's, layer by layer, in so "
+            "many passes over at most 49,152 tokens of the text; FOLDER-taught is the result"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a converted model to predict as its source did, and update its certificate.
@@ -66,7 +73,7 @@ def heal(
     flags change that; trainer.distillation=0 learns from the text alone. For
     example:
 
-        rehead heal out/mla --teacher out/run trainer.max_iters=300
+        rehead heal out/mla --teacher out/run --teach 2 trainer.max_iters=300
     """
     from rehead.checkpoint import resolve
     from rehead.conversion.certificate import CERTIFICATE, Certificate
@@ -75,6 +82,11 @@ def heal(
     from rehead.training.heal import heal_options
 
     options = heal_options(folder, teacher, list(flags), length)
+    if teach is not None:
+        from rehead.training.lessons import taught_first
+
+        with Board(f"teaching {folder}"):
+            options = taught_first(folder, options, teach)
     last = _train(options)
     with Board(f"checking {options.system.work_dir}"):
         healed = resolve(Path(options.system.work_dir))

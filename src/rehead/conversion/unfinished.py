@@ -17,22 +17,23 @@ SUFFIX = ".unfinished"
 
 
 @contextmanager
-def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
+def unfinished(destination: Path, *, resume: bool, flag: str = "--resume") -> Iterator[Path]:
     """Yield the folder DESTINATION.unfinished, locked, to keep work in.
 
     It is removed at the end, and by a ReheadError unless that ends a resumed conversion. It stays if the process is
-    interrupted or killed: the next conversion to `destination` then needs `resume`. Raises UsageError if that is
-    missing or there is nothing to resume, Busy if another process converts to `destination`.
+    interrupted or killed: the next conversion to `destination` then needs `resume`, which users write as `flag`.
+    Raises UsageError if that is missing or there is nothing to resume, Busy if another process converts to
+    `destination`.
     """
     require_folders(destination)
     folder = destination.with_name(destination.name + SUFFIX)
     if resume and not folder.is_dir():
-        raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave --resume out.")
+        raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave {flag} out.")
     keep = True
     with hold(folder, lambda: keep, "destination"):
         if not resume and _done(folder):
             raise UsageError(
-                f"{folder} holds an interrupted conversion: use --resume, or remove the folder to start again."
+                f"{folder} holds an interrupted conversion: use {flag}, or remove the folder to start again."
             )
         try:
             yield folder
@@ -45,7 +46,7 @@ def unfinished(destination: Path, *, resume: bool) -> Iterator[Path]:
         finally:
             keep = keep and _done(folder)
             if keep:
-                log.info("%s keeps what is done: --resume continues from there", folder)
+                log.info("%s keeps what is done: %s continues from there", folder, flag)
             else:
                 _clear(folder)
     if not keep:

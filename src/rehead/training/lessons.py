@@ -1,0 +1,128 @@
+"""The first phase of healing: converted attentions learn from the source's, layer by layer."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rehead.checkpoint import own, publish, read_at
+from rehead.config import RunOptions
+from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of
+from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
+from rehead.conversion.fit.teaching import teach
+from rehead.conversion.page import PAGE, page
+from rehead.conversion.source import Source
+from rehead.conversion.texts import Passage
+from rehead.conversion.unfinished import SUFFIX, fingerprint, place_of, unfinished
+from rehead.data import shown, source_of, split, tokenize
+from rehead.errors import ConfigError, UsageError
+from rehead.measure.environment import environment
+from rehead.measure.fidelity import compare
+from rehead.model import GPT
+from rehead.system.allocator import return_freed_memory
+from rehead.tokenizer import open_model
+from rehead.training.heal import require_same_vocabulary
+
+
+def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
+    """Teach the model in `folder`, and return the options of the run that heals what became of it.
+
+    That is written to FOLDER-taught: its attentions that lost something learned in `passes` over the training part of
+    the run's text. With `trainer.resume` an interrupted teaching goes on, and one that is done is not repeated.
+    Raises UsageError for a number of passes that is none, and ConfigError where nothing was lost.
+    """
+    if passes < 1:
+        raise UsageError(
+            f"--teach {passes}: the number of passes over the text. Use 1 or more, or leave it out."
+        )
+    if options.trainer.parallel != "none":
+        raise UsageError(
+            f"--teach with trainer.parallel={options.trainer.parallel}: one process teaches. Run it without torchrun "
+            "and trainer.max_iters=0 first, then heal FOLDER-taught."
+        )
+    place = folder.with_name(f"{folder.name}-taught")
+    begun = Path(options.system.work_dir, "config.yaml").is_file()
+    kept = place.with_name(place.name + SUFFIX).is_dir()
+    if options.trainer.resume and place.is_dir():
+        done = read_at(place, Certificate.read).teach
+        if done != passes:
+            raise ConfigError(f"--teach {passes} was {done} in {place}: leave it as it was, or start anew.")
+    elif options.trainer.resume and begun:
+        raise ConfigError(
+            f"the run in {options.system.work_dir} was begun without --teach. Leave it out, or start anew."
+        )
+    elif options.trainer.resume and not kept:
+        raise UsageError(f"neither {place} nor a run is there to resume. Leave trainer.resume out.")
+    else:
+        with (
+            unfinished(place, resume=options.trainer.resume, flag="trainer.resume=True") as scratch,
+            publish(place) as aside,
+        ):
+            _teach(folder, aside, scratch, options, passes)
+    trainer = replace(options.trainer, resume=options.trainer.resume and begun)
+    return replace(options, model=replace(options.model, folder=str(place)), trainer=trainer)
+
+
+def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes: int) -> None:
+    """Write the taught model into the folder `aside`, with a certificate measured on the validation part."""
+    assert options.trainer.teacher is not None
+    return_freed_memory()
+    teacher = open_model(options.trainer.teacher, in_memory=False)
+    opened = open_model(folder, in_memory=False)
+    source, result, length = teacher.model, opened.model, options.data.block_size
+    require_same_vocabulary(result, source, options.trainer.teacher)
+    assert isinstance(source, GPT)
+    assert isinstance(result, GPT)
+    before = Certificate.read(opened.folder)
+    lossy = [index for index, layer in enumerate(before.layers) if layer.methods]
+    if not lossy:
+        raise ConfigError(
+            f"--teach: {folder} was converted exactly, there is nothing to learn. Leave it out."
+        )
+    both = [Source(one.model, one.folder) for one in (teacher, opened)]
+    text = tokenize(source_of(options.data), opened.require_tokenizer(), scratch / "text")
+    parts = split(text.ids, length, options.data.val_fraction)
+    fitted = Passage(name="training part of the healing text", ids=parts.train)
+    work = place_of(
+        scratch,
+        folders=[fingerprint(one.folder) for one in (teacher, opened)],
+        weights=[list(one.digests.values()) for one in both],
+        text=text.sha256,
+        part=len(parts.train),
+        length=length,
+        passes=passes,
+        seed=options.system.seed,
+        environment=environment(),
+    )
+    blocks = blocks_of(result, parts.train, CALIBRATION_TOKENS, length)
+    errors = teach(source, result, lossy, blocks, work, passes=passes, seed=options.system.seed)
+    layers = [
+        replace(layer, taught=[errors[index].before, errors[index].after]) if index in errors else layer
+        for index, layer in enumerate(before.layers)
+    ]
+    after = replace(
+        before,
+        layers=layers,
+        exact=False,
+        teach=passes,
+        calibration=[*before.calibration, Text.of(fitted, CALIBRATION_TOKENS)],
+    )
+    if len(parts.val) > 1:
+        after = _measured(
+            after, source, result, Passage(name="validation part of the healing text", ids=parts.val)
+        )
+    files = {
+        CERTIFICATE: after.to_json(),
+        PAGE: page(after),
+        "tokenizer.json": opened.require_tokenizer().to_json(),
+    }
+    own.write(result, aside, files, opened.special)
+    for one in both:
+        one.require_unchanged()
+
+
+def _measured(certificate: Certificate, source: GPT, result: GPT, text: Passage) -> Certificate:
+    """Return the certificate, measured again on a text that was held out."""
+    blocks = blocks_of(result, text.ids, TEST_TOKENS, certificate.length)
+    logits = asdict(compare(source, result, shown(blocks, "comparing with the teacher")))
+    loss = list(logits.pop("losses"))
+    test = Text.of(text, TEST_TOKENS)
+    return replace(certificate, logits=logits, loss=loss, test=test, held_out=True, compared_on="text")
