@@ -28,7 +28,7 @@ from rehead.conversion.finite import require_finite, require_holds
 from rehead.conversion.fit import teaching
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
-from rehead.conversion.frequencies import are_open, with_frequencies
+from rehead.conversion.frequencies import are_open, require_rotation, with_frequencies
 from rehead.conversion.kept import Kept, Order
 from rehead.conversion.layers import Layers, with_layers
 from rehead.conversion.search import path
@@ -123,12 +123,9 @@ class Converter:
         """Return the attention that replaces each layer's; of an uneven target, the frequencies are chosen here."""
         layers = self.config.attention
         wanted = [target.attention(layer, self.config.n_embd) for layer in layers]
-        rotated = any(map(are_open, layers, wanted))
-        if target.rope_dim is not None and not rotated:
-            raise ConfigError(
-                f"rope_dim={target.rope_dim}: none of its layers rotates its keys. Leave it out."
-            )
-        if target.target != "uneven" or not rotated:
+        if target.rope_dim is not None:
+            require_rotation(target.rope_dim, layers)
+        if target.target != "uneven" or not any(map(are_open, layers, wanted)):
             return wanted
         for layer, to in zip(layers, wanted, strict=True):
             path(layer, to, self.config.n_embd)  # refuses before minutes are spent

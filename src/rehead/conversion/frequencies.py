@@ -22,6 +22,12 @@ def are_open(layer: AttentionConfig, wanted: AttentionConfig) -> bool:
     return is_decoupled and isinstance(heads_of(layer), GroupedConfig)
 
 
+def require_rotation(rope_dim: int, layers: Sequence[AttentionConfig]) -> None:
+    """Refuse the width of a rotary part for a model without rope."""
+    if all(layer.rope is None for layer in layers):
+        raise ConfigError(f"rope_dim={rope_dim}: none of its layers rotates its keys. Leave it out.")
+
+
 def with_frequencies(
     model: LanguageModel, wanted: Sequence[AttentionConfig], statistics: Sequence[Statistics]
 ) -> list[AttentionConfig]:

@@ -57,7 +57,7 @@ def to_deepseek(
     for index, (layer, target) in enumerate(zip(config.attention, wide, strict=True)):
         steps = path(layer, target, config.n_embd)
         normed += [index] * any(isinstance(step.conversion, IdentityNorm) for step in steps)
-        folded += [index] * any(step.name == "fold-biases" and step.source.qkv_bias for step in steps)
+        folded += [index] * heads_of(layer).qkv_bias
         lossy = [step.promise.why for step in steps if not step.promise.exact]
         if lossy:
             raise ConfigError(
