@@ -486,6 +486,7 @@ ALTERNATIVES = {
     "head_map": ["contiguous", "modular"],
     "score": [*scores, Additive(width=3), Additive(width=3, bias=False), ScaledDot(scale=0.7)],
     "qkv_bias": [True, False],
+    "down_bias": [True, False],
     "o_bias": [True, False],
     "tie_kv": [True, False],
     "qk_norm_eps": [1e-6, 0.5, None],
