@@ -12,7 +12,7 @@ import yaml
 
 from rehead.checkpoint.hub import COMMIT, pinned
 from rehead.config.strict_yaml import dump, parse
-from rehead.conversion.page import plain
+from rehead.conversion.page import escaped
 
 CARD = "README.md"
 FRONT = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
@@ -79,7 +79,7 @@ class Origin:
     def sentences(self) -> str:
         """Return the same in Markdown."""
         made = ", ".join(
-            f"[{name}]({HUB}{name})" if REPOSITORY.fullmatch(name) else plain(name) for name in self.bases
+            f"[{name}]({HUB}{name})" if REPOSITORY.fullmatch(name) else escaped(name) for name in self.bases
         )
         at = f" at commit `{self.commit}`" if self.commit else ""
         base = f"Made from {made}{at}." if made else "No base model is recorded."
@@ -88,8 +88,8 @@ class Origin:
                 f"{base} **Its licence is unknown**: the source names none. Name one if the model is yours; otherwise "
                 "ask what its authors allow before you use it or pass it on."
             )
-        words = "".join(f", {plain(value)}" for _, value in self.named)
-        return f"{base} Licence, as its source names it: {plain(self.licence)}{words}."
+        words = "".join(f", {escaped(value)}" for _, value in self.named)
+        return f"{base} Licence, as its source names it: {escaped(self.licence)}{words}."
 
 
 def carried(source: Path, folder: Path) -> str:
