@@ -41,7 +41,7 @@ def check(
     """Say whether a model can be served in a smaller number format.
 
     Rounds the weights as a file of that format would and compares the predictions
-    with those of the exact weights, in float32, on at most 4,096 tokens. For fp16 and bf16 it
+    with those of the exact weights, in float32, on 4,096 tokens or one block. For fp16 and bf16 it
     also computes in them, as engines do. A format is safe if the mean KL is at most
     0.01 nats; otherwise the verdict is NOT SAFE, with exit status 0. For example:
 

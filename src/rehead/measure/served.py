@@ -17,7 +17,7 @@ from rehead.system.memory import require_memory
 SAFE = 0.01
 """Largest mean KL in nats that counts as safe. 8 bits cost a sound model up to 0.003, lost weights 1 or more."""
 TOKENS, COMPUTED = 4096, 1024
-"""Tokens compared, at most; and where the computation is in 16 bits, too, which is slow on many CPUs."""
+"""Tokens compared, at most but one block; and where the computation is in 16 bits, too, which is slow on many CPUs."""
 COMPUTES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Formats that engines also compute in; with q8_0 they compute in larger ones."""
 
@@ -71,7 +71,7 @@ def _verdict(exact: LanguageModel, kind: Storage, ids: Ids, length: int, lost: d
     computed, problem = None, _problem(found, "")
     if kind in COMPUTES:
         try:
-            rounded = comparison(exact, stored.to(COMPUTES[kind]), ids, length, COMPUTED)
+            rounded = comparison(exact, stored.to(COMPUTES[kind]), ids, min(length, COMPUTED), COMPUTED)
         except NumericError:
             problem = problem or f"computed in {kind}, its predictions are not finite."
         else:
