@@ -597,7 +597,11 @@ def test_what_deepseek_cannot_say_is_refused(tmp_path):
     made("Llama", BASE | {"num_key_value_heads": 2}, tmp_path / "gqa")
     made("Llama", BASE | {"num_key_value_heads": 1, "attention_bias": True}, tmp_path / "biased")
     made("Qwen3", BASE | {"num_key_value_heads": 1, "head_dim": 16}, tmp_path / "normed")
-    for folder, why in (("gqa", "2 KV heads become one"), ("biased", "qkv_bias"), ("normed", "qk_norm_eps")):
+    for folder, why in (
+        ("gqa", "2 KV heads become one"),
+        ("biased", "its attention has biases"),
+        ("normed", "qk_norm_eps"),
+    ):
         with pytest.raises(ConfigError) as caught:
             to_deepseek(rehead.load(tmp_path / folder))
         assert why in str(caught.value)

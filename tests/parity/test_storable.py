@@ -88,21 +88,24 @@ def test_an_export_survives_smaller_formats(n_kv_head, engine, tmp_path):
     assert kl(exact, load(tmp_path / "mla", q8_0)) < 2 * kl(exact, load(tmp_path / "llama", q8_0)) < 0.1
 
 
+@pytest.mark.parametrize("bias", [0.0, 100.0])
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_no_text_is_changed_by_more_than_promised(spread):
+def test_no_text_is_changed_by_more_than_promised(spread, bias):
     """The longest latent that a norm can give, in float64."""
     torch.manual_seed(1)
     down = torch.randn(40, 48) * torch.exp2(spread * torch.randn(40, 1)) * 2.0**-40
     down[20:32] = 0  # of a padded latent
     norm, query = torch.exp2(2 * torch.randn(48)), torch.randn(16, 48)
     query[3, 5] = 100
-    shared, rows = _powers(norm, down, query, 32)
-    latent = down[:32] * torch.exp2(rows)[:, None] * norm
-    worst = torch.linalg.svd(latent).Vh[0] * 48**0.5
-    small = latent @ worst
+    shift = bias * down[:32, 0].flip(0).roll(20)
+    shared, rows = _powers(norm, down, shift, query, 32)
+    latent, moved = down[:32] * torch.exp2(rows)[:, None] * norm, shift * torch.exp2(rows)
+    worst = torch.linalg.svd(torch.cat([latent, moved[:, None]], dim=1)).Vh[0]
+    worst = worst[:48] * torch.where(worst[48] < 0, -1, 1) / worst[:48].norm() * 48**0.5
+    small = latent @ worst + moved
     changed = 1 - (NORM_EPS / (small.square().mean() + NORM_EPS)).sqrt()
     assert ERROR / 8 < changed < ERROR
-    sizes = latent.norm(dim=1)[:20]
+    sizes = torch.cat([latent, moved[:, None]], dim=1).norm(dim=1)[:20]
     assert sizes.max() < 2.01 * sizes.min()
     assert shared == shared.round() > 0
     assert torch.equal(rows, rows.round())
@@ -110,6 +113,6 @@ def test_no_text_is_changed_by_more_than_promised(spread):
 
 
 def test_an_empty_latent_stays_empty():
-    shared, rows = _powers(torch.ones(6), torch.zeros(5, 6), torch.ones(4, 6), 3)
+    shared, rows = _powers(torch.ones(6), torch.zeros(5, 6), torch.zeros(3), torch.ones(4, 6), 3)
     assert shared == 0
     assert not rows.any()

@@ -70,7 +70,7 @@ def _powers(
     """Return the powers of two for all readers of a norm, and for the rows of the latent on top.
 
     What comes out of the norm is at most sqrt(D) long but for its weights g. So a latent W (g x) + b has an RMS of at
-    most |[W diag(g), b]| sqrt((D + 1) / R), and the identity norm changes it by half the square of that over eps.
+    most (|W diag(g)| sqrt(D) + |b|) / sqrt(R), and the identity norm changes it by half the square of that over eps.
     """
     seen = torch.cat([down[:rank].double() * norm.double(), shift.double()[:, None]], dim=1)
     sizes = seen.norm(dim=1)
@@ -78,8 +78,9 @@ def _powers(
         return sizes.new_zeros(()), sizes
     alike = -sizes.clamp(min=SPREAD * float(sizes.max())).log2().round()
     level = seen * torch.exp2(alike)[:, None]
-    longest = torch.linalg.eigvalsh(level @ level.mT)[-1].sqrt()
-    most = math.sqrt(2 * ERROR * NORM_EPS * rank / seen.shape[1])
+    stretched = torch.linalg.eigvalsh(level[:, :-1] @ level[:, :-1].mT)[-1].clamp(min=0)
+    longest = (stretched * len(norm)).sqrt() + level[:, -1].norm()
+    most = math.sqrt(2 * ERROR * NORM_EPS * rank)
     alike = torch.where(sizes > 0, alike, alike[sizes > 0].mean().round())
     rows = alike + (most / longest).log2().floor()
     entries = down[:rank].double() * torch.exp2(rows)[:, None]
