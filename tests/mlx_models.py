@@ -49,7 +49,7 @@ MODELS = {
         "Granite",
         rope("linear") | {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0},
     ),
-    "glm": ("Glm", GQA | WHOLE | {"attention_bias": True} | NO_PAD),
+    "glm": ("Glm", GQA | WHOLE | {"attention_bias": True, "initializer_range": 0.1} | NO_PAD),
     "glm4": ("Glm4", GQA | PART | NO_PAD),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma3": ("Gemma3Text", GEMMA3 | BOTH),
