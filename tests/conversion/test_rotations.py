@@ -13,7 +13,7 @@ from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.rope import LongRopeScaling
 from rehead.conversion.base import Statistics
 from rehead.conversion.fit.layerwise import gather
-from rehead.conversion.fit.turns import Directions, Turns
+from rehead.conversion.fit.turns import Directions, Turns, sensitivity
 from rehead.conversion.steps.narrow import Narrow
 from rehead.conversion.steps.rotations import KeepRotations, beside, directions
 from rehead.conversion.target import Target
@@ -111,7 +111,7 @@ def test_fewer_rotations_lose_more(gpt, text, source):
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_sums_are_those_over_all_pairs_of_tokens(source):
-    """Gradients of scores from autograd, with the attention written out."""
+    """Gradients of scores from autograd, with the attention written out. Squared, over p, they sum to Var(d)."""
     torch.manual_seed(3)
     module = source.build(WIDTH).requires_grad_(False)
     for weight in module.parameters():
@@ -130,9 +130,12 @@ def test_sums_are_those_over_all_pairs_of_tokens(source):
             scores = (query[:, head] @ key[:, own].T * source.head_dim**-0.5).requires_grad_()
             far = torch.arange(9)[:, None] - torch.arange(9)
             unseen = (far < 0) | (far >= (source.window or 9))
-            out = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, own]
+            read = scores.masked_fill(unseen, -math.inf).softmax(-1)
+            out = read @ value[:, own]
             wanted = gradient.view(9, source.n_query_head, -1)[:, head]
             (slope,) = torch.autograd.grad((out * wanted).sum(), scores)
+            read = read.detach()
+            variance = (slope.square() / read).where(~unseen, 0).sum(1)
             asked = [
                 complex_heads(q.flatten().numpy(), source.n_query_head, source.rope)[head] for q in query
             ]
@@ -140,10 +143,23 @@ def test_sums_are_those_over_all_pairs_of_tokens(source):
             for m in range(9):
                 for n in range(9):
                     for f, angle in enumerate(angles):
-                        size = float(slope[m, n]) ** 2 * abs(asked[m][f]) ** 2 * abs(held[n][f]) ** 2
+                        size = float(read[m, n] * variance[m]) * abs(asked[m][f]) ** 2 * abs(held[n][f]) ** 2
                         turn = cmath.exp(1j * angle * (n - m))
                         expected[:, head, f] += size, size * turn.real, size * turn.imag
     np.testing.assert_allclose(turns.mean().numpy(), expected / 18, rtol=1e-10, atol=1e-14)
+
+
+def test_no_error_of_the_scores_costs_more():
+    """The loss's change, from autograd, is at most the weighed size of the error, and reaches it."""
+    generator = torch.Generator().manual_seed(6)
+    scores, along, *errors = torch.randn(202, 7, generator=generator)
+    scores.requires_grad_()
+    (slope,) = torch.autograd.grad(scores.softmax(0) @ along, scores)
+    weight = sensitivity(scores.detach().softmax(0), along)
+    for error in errors:
+        assert (slope @ error) ** 2 <= weight @ error.square()
+    worst = along - scores.detach().softmax(0) @ along
+    assert float((slope @ worst) ** 2) == pytest.approx(float(weight @ worst.square()))
 
 
 def test_directions_are_the_best_ones():

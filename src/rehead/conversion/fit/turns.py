@@ -1,8 +1,12 @@
 """How much it matters that scores turn with the distance of their tokens, for every pair of rotated numbers.
 
 As complex numbers, pair f of a query and of a key adds Re(conj(q) k e^(i t (n - m))) to the score of tokens m
-and n, t the angle per position. A pair that is no longer rotated adds Re(conj(q) c k) instead, with a constant c. The
-error in the score costs the square of the loss's gradient with respect to it, to second order.
+and n, t the angle per position. A pair that is no longer rotated adds Re(conj(q) c k) instead, with a constant c.
+
+What errors e of a query's scores cost is weighed by p Var(d): p are the query's attention weights, d the products of
+the values with the loss's gradient. The loss changes by the covariance of e and d, and by Cauchy and Schwarz its square
+is at most E[e^2] Var(d), with all moments under p. The square of the gradient itself, p^2 (d - E[d])^2, ignores tokens
+that are hardly read; a large error makes those the ones that are read.
 """
 
 import torch
@@ -18,10 +22,10 @@ TOKENS = 8192
 
 
 class Turns:
-    """Sums, over pairs of tokens of a text, g^2 |q|^2 |k|^2 (1, cos t (n - m), sin t (n - m)) per head and pair.
+    """Sums, over pairs of tokens of a text, w |q|^2 |k|^2 (1, cos t (n - m), sin t (n - m)) per head and pair.
 
-    g is the gradient of the loss with respect to the score. A head is one of the queries'; its key is that of its
-    KV head, contiguous.
+    w is the `sensitivity` of the loss to the score. A head is one of the queries'; its key is that of its KV head,
+    contiguous.
     """
 
     def __init__(self) -> None:
@@ -62,13 +66,19 @@ def _of_text(attention: GroupedAttention, x: Tensor, gradient: Tensor) -> Tensor
         of = slice(head * group, (head + 1) * group)
         read = kernels.weights(query[:, :, of], key[:, :, head, None], seen, scale=config.scale)[0, 0]
         slope = torch.einsum("lgv,sv->gls", pulled[0, :, of], value[0, :, head])
-        slope = (read * (slope - (read * slope).sum(-1, keepdim=True))).square()
+        matters = sensitivity(read, slope)
         asked, held = (energy(part, layout, rotary.width) for part in (query[0, :, of], key[0, :, head]))
-        one, cos, sin = (torch.einsum("gls,sf->lgf", slope, held * part) for part in turn)
+        one, cos, sin = (torch.einsum("gls,sf->lgf", matters, held * part) for part in turn)
         both = asked * one, asked * (turn[1][:, None] * cos + turn[2][:, None] * sin)
         across = asked * (turn[1][:, None] * sin - turn[2][:, None] * cos)
         found.append(torch.stack([part.double().sum(0) for part in (*both, across)]))
     return torch.cat(found, dim=1).cpu()
+
+
+def sensitivity(read: Float[Tensor, "*L S"], along: Float[Tensor, "*L S"]) -> Float[Tensor, "*L S"]:
+    """Return p Var(d) of every score, from attention weights p (`read`) and products d (`along`)."""
+    around = along - (read * along).sum(-1, keepdim=True)
+    return read * (read * around.square()).sum(-1, keepdim=True)
 
 
 def energy(heads: Float[Tensor, "*N E"], layout: Layout, rotated: int) -> Float[Tensor, "*N F"]:
