@@ -12,7 +12,8 @@ from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, variants
 from rehead.attention.grouped_config import HeadMap
 from rehead.attention.rope import Layout
 from rehead.checkpoint import families
-from rehead.cli import conversion as commands
+from rehead.cli.conversion import convert
+from rehead.cli.exporting import export
 from rehead.conversion import conversions, methods, targets
 from rehead.conversion.base import Statistics
 from rehead.conversion.export.engines import Engine
@@ -24,6 +25,7 @@ EXAMPLES = {name: config for variant in variants for name, config in variants[va
 MQA = replace(GQA, n_kv_head=1, rope=RopeConfig(), o_bias=True)
 FLAT = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=4, v_head_dim=5, latent_norm=False)
 EXAMPLES |= {"mqa, rope": MQA, "mla, flat": FLAT, "mla, flat, rope": replace(FLAT, qk_rope_head_dim=4)}
+EXAMPLES["mla, flat, rope, biases"] = replace(FLAT, qk_rope_head_dim=4, qkv_bias=True)
 EXAMPLES |= {f"{name}, interleaved": replace(config, rope=RopeConfig(layout="interleaved"))
              for name, config in EXAMPLES.items() if config.rope}  # fmt: skip
 TARGETS = [
@@ -124,12 +126,12 @@ def test_the_command_line_knows_all_of_them():
             if isinstance(choice, str)
         }
 
-    assert choices(commands.convert, "to") == set(targets)
-    assert choices(commands.convert, "method") == set(methods())
-    assert choices(commands.convert, "head_map") == set(get_args(HeadMap))
-    assert choices(commands.convert, "rope_layout") == set(get_args(Layout))
-    assert choices(commands.export, "format") == {"auto", "gguf", *families}
-    assert choices(commands.export, "engine") == set(get_args(Engine))
+    assert choices(convert, "to") == set(targets)
+    assert choices(convert, "method") == set(methods())
+    assert choices(convert, "head_map") == set(get_args(HeadMap))
+    assert choices(convert, "rope_layout") == set(get_args(Layout))
+    assert choices(export, "format") == {"auto", "gguf", *families}
+    assert choices(export, "engine") == set(get_args(Engine))
 
 
 def test_methods_that_are_of_no_use(gpt):
