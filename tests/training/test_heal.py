@@ -368,9 +368,9 @@ def test_lessons_that_make_no_sense(latent, capsys):
 
     assert "--teach 0: the number of passes" in refused(passes="0")
     assert main(["convert", "source", "mha", "--to", "mla"]) == 0
-    assert "neither mla-taught nor a run is there to resume" in refused("trainer.resume=True")
+    assert "neither mla-taught nor a run to resume" in refused("trainer.resume=True")
     assert "converted exactly, there is nothing to learn" in refused(model="mha")
     assert taught("trainer.max_iters=1", "system.work_dir=one") == 0
     assert "mla-taught exists: choose another name, or remove it first" in refused(status=3)
-    assert "--teach 3 was 2 in mla-taught" in refused("trainer.resume=True", passes="3")
+    assert "--teach 3 does not match the 2 passes of mla-taught" in refused("trainer.resume=True", passes="3")
     assert not Path("never").exists()

@@ -192,7 +192,7 @@ def test_a_reporter_that_fails_costs_one_warning(call, monkeypatch, capfd):
     assert train("trainer.max_iters=5", "trainer.report_to=[trackio,tensorboard]") == 0
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("rehead:")]
     assert said == [
-        "rehead: warning: trackio failed ([Errno 28] No space left on device): training goes on without it."
+        "rehead: warning: trackio failed ([Errno 28] No space left on device): training continues without it."
     ]
     assert expected()["loss"] == plain
     assert shown() == in_float32(expected())
@@ -203,7 +203,10 @@ def test_a_reporter_that_fails_costs_one_warning(call, monkeypatch, capfd):
 def test_wandb_asks_nobody_for_an_account(monkeypatch, capfd):
     service = StandIn("wandb", monkeypatch, fail="login")
     assert train("trainer.max_iters=1", "trainer.report_to=wandb") == 0
-    words = "wandb failed (there is no account: `wandb login`, or set WANDB_MODE=offline): training goes on without it."
+    words = (
+        "wandb failed (there is no account: `wandb login`, or set WANDB_MODE=offline): "
+        "training continues without it."
+    )
     assert f"rehead: warning: {words}" in capfd.readouterr().err.splitlines()
     assert service.begun == []
 

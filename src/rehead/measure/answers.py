@@ -13,7 +13,7 @@ from rehead.stages import staged
 from rehead.tokenizer import Tokenizer
 
 TOGETHER = 16
-"""Prompts continued at once, where nobody says."""
+"""Prompts continued at once by default."""
 PARTIAL = 4
 """Tokens that a character may be spread over, at most."""
 

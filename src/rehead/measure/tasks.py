@@ -27,7 +27,7 @@ def run_tasks(
     A name is a task, group or tag of the harness or a pattern (`mmlu_*`), a task's YAML file, or a folder of them.
     `num_fewshot` replaces the number of examples in a prompt, `limit` the documents of a task. Raises UsageError
     without the package lm-eval or for an unknown name, ResourceError for data that cannot be fetched,
-    and InvalidInput for a task that is none.
+    and InvalidInput for a task that cannot be used.
     """
     require_harness()
     from lm_eval import evaluate

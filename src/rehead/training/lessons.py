@@ -26,8 +26,8 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
     """Teach the model in `folder`, and return the options of the run that heals what became of it.
 
     That is written to FOLDER-taught: its attentions that lost something learned in `passes` over the training part of
-    the run's text. With `trainer.resume` an interrupted teaching goes on, and one that is done is not repeated.
-    Raises UsageError for a number of passes that is none, and ConfigError where nothing was lost.
+    the run's text. `trainer.resume` resumes an interrupted teaching and does not repeat a finished one.
+    Raises UsageError for fewer than one pass, and ConfigError where nothing was lost.
     """
     if passes < 1:
         raise UsageError(
@@ -44,13 +44,17 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
     if options.trainer.resume and place.is_dir():
         done = read_at(place, Certificate.read).teach
         if done != passes:
-            raise ConfigError(f"--teach {passes} was {done} in {place}: leave it as it was, or start anew.")
+            raise ConfigError(
+                f"--teach {passes} does not match the {done} passes of {place}: give --teach {done}, or start again "
+                "in another folder."
+            )
     elif options.trainer.resume and begun:
         raise ConfigError(
-            f"the run in {options.system.work_dir} was begun without --teach. Leave it out, or start anew."
+            f"the run in {options.system.work_dir} was begun without --teach. Leave it out, or start again "
+            "in another folder."
         )
     elif options.trainer.resume and not kept:
-        raise UsageError(f"neither {place} nor a run is there to resume. Leave trainer.resume out.")
+        raise UsageError(f"there is neither {place} nor a run to resume. Leave trainer.resume out.")
     else:
         with (
             unfinished(place, resume=options.trainer.resume, flag="trainer.resume=True") as scratch,

@@ -26,7 +26,7 @@ class Reporter(Protocol):
 class Start:
     """What a report begins with: the run's name and config, and a `folder` for what is kept of it in the run's folder.
 
-    A run that is resumed goes on after `step`, 0 for a new one; it repeats some records that it `logged` before.
+    A resumed run continues after `step`, 0 for a new one; it repeats some records that it `logged` before.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""The reports of a run: a reporter that fails is dropped with a warning, and training goes on."""
+"""The reports of a run: a reporter that fails is dropped with a warning, and training continues."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ def require_packages(names: Sequence[str]) -> None:
 class Reports:
     """Gives a run's records to the reporters of `names`, which are closed at the end of the block.
 
-    `again` are records of the step that a resumed run goes on from.
+    `again` are records of the step that a resumed run continues from.
     """
 
     def __init__(self, names: Sequence[str], start: Start, again: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -70,4 +70,4 @@ class Reports:
         except Exception as error:  # a full disk, a server that is gone, no account
             self._open.pop(name, None)
             words = " ".join(str(error).split()) or type(error).__name__
-            log.warning("%s failed (%.150s): training goes on without it.", name, words)
+            log.warning("%s failed (%.150s): training continues without it.", name, words)

@@ -9,7 +9,7 @@ PROJECT = "rehead"
 
 @reporters.add("trackio")
 class Trackio:
-    """Logs to the project `rehead`; a resumed run goes on under its name, without what it logged before."""
+    """Logs to the project `rehead`; a resumed run keeps its name, without what it logged before."""
 
     def __init__(self, start: Start) -> None:
         import trackio

@@ -11,7 +11,7 @@ PROJECT = "rehead"
 
 @reporters.add("wandb")
 class WeightsAndBiases:
-    """Logs to a run of Weights & Biases; a resumed run goes on under its id, without what it logged before."""
+    """Logs to a run of Weights & Biases; a resumed run keeps its id, without what it logged before."""
 
     def __init__(self, start: Start) -> None:
         import wandb
