@@ -221,8 +221,8 @@ def test_a_text_whose_last_tenth_is_no_window(run, capfd):
     assert main([*words, "--length", "12"]) == 3
     said = capfd.readouterr().err
     tenth = len(TEXT) - int(0.9 * len(TEXT))
-    assert f"other.txt has {len(TEXT)} tokens" in said
-    assert "one window of 12 tokens" in said
+    assert f"other.txt, {tenth} of {len(TEXT)} tokens, is held out" in said
+    assert "less than one window of 12 tokens" in said
     assert f"--length {tenth - 1}." in said
     assert main([*words, "--length", str(tenth)]) == 3
     assert main([*words, "--length", str(tenth - 1)]) == 0
@@ -459,7 +459,11 @@ RUN_MISTAKES = {
     "blank text": (["--calibration", "blank.txt"], 3, ["blank.txt", "0 tokens"]),
     "not UTF-8": (["--calibration", "latin.txt"], 3, ["latin.txt", "UTF-8"]),
     "unknown characters": (["--calibration", "other.txt"], 3, ["vocabulary", "'Ω'"]),
-    "a short text": (["--calibration", "short.txt"], 3, ["short.txt", "too short", "--test TEXT"]),
+    "a short text": (
+        ["--calibration", "short.txt"],
+        3,
+        ["the last tenth of short.txt, 1 of 1", "less than one window", "--test TEXT"],
+    ),
     "fraction and loss": (
         ["--kv-fraction", "0.5", "--max-loss", "0.1", "--allow-loss"],
         2,

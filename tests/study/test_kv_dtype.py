@@ -194,7 +194,7 @@ def test_trained_models_are_read_on_their_validation_text(many, here, typed):
 def test_a_cache_that_cannot_have_a_format_is_named_and_not_drawn(many):
     assert set(drawn(many)["q8_0"]) == {"Two heads", "Window"}
     assert (
-        "No q8_0 for Odd: its key has 24 numbers, no multiple of 32. Use int8."
+        "No q8_0 for Odd: its key has 24 numbers, not a multiple of 32. Use int8."
         in (many / "report.html").read_text()
     )
 

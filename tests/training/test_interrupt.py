@@ -17,7 +17,9 @@ import rehead
 import rehead.training.run
 from rehead.checkpoint import resolve
 from rehead.cli import main
+from rehead.data.files import write_whole
 from rehead.tokenizer import open_model
+from rehead.training.folder import RunFolder
 from rehead.training.interrupt import stop_signals
 
 TINY = [
@@ -223,6 +225,26 @@ def test_a_signal_before_the_first_step_blocks_nothing(start):
     assert not Path("a").exists() or Path("a/config.yaml").exists()
     end = f"trainer.max_iters={len(steps('a')) + 2}"
     train_here(*TINY, "system.work_dir=a", *["trainer.resume=True"] * Path("a").exists(), end)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_a_signal_while_a_run_begins_leaves_no_folder(tmp_path, monkeypatch, name):
+    def interrupted(path, parts):
+        if path.name == name:
+            raise KeyboardInterrupt
+        write_whole(path, parts)
+
+    monkeypatch.setattr("rehead.training.folder.write_whole", interrupted)
+    folder = RunFolder(tmp_path / "a")
+
+    def begin():
+        with folder.open(resume=False):
+            folder.read_tokens.write_bytes(b"1")
+            folder.begin("seed: 1", [])
+
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    assert not folder.path.exists()
 
 
 @pytest.mark.slow

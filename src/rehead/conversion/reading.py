@@ -91,8 +91,9 @@ class Reader:
             tenth = len(text.ids) - int(len(text.ids) * (1 - HELD_OUT))
             smaller = f", or --length {tenth - 1}" if tenth > 2 else ""
             raise InvalidInput(
-                f"{path} has {len(text.ids):,} tokens: its last tenth, held out to measure on, is less than one "
-                f"window of {self.length:,} tokens and the token after it. Give a longer text, --test TEXT{smaller}."
+                f"the last tenth of {path}, {tenth:,} of {len(text.ids):,} tokens, is held out to measure on: less "
+                f"than one window of {self.length:,} tokens and the token after it. Give a longer text, --test "
+                f"TEXT{smaller}."
             ) from error
         return Passage(name=text.name, ids=parts.train), Passage(
             name=f"the last tenth of {text.name}", ids=parts.val

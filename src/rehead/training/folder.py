@@ -84,9 +84,15 @@ class RunFolder:
     def begin(self, config: str, before: Iterable[dict[str, Any]]) -> None:
         """Write the resolved config, and cut the metrics to `before`: later steps will be repeated."""
         with resource(f"cannot write in {self.path}", REMEDY):
-            os.replace(self.read_tokens, self.tokens)
-            write_whole(self.metrics, [f"{json.dumps(record)}\n".encode() for record in before])
-            write_whole(self.config, [config.encode()])
+            try:
+                os.replace(self.read_tokens, self.tokens)
+                write_whole(self.metrics, [f"{json.dumps(record)}\n".encode() for record in before])
+                write_whole(self.config, [config.encode()])
+            except BaseException:  # an interrupt, too: a folder holds a run or nothing
+                if not self.begun:
+                    self.tokens.unlink(missing_ok=True)
+                    self.metrics.unlink(missing_ok=True)
+                raise
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, in one write."""
