@@ -158,6 +158,11 @@ BIASES = {
         replace(STOCK, down_bias=True, o_bias=True),
         ["decouple", "pad-to-stock", "fold-biases", "identity-norm"],
     ),
+    "of the output alone, beside a query latent": (
+        replace(DEEPSEEK, latent_norm=False, o_bias=True),
+        replace(DEEPSEEK, down_bias=True, o_bias=True),
+        ["fold-biases", "identity-norm"],
+    ),
     "of a latent, shared heads": (
         BESIDE,
         replace(BESIDE, latent_norm=True, qkv_bias=False, q_lora_rank=24),

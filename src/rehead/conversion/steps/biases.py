@@ -85,6 +85,8 @@ class FoldBiases(Conversion[LatentConfig, LatentConfig]):
         rows = len(made["kv_a_proj_with_mqa.weight"])
         made.setdefault("kv_a_proj_with_mqa.bias", made["o_proj.weight"].new_zeros(rows))
         made.setdefault("o_proj.bias", made["o_proj.weight"].new_zeros(len(made["o_proj.weight"])))
+        if source.q_lora_rank is not None:
+            made.setdefault("q_a_proj.bias", made["q_a_proj.weight"].new_zeros(source.q_lora_rank))
         if "kv_b_proj.bias" in made:
             per_head = made.pop("kv_b_proj.bias").unflatten(0, (source.n_kv_head, -1))
             values = per_head[:, source.qk_nope_head_dim :]
