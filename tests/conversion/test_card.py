@@ -111,11 +111,15 @@ def test_an_export_as_it_is_carries_the_certificate_of_its_source(capfd):
     assert not Path("same/conversion.json").exists()
 
 
-def test_healing_and_training_on_carry_the_origin(capfd):
+@pytest.mark.parametrize("first", [[], ["--teach", "1"]], ids=["", "taught first"])
+def test_healing_and_training_on_carry_the_origin(first, capfd):
     llama("llama", "---\nlicense: mit\nbase_model: org/base\n---\n")
     run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", "--test", "test.txt")
     flags = ["data.path=fit.txt", "trainer.batch_size=2", "trainer.eval_batches=1", "trainer.device=cpu"]
-    run("heal", "mqa", "--teacher", "llama", *flags, "trainer.max_iters=2", "--length", "16")
+    run("heal", "mqa", "--teacher", "llama", *first, *flags, "trainer.max_iters=2", "--length", "16")
+    if first:
+        taught = Certificate.read(Path("mqa-taught")).test
+        assert taught.tokens == taught.bytes > 100
     flags += ["trainer.resume=True", "trainer.max_iters=3"]
     run("heal", "mqa", "--teacher", "llama", *flags, "--length", "16")
     run("export", "mqa-healed", "stock")

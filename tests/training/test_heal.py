@@ -374,3 +374,8 @@ def test_lessons_that_make_no_sense(latent, capsys):
     assert "mla-taught exists: choose another name, or remove it first" in refused(status=3)
     assert "--teach 3 does not match the 2 passes of mla-taught" in refused("trainer.resume=True", passes="3")
     assert not Path("never").exists()
+    assert "--teach with data.val_fraction=0" in refused("data.val_fraction=0")
+    shutil.rmtree("mla-taught")
+    assert taught("system.work_dir=one") == 3
+    assert "one already holds a run" in capsys.readouterr().err
+    assert not Path("mla-taught").exists()

@@ -3,22 +3,23 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rehead.checkpoint import own, publish, read_at
+from rehead.checkpoint import newest_step, own, publish, read_at
 from rehead.config import RunOptions
 from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.fit.teaching import teach
+from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
 from rehead.conversion.texts import Passage
 from rehead.conversion.unfinished import SUFFIX, fingerprint, place_of, unfinished
 from rehead.data import shown, source_of, split, tokenize
-from rehead.errors import ConfigError, UsageError
+from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.model import GPT
 from rehead.system.allocator import return_freed_memory
-from rehead.tokenizer import open_model
+from rehead.tokenizer import Tokenizer, open_model
 from rehead.training.heal import require_same_vocabulary
 
 
@@ -27,7 +28,8 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
 
     That is written to FOLDER-taught: its attentions that lost something learned in `passes` over the training part of
     the run's text. `trainer.resume` resumes an interrupted teaching and does not repeat a finished one.
-    Raises UsageError for fewer than one pass, and ConfigError where nothing was lost.
+    Raises UsageError for fewer than one pass or no validation text, InvalidInput for a work folder that holds a run,
+    and ConfigError where nothing was lost.
     """
     if passes < 1:
         raise UsageError(
@@ -38,7 +40,11 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
             f"--teach with trainer.parallel={options.trainer.parallel}: one process teaches. Run it without torchrun "
             "and trainer.max_iters=0 first, then heal FOLDER-taught."
         )
-    place = folder.with_name(f"{folder.name}-taught")
+    if not options.data.val_fraction:
+        raise UsageError(
+            "--teach with data.val_fraction=0: a taught model is measured on the validation part of the text. Use 0.1."
+        )
+    place = Path(f"{folder}-taught")
     begun = Path(options.system.work_dir, "config.yaml").is_file()
     kept = place.with_name(place.name + SUFFIX).is_dir()
     if options.trainer.resume and place.is_dir():
@@ -55,6 +61,11 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
         )
     elif options.trainer.resume and not kept:
         raise UsageError(f"there is neither {place} nor a run to resume. Leave trainer.resume out.")
+    elif newest_step(Path(options.system.work_dir)) is not None:
+        raise InvalidInput(
+            f"{options.system.work_dir} already holds a run: continue it with trainer.resume=True, or choose another "
+            "system.work_dir."
+        )
     else:
         with (
             unfinished(place, resume=options.trainer.resume, flag="trainer.resume=True") as scratch,
@@ -109,13 +120,12 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         teach=passes,
         calibration=[*before.calibration, Text.of(fitted, CALIBRATION_TOKENS)],
     )
-    if len(parts.val) > 1:
-        after = _measured(
-            after, source, result, Passage(name="validation part of the healing text", ids=parts.val)
-        )
+    held_out = Passage(name="validation part of the healing text", ids=parts.val)
+    after = _measured(after, source, result, held_out, opened.require_tokenizer())
     files = {
         CERTIFICATE: after.to_json(),
         PAGE: page(after),
+        CARD: carried(folder, opened.folder),
         "tokenizer.json": opened.require_tokenizer().to_json(),
     }
     own.write(result, aside, files, opened.special)
@@ -123,10 +133,12 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         one.require_unchanged()
 
 
-def _measured(certificate: Certificate, source: GPT, result: GPT, text: Passage) -> Certificate:
+def _measured(
+    certificate: Certificate, source: GPT, result: GPT, text: Passage, tokenizer: Tokenizer
+) -> Certificate:
     """Return the certificate, measured again on a text that was held out."""
     blocks = blocks_of(result, text.ids, TEST_TOKENS, certificate.length)
     logits = asdict(compare(source, result, shown(blocks, "comparing with the teacher")))
     loss = list(logits.pop("losses"))
-    test = Text.of(text, TEST_TOKENS)
+    test = Text.of(text, TEST_TOKENS).decoded(text.ids, tokenizer)
     return replace(certificate, logits=logits, loss=loss, test=test, held_out=True, compared_on="text")
