@@ -76,6 +76,17 @@ def interrupted():
     shutil.rmtree("run/checkpoints/step-000005")
 
 
+def owe_what_follows_step_4():
+    """Make the checkpoint of step 4 one that was saved before the validation after it."""
+    state = Path("run/checkpoints/step-000004/state.json")
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"owed": True}))
+    manifest = Path("run/checkpoints/step-000004/MANIFEST.json")
+    manifest.unlink()
+    from rehead.checkpoint.files.publish import _write_manifest
+
+    _write_manifest(manifest.parent)
+
+
 @pytest.mark.process
 def test_tensorboard_shows_what_metrics_jsonl_has():
     command = Path(sys.executable).with_name("rehead")
@@ -101,13 +112,7 @@ def test_a_resumed_run_shows_each_step_once(capfd):
 def test_a_validation_that_a_signal_cut_off_is_shown_once(capfd):
     """The checkpoint owes what follows its step, so the validation is repeated."""
     assert train("trainer.max_iters=4", "trainer.save_every=4", "trainer.report_to=tensorboard") == 0
-    state = Path("run/checkpoints/step-000004/state.json")
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"owed": True}))
-    manifest = Path("run/checkpoints/step-000004/MANIFEST.json")
-    manifest.unlink()
-    from rehead.checkpoint.files.publish import _write_manifest
-
-    _write_manifest(manifest.parent)
+    owe_what_follows_step_4()
     assert train("trainer.max_iters=6", "trainer.resume=True") == 0
     assert shown() == in_float32(expected())
     assert [step for step, _ in shown()["val_loss"]] == [0, 2, 4, 6]
@@ -180,6 +185,19 @@ def test_a_resumed_run_goes_on_under_its_name_and_repeats_nothing(name, monkeypa
         "run" if name == "wandb" else f"run-{Path('run/reports/trackio.id').read_text()[:8]}"
     )
     assert first.get("dir") == (str(Path("run/reports").absolute()) if name == "wandb" else None)
+
+
+def test_a_validation_that_two_signals_cut_off_is_logged(monkeypatch, capfd):
+    """A resumed run records its start under the same step, which is not the validation."""
+    service = StandIn("trackio", monkeypatch)
+    assert train("trainer.max_iters=4", "trainer.save_every=4", "trainer.report_to=trackio") == 0
+    owe_what_follows_step_4()
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    kept = [one for one in records if one["step"] < 4 or "loss" in one] + [{"event": "start", "step": 4}]
+    Path("run/metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in kept))
+    service.rows.clear()
+    assert train("trainer.max_iters=4", "trainer.resume=True") == 0
+    assert [step for name, step, _ in service.rows if name == "val_loss"] == [4]
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])

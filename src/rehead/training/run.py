@@ -101,12 +101,13 @@ class Run:
             draws = state.restore(checkpoint, self.trainer.model, optimizer, ranks.restore_random, ranks.like)
             self.sampler.restore(draws)
         names = options.trainer.report_to if options.trainer.report_to and ranks.rank == 0 else []
+        known = [record for record in folder.recorded() if "event" not in record] if names else []
         start = Start(
             folder=folder.path.absolute() / "reports",
             name=folder.path.absolute().name,
             config=asdict(located(options)),
             step=self.trainer.step,
-            logged=frozenset(kind(record["step"], record) for record in folder.recorded() if names),
+            logged=frozenset(kind(record["step"], record) for record in known),
         )
         folder.begin(flags.write(located(options)), before)
         self.reports = Reports(names, start, [record for record in before if record["step"] == start.step])
