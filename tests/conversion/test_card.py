@@ -121,12 +121,12 @@ def test_healing_and_training_on_carry_the_origin(first, capfd):
         taught = Certificate.read(Path("mqa-taught")).test
         assert taught.tokens == taught.bytes > 100
     flags += ["trainer.resume=True", "trainer.max_iters=3"]
-    run("heal", "mqa", "--teacher", "llama", *flags, "--length", "16")
+    run("heal", "mqa", "--teacher", str(Path("llama").absolute()), *flags, "--length", "16")
     run("export", "mqa-healed", "stock")
     card = read("stock").data
     assert (card["license"], card["base_model"]) == ("mit", "org/base")
     healed = Certificate.read(Path("stock"))
-    assert len(healed.healing) == 1
+    assert [one.teacher for one in healed.healing] == ["llama"]  # not where it is on this machine
     results = {result.metric_type: result.metric_value for result in card.eval_results}
     n_token, n_byte = healed.test.tokens, healed.test.bytes
     assert n_token == n_byte > 100

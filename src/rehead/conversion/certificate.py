@@ -96,7 +96,8 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Healing:
-    """A training that learned the source's predictions. `kl` and `loss` are before and after it; None is unknown."""
+    """A training that learned the source's predictions. `kl` and `loss` are before and after it; None is unknown.
+    `teacher` is a model of the Hub at its commit, or the name of a folder without its path."""
 
     steps: int
     teacher: str

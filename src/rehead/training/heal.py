@@ -8,6 +8,7 @@ from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
+from rehead.checkpoint.hub import pinned
 from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Healing, Text
@@ -169,9 +170,10 @@ def healed_files(
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     losses = list(logits.pop("losses"))
     alike = before.test is not None and before.test.sha256 == test.sha256
+    place = str(options.trainer.teacher)
     entry = Healing(
         steps=step,
-        teacher=str(options.trainer.teacher),
+        teacher=place if pinned(place) else Path(place).absolute().name,
         distillation=options.trainer.distillation,
         train=options.trainer.train,
         learning_rate=options.trainer.learning_rate,
