@@ -313,6 +313,8 @@ def test_two_phases_layers_first_and_then_the_predictions(latent, capsys):
     before, first, after = (certificate(name) for name in ("mla", "mla-taught", "phases"))
     assert first["teach"] == after["teach"] == 2
     assert all(layer["taught"][1] < 0.9 * layer["taught"][0] for layer in first["layers"])
+    errors = [[layer["output_error"] for layer in one["layers"]] for one in (before, first)]
+    assert all(taught < 0.9 * lossy for lossy, taught in zip(*errors, strict=True))
     assert first["logits"]["kl"] < 0.5 * before["logits"]["kl"]
     assert after["healing"][0]["kl"][0] == pytest.approx(first["logits"]["kl"])
     assert after["healing"][0]["kl"][1] == after["logits"]["kl"]

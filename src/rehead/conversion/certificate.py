@@ -232,7 +232,7 @@ def certify(
     before, after = source.config, result.config
     assert isinstance(before, GPTConfig)
     assert isinstance(after, GPTConfig)
-    errors = _output_errors(source, result, blocks[:1])
+    errors = output_errors(source, result, blocks[:1])
     with keeping_freed_memory():
         logits = asdict(compare(source, result, shown(blocks, "comparing with the source")))
     losses = logits.pop("losses")
@@ -273,7 +273,7 @@ def certify(
 
 
 @torch.no_grad()
-def _output_errors(
+def output_errors(
     source: LanguageModel, result: LanguageModel, blocks: Sequence[tuple[Tensor, Tensor]]
 ) -> list[float]:
     """Return the relative RMS error of every layer's attention, both on the inputs it gets in the source."""

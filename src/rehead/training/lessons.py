@@ -6,7 +6,7 @@ from pathlib import Path
 from rehead.checkpoint import newest_step, own, publish, read_at
 from rehead.config import RunOptions
 from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of
-from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
+from rehead.conversion.certificate import CERTIFICATE, Certificate, Text, output_errors
 from rehead.conversion.fit.teaching import teach
 from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
@@ -138,7 +138,13 @@ def _measured(
 ) -> Certificate:
     """Return the certificate, measured again on a text that was held out."""
     blocks = blocks_of(result, text.ids, TEST_TOKENS, certificate.length)
+    errors = output_errors(source, result, blocks[:1])
+    layers = [
+        replace(layer, output_error=error) for layer, error in zip(certificate.layers, errors, strict=True)
+    ]
     logits = asdict(compare(source, result, shown(blocks, "comparing with the teacher")))
     loss = list(logits.pop("losses"))
     test = Text.of(text, TEST_TOKENS).decoded(text.ids, tokenizer)
-    return replace(certificate, logits=logits, loss=loss, test=test, held_out=True, compared_on="text")
+    return replace(
+        certificate, layers=layers, logits=logits, loss=loss, test=test, held_out=True, compared_on="text"
+    )
