@@ -294,7 +294,7 @@ FAILURES = {
     "no token": (
         {"token": None},
         5,
-        "there is no token of the Hugging Face Hub. Log in with `hf auth login`",
+        "no token for the Hugging Face Hub was found. Log in with `hf auth login`",
     ),
     "wrong token": (
         {"token": "hf_other"},
@@ -333,13 +333,13 @@ def test_a_failure_is_one_line_and_leaves_the_folder(name, hub, export):
 
 
 REFUSED = {
-    "small": "--push 'small' is not a name on the Hub: write org/name, for example me/my-model.",
-    "a/b/c": "is not a name on the Hub",
-    "https://huggingface.co/me/small": "is not a name on the Hub",
+    "small": "--push 'small' is not a valid name on the Hub: write org/name, for example me/my-model.",
+    "a/b/c": "is not a valid name on the Hub",
+    "https://huggingface.co/me/small": "is not a valid name on the Hub",
     "me/two--dashes": "no `--` or `..`",
     "me/x.git": "does not end in",
     f"me/{'x' * 99}": "at most 96 characters",
-    "me/sm\u00e4ll": "is not a name on the Hub",
+    "me/sm\u00e4ll": "is not a valid name on the Hub",
     "me/small --format gguf": "a .gguf file has no card to go with it. Upload it yourself: hf upload me/small FILE.",
 }
 

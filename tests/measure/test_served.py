@@ -69,7 +69,7 @@ def test_what_a_format_cannot_hold_is_not_safe(model):
     assert [found[kind].safe for kind in KINDS] == [False, True, False]
     said = line(found["fp16"])
     assert said.startswith("fp16: NOT SAFE: layers.1.self_attn.o_proj.weight leaves the range of fp16")
-    assert "It loses rows of self_attn.o_proj (0.0078)." in said
+    assert "It loses rows of self_attn.o_proj (0.78 %)." in said
     assert found["fp16"].kl is None
 
 
@@ -106,6 +106,6 @@ def test_lost_rows_that_do_not_matter_are_told(model):
     found = by_name(model, "fp16")["fp16"]
     assert found.safe
     assert found.lost == {"embed_tokens.weight": 1 / 32}
-    assert "safe on this text. It loses rows of embed_tokens (0.031), which did not matter here" in line(
+    assert "safe on this text. It loses rows of embed_tokens (3.1 %), which did not matter here" in line(
         found
     )

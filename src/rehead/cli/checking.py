@@ -84,7 +84,7 @@ def check(
 def _text(
     folder: Path, opened: "OpenedModel", data: Path | None, length: int, scratch: Path
 ) -> tuple[str, "Ids"]:
-    """Return the text to compare on, and what it is called."""
+    """Return the name of the text to compare on, and its ids."""
     from rehead.conversion.reading import Reader
     from rehead.data import named, tokenize
     from rehead.data.text import EMBEDDED

@@ -58,7 +58,8 @@ class Writer:
             )
         prepare(self.model)
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        together, found = batch_size or TOGETHER, list[str]([""] * len(prompts))
+        together = batch_size or TOGETHER
+        found = [""] * len(prompts)
         batches = [order[first : first + together] for first in range(0, len(order), together)]
         for batch in staged(batches, "writing answers", len(prompts), "answers", len):
             texts = self._batch([prompts[index][-room:] for index in batch], how)
@@ -79,13 +80,15 @@ class Writer:
             top_k=how.top_k,
             top_p=how.top_p,
         ):
+            new = tokens.tolist()
             for row in list(going):
-                token = int(tokens[row])
+                token = new[row]
                 if token in self.ends:
                     going.remove(row)
                     continue
                 rows[row].append(token)
-                if any(stop in self._text(rows[row][-recent:]) for stop in how.stops):
+                end = self._text(rows[row][-recent:]) if how.stops else ""
+                if any(stop in end for stop in how.stops):
                     going.remove(row)
             if not going:
                 break

@@ -75,7 +75,7 @@ def _verdict(exact: LanguageModel, kind: Storage, ids: Ids, length: int, lost: d
         except NumericError:
             problem = problem or f"computed in {kind}, its predictions are not finite."
         else:
-            computed, problem = rounded.kl, problem or _problem(rounded, f"computed in {kind}, too, ")
+            computed, problem = rounded.kl, problem or _problem(rounded, f"when computed in {kind} as well, ")
     return Verdict(
         dtype=kind,
         kl=found.kl,

@@ -24,7 +24,9 @@ def present(title: str, verdicts: Sequence[Verdict]) -> None:
 
 def line(verdict: Verdict) -> str:
     """Return the verdict in a sentence."""
-    rows = ", ".join(f"{name.removesuffix('.weight')} ({share:.2g})" for name, share in verdict.lost.items())
+    rows = ", ".join(
+        f"{name.removesuffix('.weight')} ({100 * share:.2g} %)" for name, share in verdict.lost.items()
+    )
     if verdict.problem is not None:
         lost = f" It loses rows of {rows}." if rows else ""
         return f"{verdict.dtype}: NOT SAFE: {verdict.problem}{lost}"

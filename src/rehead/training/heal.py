@@ -141,7 +141,7 @@ def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | N
     path = Path(options.model.folder)
     try:
         resolve(path)
-    except InvalidInput:  # a run may go on after the folder it began with is gone
+    except InvalidInput:  # a run may be resumed after the folder it began with is gone
         return None
     certificate = read_at(
         path, lambda place: Certificate.read(place) if (place / CERTIFICATE).exists() else None

@@ -24,10 +24,10 @@ from rehead.training.heal import require_same_vocabulary
 
 
 def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
-    """Teach the model in `folder`, and return the options of the run that heals what became of it.
+    """Teach the model in `folder`, and return the options of the run that heals the taught model.
 
-    That is written to FOLDER-taught: its attentions that lost something learned in `passes` over the training part of
-    the run's text. `trainer.resume` resumes an interrupted teaching and does not repeat a finished one.
+    The taught model is written to FOLDER-taught: its attentions that lost something learn in `passes` over the training
+    part of the run's text. `trainer.resume` resumes an interrupted teaching and does not repeat a finished one.
     Raises UsageError for fewer than one pass or no validation text, InvalidInput for a work folder that holds a run,
     and ConfigError where nothing was lost.
     """

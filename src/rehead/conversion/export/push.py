@@ -48,7 +48,7 @@ def require_name(name: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    wrong = f"--push {name!r:.120} is not a name on the Hub: write org/name, for example me/my-model."
+    wrong = f"--push {name!r:.120} is not a valid name on the Hub: write org/name, for example me/my-model."
     if not NAME.fullmatch(name):
         raise UsageError(wrong)
     try:
@@ -94,7 +94,7 @@ class Push:
         token = get_token()
         if token is None:
             raise ResourceError(
-                f"{self.name} was not uploaded: there is no token of the Hugging Face Hub. {LOGIN}. {self._later()}"
+                f"{self.name} was not uploaded: no token for the Hugging Face Hub was found. {LOGIN}. {self._later()}"
             )
         api = HfApi(token=token)
         created = self._create(api)
@@ -131,7 +131,7 @@ class Push:
         return True
 
     def _require_free(self, held: "dict[str, RepoFile]") -> None:
-        """Refuse a repository with files that are not the folder's; an upload that was cut short may go on."""
+        """Refuse a repository with files that are not the folder's; an interrupted upload may be completed."""
         others = sorted(path for path, file in held.items() if not _is_same(file, self.folder / path))
         if others:
             more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
