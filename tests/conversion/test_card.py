@@ -160,6 +160,11 @@ def test_a_model_of_the_hub_is_its_own_base(source):
     }
 
 
+def test_the_name_of_an_unknown_licence_is_not_carried():
+    Path("README.md").write_text("---\nlicense: unknown\nlicense_name: own\n---\n")
+    assert Origin.read(Path(), Path()).keys() == {"license": "unknown"}
+
+
 HOSTILE = [
     'mit"\n---\nevil: true',
     "--- &a [x]: {y} # no",

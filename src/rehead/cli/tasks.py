@@ -46,9 +46,8 @@ def evaluate_tasks(
         if value is not None and value < least:
             raise UsageError(f"{option} {value}. Use {least} or more.")
     require_harness()
-    logging.getLogger("lm_eval").setLevel(
-        logging.ERROR
-    )  # it warns of every default that a task leaves as it is
+    # It warns of every option that a task does not set.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with Board(f"evaluating {folder}"):
         opened = open_model(
             folder, device=choose_device(device), dtype=None if dtype is None else torch_dtype(dtype)

@@ -49,6 +49,7 @@ class Origin:
         """
         card = _table(folder / CARD)
         licence = _line(card.get("license"))
+        licence = "" if licence == UNKNOWN else licence
         named = [(key, _line(card.get(key))) for key in ("license_name", "license_link")]
         bases = card.get("base_model")
         bases = [_line(name) for name in (bases if isinstance(bases, list) else [bases])]
@@ -60,7 +61,7 @@ class Origin:
         elif cached := CACHED.fullmatch("/".join(folder.absolute().parts[-3:])):
             bases, commit = [f"{cached[1]}/{cached[2]}"], cached[3]
         return cls(
-            licence="" if licence == UNKNOWN else licence,
+            licence=licence,
             named=tuple((key, value) for key, value in named if value and licence),
             bases=tuple(bases),
             commit=commit if len(bases) == 1 and COMMIT.fullmatch(commit) else "",

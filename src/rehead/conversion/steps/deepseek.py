@@ -212,9 +212,8 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         ]
         down = with_bias(weights, "kv_a_proj_with_mqa")
         latent, rope = down[: source.kv_lora_rank], down[source.kv_lora_rank :]
-        expanding = with_bias(weights, "kv_b_proj").roll(
-            1, dims=1
-        )  # the bias first, so that zeros follow the latent
+        # The bias comes first, so that zeros follow the latent.
+        expanding = with_bias(weights, "kv_b_proj").roll(1, dims=1)
         keys, values = expanding.unflatten(0, (heads, -1)).split([nope, v], dim=1)
         up = [F.pad(keys, (0, more_rank, 0, more_nope)), F.pad(values, (0, more_rank, 0, more_v))]
         output = weights["o_proj.weight"].unflatten(1, (heads, -1))
