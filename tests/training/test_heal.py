@@ -378,6 +378,8 @@ def test_lessons_that_make_no_sense(latent, capsys):
     assert not Path("never").exists()
     assert "--teach with data.val_fraction=0" in refused("data.val_fraction=0")
     shutil.rmtree("mla-taught")
+    assert taught("system.work_dir=mla-taught") == 2
+    assert "mla-taught is mla-taught, or one is inside the other" in capsys.readouterr().err
     assert taught("system.work_dir=one") == 3
     assert "one already holds a run" in capsys.readouterr().err
     assert not Path("mla-taught").exists()

@@ -8,6 +8,7 @@ from rehead.config import RunOptions
 from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text, output_errors
 from rehead.conversion.fit.teaching import teach
+from rehead.conversion.folder import require_apart
 from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
@@ -28,8 +29,8 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
 
     The taught model is written to FOLDER-taught: its attentions that lost something learn in `passes` over the training
     part of the run's text. `trainer.resume` resumes an interrupted teaching and does not repeat a finished one.
-    Raises UsageError for fewer than one pass or no validation text, InvalidInput for a work folder that holds a run,
-    and ConfigError where nothing was lost.
+    Raises UsageError for fewer than one pass, no validation text or a run in FOLDER-taught itself, InvalidInput for a
+    work folder that holds a run, and ConfigError where nothing was lost.
     """
     if passes < 1:
         raise UsageError(
@@ -45,6 +46,7 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
             "--teach with data.val_fraction=0: a taught model is measured on the validation part of the text. Use 0.1."
         )
     place = Path(f"{folder}-taught")
+    require_apart(place, Path(options.system.work_dir))
     begun = Path(options.system.work_dir, "config.yaml").is_file()
     kept = place.with_name(place.name + SUFFIX).is_dir()
     if options.trainer.resume and place.is_dir():
