@@ -377,6 +377,12 @@ def test_lessons_that_make_no_sense(latent, capsys):
     assert "--teach 3 does not match the 2 passes of mla-taught" in refused("trainer.resume=True", passes="3")
     assert not Path("never").exists()
     assert "--teach with data.val_fraction=0" in refused("data.val_fraction=0")
+    shutil.move("mla", "first")
+    words = ["--to", "mla", "--kv-fraction", "0.3", "--method", "svd", "--allow-loss"]
+    assert main(["convert", "source", "mla", *words]) == 0
+    assert "mla-taught was taught from another conversion than mla" in refused("trainer.resume=True")
+    shutil.rmtree("mla")
+    shutil.move("first", "mla")
     shutil.rmtree("mla-taught")
     assert taught("system.work_dir=mla-taught") == 2
     assert "mla-taught is mla-taught, or one is inside the other" in capsys.readouterr().err

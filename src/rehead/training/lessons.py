@@ -50,11 +50,16 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
     begun = Path(options.system.work_dir, "config.yaml").is_file()
     kept = place.with_name(place.name + SUFFIX).is_dir()
     if options.trainer.resume and place.is_dir():
-        done = read_at(place, Certificate.read).teach
-        if done != passes:
+        before, done = (read_at(one, Certificate.read) for one in (folder, place))
+        if done.teach != passes:
             raise ConfigError(
-                f"--teach {passes} does not match the {done} passes of {place}: give --teach {done}, or start again "
-                "in another folder."
+                f"--teach {passes} does not match the {done.teach} passes of {place}: give --teach {done.teach}, or "
+                "start again in another folder."
+            )
+        if _conversion(before) != _conversion(done):
+            raise ConfigError(
+                f"{place} was taught from another conversion than {folder}: remove it, or start again in another "
+                "folder."
             )
     elif options.trainer.resume and begun:
         raise ConfigError(
@@ -76,6 +81,11 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
             _teach(folder, aside, scratch, options, passes)
     trainer = replace(options.trainer, resume=options.trainer.resume and begun)
     return replace(options, model=replace(options.model, folder=str(place)), trainer=trainer)
+
+
+def _conversion(certificate: Certificate) -> tuple[object, ...]:
+    """Return what teaching leaves in a certificate of the conversion before it."""
+    return certificate.result, *((layer.methods, layer.lost_energy) for layer in certificate.layers)
 
 
 def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes: int) -> None:
