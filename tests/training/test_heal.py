@@ -328,8 +328,8 @@ def test_two_phases_layers_first_and_then_the_predictions(latent, capsys):
 def test_interrupted_lessons_go_on(latent, monkeypatch):
     """Killed in the second layer, and in the second phase: the same bytes as without."""
     words = ["trainer.max_iters=4", "trainer.save_every=2"]
-    assert taught(*words, "system.work_dir=whole") == 0
-    expected = [rehead.load(name).state_dict() for name in ("mla-taught", "whole")]
+    assert taught(*words, "system.work_dir=taught-whole") == 0
+    expected = [rehead.load(name).state_dict() for name in ("mla-taught", "taught-whole")]
     shutil.rmtree("mla-taught")
     learn, calls = teaching._learn, []
 
@@ -340,15 +340,15 @@ def test_interrupted_lessons_go_on(latent, monkeypatch):
         return learn(*given)
 
     monkeypatch.setattr(teaching, "_learn", interrupted)
-    assert taught(*words, "system.work_dir=parts") == 130
+    assert taught(*words, "system.work_dir=taught-parts") == 130
     assert not Path("mla-taught").exists()
-    assert taught(*words, "system.work_dir=parts") == 2  # it says how to go on
-    assert taught(*words, "system.work_dir=parts", "trainer.resume=True") == 0
+    assert taught(*words, "system.work_dir=taught-parts") == 2  # it says how to go on
+    assert taught(*words, "system.work_dir=taught-parts", "trainer.resume=True") == 0
     assert len(calls) == 3  # the first layer was not taught again
-    for wanted, name in zip(expected, ("mla-taught", "parts"), strict=True):
+    for wanted, name in zip(expected, ("mla-taught", "taught-parts"), strict=True):
         found = rehead.load(name).state_dict()
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert taught("trainer.max_iters=6", "system.work_dir=parts", "trainer.resume=True") == 0
+    assert taught("trainer.max_iters=6", "system.work_dir=taught-parts", "trainer.resume=True") == 0
     assert len(calls) == 3
 
 
