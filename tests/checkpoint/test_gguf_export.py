@@ -56,6 +56,18 @@ def refused(capsys, *words, flags=(), status=(2, 3)):
     assert sorted(os.listdir()) == before
 
 
+def test_a_destination_that_ends_in_gguf_is_a_file(capsys):
+    """Without --format, too; a folder of that name is refused, and so is an upload."""
+    gguf_models.write(Path("model"), *MODELS["llama, gqa"])
+    assert main(["export", "model", "out.gguf"]) == 0
+    assert len(gguf.GGUFReader("out.gguf").tensors)
+    assert main(["export", "model", "other.gguf", "--format", "llama"]) == 2
+    assert "--format llama writes a folder" in capsys.readouterr().err
+    assert main(["export", "model", "other.gguf", "--push", "me/model"]) == 2
+    assert "has no card" in capsys.readouterr().err
+    assert not Path("other.gguf").exists()
+
+
 def value(reader, key):
     return reader.fields[key].contents()
 

@@ -178,7 +178,7 @@ def test_canonical_has_no_biases(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("q_lora_rank", [None, 20])
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV2"])
-def test_a_stock_model_with_biases_is_read_and_written(family, q_lora_rank, tmp_path):
+def test_a_stock_model_with_biases_is_read_and_written(family, q_lora_rank, tmp_path, caplog):
     sizes = {"kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
     fields = sizes | {"num_key_value_heads": 4, "attention_bias": True, "q_lora_rank": q_lora_rank}
     fields |= {"first_k_dense_replace": 2, "n_routed_experts": 4, "head_dim": 8}
@@ -191,3 +191,6 @@ def test_a_stock_model_with_biases_is_read_and_written(family, q_lora_rank, tmp_
     assert relative(again(ids).logits, theirs(ids).logits) <= 5e-6
     with pytest.raises(ConfigError, match=r"vLLM cannot serve this model's .*biases"):
         export_folder(tmp_path / "source", tmp_path / "vllm", name, "vllm")
+    assert not caplog.messages
+    export_folder(tmp_path / "source", tmp_path / "any", name)
+    assert [message for message in caplog.messages if "leave out the biases of this MLA" in message]

@@ -43,7 +43,7 @@ def export(
         ],
         Parameter(
             help="the model family to write, auto for the first that can represent the model, or gguf for a file "
-            "of llama.cpp"
+            "of llama.cpp, which a destination that ends in .gguf means, too"
         ),
     ] = "auto",
     engine: Annotated[
@@ -93,6 +93,12 @@ def export(
     from rehead.conversion.export.push import require_name
     from rehead.report.progress import Board
 
+    if destination.suffix == ".gguf" and format != "gguf":
+        if format != "auto":
+            raise UsageError(
+                f"{destination}: --format {format} writes a folder. Use another name, or --format gguf."
+            )
+        format = "gguf"
     if push is None and (private or replace):
         raise UsageError(f"--{'private' if private else 'replace'} is about an upload: give --push org/name.")
     if push is not None:

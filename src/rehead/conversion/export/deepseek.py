@@ -222,7 +222,7 @@ def _require_representable(layer: AttentionConfig) -> None:
     if isinstance(layer, LatentConfig) and layer.rebuilds_keys:
         raise ConfigError(
             f"{layer.describe()}: no engine has a class whose keys are rebuilt from a latent and then rotated. Use it "
-            "with rehead (generate, eval), or convert its source to gqa or mqa, heal that and export it."
+            "with rehead (generate, eval), or convert its source with --to mla --target uneven, which rebuilds nothing."
         )
 
 

@@ -109,6 +109,10 @@ def as_stock(
             model = for_every_engine(model)
         assert isinstance(model.config, GPTConfig)
         first = model.config.attention[0]
+        if engine is None and isinstance(first, LatentConfig) and first.down_bias:
+            log.warning(
+                "vLLM, SGLang and llama.cpp leave out the biases of this MLA: serve it with transformers or mlx-lm."
+            )
         if engine is not None and isinstance(first, LatentConfig):
             require_served(first, family.architecture, engine)
     if engine == "mlx":
