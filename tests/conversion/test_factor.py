@@ -224,3 +224,14 @@ def test_zeros_have_factors():
     found = factor(torch.zeros(N, C), 2)
     assert not (found.up @ found.down).any()
     assert found.lost == 0
+
+
+@weightings
+@pytest.mark.parametrize("rank", [2, N])
+def test_rows_of_zeros_stay_zeros(weighted, rank):
+    """With nothing of what a solver leaves: no format that scales by row would hold that."""
+    weight, inputs, outputs = problem(3, weighted)
+    weight[[1, 4]] = 0
+    weight[2] = weight[0] * 2.0**-40  # small, but not nothing
+    up = factor(weight, rank, inputs, outputs).up
+    assert (up == 0).all(dim=1).nonzero().flatten().tolist() == [1, 4]

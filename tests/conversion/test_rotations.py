@@ -18,6 +18,7 @@ from rehead.conversion.steps.narrow import Narrow
 from rehead.conversion.steps.rotations import KeepRotations, beside, directions
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
+from rehead.measure.stored import lost_rows
 
 WIDTH, VOCAB = 23, 29
 ROPE = RopeConfig(theta=100.0)
@@ -91,6 +92,20 @@ def test_all_rotations_kept_are_exact(gpt, apart, source):
     assert result.config.attention[0].qk_rope_head_dim == source.n_kv_head * rotated(source)
     assert certificate.exact
     assert apart(model, result) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["weighted", "whitened", "svd"])
+def test_what_rotates_leaves_exact_zeros_in_the_latent(gpt, text, method):
+    """Rounding errors in their place would be rows that no smaller format holds, and that nobody misses."""
+    source = replace(GQA, n_query_head=4, n_kv_head=2)
+    result, certificate = rehead.convert(
+        gpt(source), "mla", target="uneven", calibration=text, method=method, rope_dim=12, kv_fraction=0.6
+    )
+    assert certificate.layers[0].steps == ["keep-rotations", "narrow"]
+    sizes = [layer.self_attn.kv_b_proj.weight.norm(dim=1) for layer in result.layers]
+    assert min(int((size == 0).sum()) for size in sizes) >= 8  # two frequencies of two heads
+    assert all(size[size > 0].min() > 1e-4 * size.max() for size in sizes)
+    assert lost_rows(result, "fp16", "q8_0") == {}
 
 
 def test_fewer_rotations_lose_more(gpt, text, source):

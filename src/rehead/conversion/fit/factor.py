@@ -69,8 +69,9 @@ def factor(
     Without both this is the truncated SVD. With C, the second moment E[x x^T], it keeps what the
     outputs of W vary in (whitened, or output PCA: SVD-LLM, CARE and TransMLA all are this operator).
     With P as well it counts an error in an output by how much that output matters. At full rank,
-    min(N, C), the product is exact whatever C and P. Factors are in the dtype of W, or float64 if that
-    is not floating point. Raises ConfigError for a rank out of range.
+    min(N, C), the product is exact whatever C and P. W' is W times a projection, so rows of zeros in W
+    are zeros in `up`, too. Factors are in the dtype of W, or float64 if that is not floating point.
+    Raises ConfigError for a rank out of range.
     """
     largest = min(weight.shape)
     if not isinstance(rank, Integral) or not 1 <= rank <= largest:
@@ -87,6 +88,7 @@ def factor(
     left, values, _ = torch.linalg.svd(scaled if seen is None else scaled @ seen, full_matrices=False)
     kept = left[:, :rank]
     up = kept if matters is None else torch.linalg.solve(matters, kept)
+    up = up.masked_fill(~work.any(dim=1, keepdim=True), 0)  # the solvers leave rounding errors there
     dtype = weight.dtype if weight.is_floating_point() else work.dtype
     return Factors(up.to(dtype), (kept.mT @ scaled).to(dtype), values.square())
 
