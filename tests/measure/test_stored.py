@@ -175,3 +175,24 @@ def test_check_says_what_transformers_would_predict(exported):
     done = typed(exported, "check", "llama", "--data", "text.txt", "--dtype", "fp16")
     assert done.returncode == 0
     assert "fp16: NOT SAFE: layers.0.self_attn.o_proj.weight leaves the range of fp16" in done.stdout
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_damaged_model_is_refused_as_convert_refuses_it(bad, exported):
+    """No format is to blame, and none helps; nothing is written, so nothing can be uploaded."""
+    model = transformers.LlamaForCausalLM.from_pretrained(exported / "llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = bad
+    model.save_pretrained(exported / "llama")
+    reason = "layers.1.mlp.up_proj.weight holds NaN or infinity: this model is damaged. Go back to one that is not."
+    for words in (
+        ("convert", "llama", "out", "--to", "mla"),
+        ("export", "llama", "out"),
+        ("export", "llama", "out", "--push", "me/llama"),
+        ("export", "llama", "out.gguf", "--format", "gguf", "--dtype", "q8_0"),
+        ("check", "llama", "--data", "text.txt"),
+    ):
+        done = typed(exported, *words)
+        assert (done.returncode, done.stdout) == (7, ""), words
+        assert done.stderr.splitlines()[-1] == f"rehead: {reason}", words
+    assert {path.name for path in exported.iterdir()} == {"llama", "text.txt"}

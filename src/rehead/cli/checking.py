@@ -51,6 +51,7 @@ def check(
     import torch
 
     from rehead.checkpoint.find import run_data
+    from rehead.conversion.finite import require_finite
     from rehead.measure.length import text_length
     from rehead.measure.served import TOKENS, verdicts
     from rehead.report.progress import Board
@@ -62,6 +63,7 @@ def check(
     kinds = list(dict.fromkeys(dtype)) or ["fp16", "bf16", "q8_0"]
     with tempfile.TemporaryDirectory() as scratch, Board(f"checking {folder}"):
         opened = open_model(folder, device=chosen, dtype=torch.float32)
+        require_finite(opened.model)
         run = run_data(folder)
         length = text_length(opened.model.config, length, None if run is None else run.block_size)
         name, ids = _text(folder, opened, data, length, Path(scratch))

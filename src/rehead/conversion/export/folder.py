@@ -14,6 +14,7 @@ from rehead.conversion.export.card import Card
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import Engine, require_served
 from rehead.conversion.export.mlx import require_computed, written_for_mlx
+from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
 from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
@@ -40,12 +41,14 @@ def export_folder(
     `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which
     others convert exactly: for transformers all with rope or none, for vLLM fewer. Without an `engine`, a
     converted model is one that vLLM takes, and any model means the same to every engine. Its card calls the model
-    `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent.
+    `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent,
+    NumericError for weights that are not finite.
     """
     require_apart(source, destination)
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         opened = open_model(source, in_memory=False)
+        require_finite(opened.model)
         read = Source(opened.model, opened.folder)
         kinds = list(families) if kind == "auto" else [kind]
         model, family, certificate = as_stock(opened.model, kinds, engine, Path(scratch))

@@ -22,6 +22,7 @@ from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.folder import as_stock
+from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
 from rehead.conversion.origin import HUB, REPOSITORY, Origin
 from rehead.conversion.source import Source
@@ -52,7 +53,8 @@ class Written:
 def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
     """Write the model in `source` as a GGUF file, with matrices in `dtype` or that of the weights.
 
-    The file is published atomically. Raises ConfigError naming what llama.cpp computes otherwise.
+    The file is published atomically. Raises ConfigError naming what llama.cpp computes otherwise, NumericError for
+    weights that are not finite.
     """
     if file.suffix != ".gguf":
         raise UsageError(f"{str(file)!r}: --format gguf writes a file. Give a name that ends in .gguf.")
@@ -61,6 +63,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
     return_freed_memory()
     with publish_file(file) as place, tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         opened = open_model(source, in_memory=False)
+        require_finite(opened.model)
         read = Source(opened.model, opened.folder)
         model, family, certificate = as_stock(opened.model, list(architectures), "llama.cpp", Path(scratch))
         config, kind = model.config, architectures[families.name_of(family)]
