@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import rehead
 from rehead.checkpoint import read_config
-from rehead.errors import IntegrityError, InvalidInput
+from rehead.errors import IntegrityError, InvalidInput, NumericError
 
 
 @pytest.fixture
@@ -141,3 +141,24 @@ def test_an_index_says_how_much_there_is(tmp_path):
     del table["metadata"]
     index.write_text(json.dumps(table))
     assert rehead.load(tmp_path / "model").config.n_layer == 1
+
+
+def test_a_cast_that_overflows_is_no_damage(folder, tmp_path):
+    """The file is sound: the dtype asked for is what cannot hold it."""
+    large, damaged = tmp_path / "large", tmp_path / "damaged"
+    model = rehead.load(folder)
+    with torch.no_grad():
+        model.head.weight[0, 0] = 1e6
+    rehead.save(model, large)
+    for dtype in (None, torch.float32, torch.bfloat16):
+        assert rehead.load(large, dtype=dtype).head.weight[0, 0].item() == pytest.approx(1e6, rel=1e-2)
+    for in_memory in (True, False):
+        with pytest.raises(
+            NumericError, match=r"large: head\.weight leaves the range of float16: use bfloat16 or float32\.$"
+        ):
+            rehead.load(large, dtype=torch.float16, in_memory=in_memory)
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("inf")
+    rehead.save(model, damaged)
+    with pytest.warns(UserWarning, match="1 weights hold NaN or infinity"):
+        rehead.load(damaged, dtype=torch.float16)

@@ -21,7 +21,7 @@ from rehead.checkpoint.files.writing import write_weights
 from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig, ModelConfig, decode, encode
-from rehead.errors import InvalidInput
+from rehead.errors import InvalidInput, NumericError
 from rehead.model import LanguageModel, skeleton
 from rehead.model.base import keeps_dtype, require_model
 from rehead.stages import staged
@@ -91,7 +91,7 @@ def load(
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
     time: slower, for models larger than the memory. Raises UsageError for a device that is not available,
     InvalidInput for a folder that is not a model and for weights that do not fit the config, IntegrityError
-    for a damaged file.
+    for a damaged file, NumericError for weights that `dtype` cannot hold.
     """
     chosen = choose_device(str(device))
 
@@ -108,7 +108,7 @@ def load(
             assert isinstance(config, GPTConfig)
             weights = stock.read_weights(folder, table, config)
         assign(model, weights, str(folder / SINGLE), in_memory, dtype)
-        _warn_of_damage(model, folder)
+        _look_over(model, weights, folder)
         return model
 
     return read_at(path_of(path), read).to(chosen).eval()
@@ -202,14 +202,22 @@ def assign(
     model.tie()
 
 
-def _warn_of_damage(model: LanguageModel, folder: Path) -> None:
-    """Warn about weights that hold NaN or infinity; generation and measurements refuse them."""
+def _look_over(model: LanguageModel, saved: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse weights that left the range of their dtype, warn about those that were `saved` with NaN or infinity.
+
+    Generation and measurements refuse the latter.
+    """
     weights = list(model.named_parameters())
     damaged = [
         name
         for name, weight in staged(weights, "looking over the weights", len(weights), "tensors")
         if not torch.stack(materialise(weight).aminmax()).isfinite().all()
     ]
+    for name in damaged:
+        if materialise(saved[name]).isfinite().all():
+            kind = str(model.get_parameter(name).dtype).removeprefix("torch.")
+            wider = "bfloat16 or float32" if kind == "float16" else "the format it was saved in"
+            raise NumericError(f"{folder}: {name} leaves the range of {kind}: use {wider}.")
     if damaged:
         listed = ", ".join(sorted(damaged)[:10])
         warnings.warn(f"{folder}: {len(damaged)} weights hold NaN or infinity: {listed:.300}", stacklevel=2)
