@@ -143,6 +143,21 @@ def test_an_export_says_what_a_smaller_format_would_lose(exported):
         assert found["stored_as"] == kind
 
 
+@pytest.mark.process
+def test_a_long_text_is_compared_whole(exported):
+    """The loss with and without rounding is of the same tokens: that of `eval` without --stored-as."""
+    texts = [TEXT, TEXT[::-1], "dog fox over the "]
+    (exported / "long.txt").write_text("".join(texts[i * i % 7 % 3] * (1 + i % 5) for i in range(120)))
+    for stride in ("64", "48"):
+        words = ["eval", "llama", "--data", "long.txt", "--length", "64", "--stride", stride, "--json"]
+        plain, found = (
+            json.loads(typed(exported, *words, *more).stdout) for more in ([], ["--stored-as", "q8_0"])
+        )
+        assert found["tokens"] > 65_536
+        assert found["loss_exact"] == pytest.approx(plain["loss"], rel=1e-7)
+        assert found["loss"] != plain["loss"]
+
+
 def test_the_rounded_model_shares_what_the_first_shares():
     model = gpt(tied=True)
     stored = as_stored(model, "fp16")

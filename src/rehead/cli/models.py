@@ -164,8 +164,8 @@ def eval(
     stored_as: Annotated[
         Literal["fp16", "bf16", "q8_0"] | None,
         Parameter(
-            help="round the weights as a file of this format would, and measure by how much predictions change; "
-            "q8_0 is llama.cpp's format of 8 bits"
+            help="round the weights as a file of this format would, and measure on the same tokens by how much "
+            "predictions change; q8_0 is llama.cpp's format of 8 bits"
         ),
     ] = None,
     kv_dtype: Annotated[
@@ -238,7 +238,7 @@ def eval(
             model = as_stored(exact, stored_as)
         sizes = {"length": length, "stride": stride, "batch_size": batch_size}
         found = evaluate_text(model, tokens.ids, **sizes, kv_dtype=kv_dtype)
-        change = {} if stored_as is None else changed(exact, model, tokens.ids, length)
+        change = {} if stored_as is None else changed(exact, model, tokens.ids, length, stride)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
         **scores(found.loss, found.tokens, tokens.n_bytes),

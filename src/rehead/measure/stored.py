@@ -19,8 +19,8 @@ LOST = 0.1
 """Relative error of a row from which on it counts as lost; rounding to 8 bits changes one by about 0.01."""
 BLOCK, STEPS = 32, 127
 """q8_0: numbers that share a scale, and whole numbers on either side of 0."""
-TOKENS, BATCH = 65_536, 4096
-"""Tokens compared, and read at once, at most."""
+BATCH = 4096
+"""Tokens read at once, at most."""
 
 
 def rounded(weight: Float[Tensor, "*N E"], kind: Storage) -> Float[Tensor, "*N E"]:
@@ -63,22 +63,34 @@ def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
     return read.eval()
 
 
-def changed(exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int) -> dict[str, float]:
-    """Return by how much storage changes the predictions on a text, of which at most `TOKENS` are read.
+def changed(
+    exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int, stride: int | None = None
+) -> dict[str, float]:
+    """Return by how much storage changes the predictions on a whole text, read in the blocks of `evaluate_text`.
 
     `kl` is the mean of KL(exact || stored) in nats, `argmax_flips` the share of tokens whose likeliest successor
     differs, `loss_exact` the loss before.
     """
-    found = comparison(exact, stored, ids, length)
+    found = comparison(exact, stored, ids, length, stride=stride)
     return {"kl": found.kl, "argmax_flips": found.argmax_flips, "loss_exact": found.losses[0]}
 
 
 def comparison(
-    exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int, tokens: int = TOKENS
+    exact: LanguageModel,
+    stored: LanguageModel,
+    ids: Ids,
+    length: int,
+    tokens: int | None = None,
+    stride: int | None = None,
 ) -> Comparison:
-    """Compare the predictions of two models on a text: blocks of `length` spread over it, at most `tokens` in all."""
-    blocks = list(evaluation_blocks(ids, length, max(1, BATCH // length), max(1, tokens // length)))
-    return compare(exact, stored, shown(blocks, "comparing with the exact weights"))
+    """Compare the predictions of two models on a text read in blocks of `length` that move by `stride`.
+
+    With `tokens`, blocks are spread over the text, at most one or as many as have that many tokens.
+    """
+    limit = None if tokens is None else max(1, tokens // length)
+    blocks = evaluation_blocks(ids, length, max(1, BATCH // length), limit, stride)
+    total = len(ids) - 1 if limit is None else None
+    return compare(exact, stored, shown(blocks, "comparing with the exact weights", total))
 
 
 @torch.no_grad()
