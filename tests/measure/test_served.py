@@ -6,7 +6,7 @@ import torch
 
 from rehead.attention import GroupedConfig
 from rehead.config import GPTConfig
-from rehead.measure.served import SAFE, verdicts
+from rehead.measure.served import SAFE, Verdict, compared, verdicts
 from rehead.measure.stored import rounded
 from rehead.model import build
 from rehead.report.served import line
@@ -47,7 +47,7 @@ def by_name(model, *kinds):
 @torch.no_grad()
 def test_a_sound_model_is_safe_in_all(model):
     found = by_name(model, *KINDS)
-    assert [line(found[kind]) for kind in KINDS] == ["fp16: safe", "bf16: safe", "q8_0: safe"]
+    assert [line(found[kind]) for kind in KINDS] == [f"{kind}: safe, on 149 tokens only" for kind in KINDS]
     ids = torch.from_numpy(IDS)
     inputs, targets = ids[:-1].split(24), ids[1:].split(24)
     exact = torch.cat([model(block[None])[0].double().log_softmax(-1) for block in inputs])
@@ -69,7 +69,7 @@ def test_what_a_format_cannot_hold_is_not_safe(model):
     assert [found[kind].safe for kind in KINDS] == [False, True, False]
     said = line(found["fp16"])
     assert said.startswith("fp16: NOT SAFE: layers.1.self_attn.o_proj.weight leaves the range of fp16")
-    assert "It loses rows of self_attn.o_proj (0.78 %)." in said
+    assert "It loses 0.781 % of the rows of self_attn.o_proj." in said
     assert found["fp16"].kl is None
 
 
@@ -84,7 +84,8 @@ def test_a_number_that_hides_its_block_is_not_safe_in_8_bits(model):
     assert found["fp16"].safe
     assert found["q8_0"].kl > SAFE
     assert line(found["q8_0"]) == (
-        f"q8_0: NOT SAFE: its predictions change by {found['q8_0'].kl:.2g} nats (mean KL); up to 0.01 is safe."
+        f"q8_0: NOT SAFE, on 149 tokens only: its predictions change by {found['q8_0'].kl:.2g} "
+        "nats (mean KL); up to 0.01 is safe."
     )
 
 
@@ -106,6 +107,25 @@ def test_lost_rows_that_do_not_matter_are_told(model):
     found = by_name(model, "fp16")["fp16"]
     assert found.safe
     assert found.lost == {"embed_tokens.weight": 1 / 32}
-    assert "safe on this text. It loses rows of embed_tokens (3.1 %), which did not matter here" in line(
-        found
-    )
+    assert "It loses 3.12 % of the rows of embed_tokens, which did not matter here" in line(found)
+
+
+@pytest.mark.parametrize(
+    ("n_id", "length", "counts"), [(2, 24, 1), (150, 24, 149), (9000, 24, 4080), (9000, 5000, 5000)]
+)
+def test_how_many_tokens_are_compared(n_id, length, counts, model):
+    """As many as the blocks have targets; a verdict on few says so."""
+    ids = np.arange(n_id) * 7919 % 31
+    assert compared(ids, length) == counts
+    if length <= model.config.block_size:
+        (found,) = verdicts(model, ["q8_0"], ids, length)
+        assert found.tokens == counts
+        few = {1: ", on 1 token only", 149: ", on 149 tokens only"}
+        assert line(found) == f"q8_0: safe{few.get(counts, '')}"
+
+
+@pytest.mark.parametrize("tokens", [255, 256])
+def test_few_tokens_are_fewer_than_256(tokens):
+    verdict = Verdict(dtype="fp16", tokens=tokens, kl=0.5, lost={"o_proj.weight": 1.0}, problem="it changes.")
+    few = ", on 255 tokens only" if tokens == 255 else ""
+    assert line(verdict) == f"fp16: NOT SAFE{few}: it changes. It loses 100 % of the rows of o_proj."

@@ -172,6 +172,7 @@ def test_the_rounded_model_shares_what_the_first_shares():
 def test_check_says_what_transformers_would_predict(exported):
     done = typed(exported, "check", "llama", "--data", "text.txt", "--json")
     said = json.loads(done.stdout)
+    assert (said["blocks"], said["tokens"]) == (1, len(TEXT) - 1)
     assert (said["safe"], list(said["formats"])) == (True, ["fp16", "bf16", "q8_0"])
     model = transformers.LlamaForCausalLM.from_pretrained(exported / "llama")
     ids = torch.tensor(hf.Tokenizer.from_file(str(exported / "llama/tokenizer.json")).encode(TEXT).ids)[None]

@@ -41,7 +41,7 @@ def check(
     """Say whether a model can be served in a smaller number format.
 
     Rounds the weights as a file of that format would and compares the predictions
-    with those of the exact weights, in float32, on 4,096 tokens or one block. For fp16 and bf16 it
+    with those of the exact weights, in float32, on up to 4,096 tokens or one block. For fp16 and bf16 it
     also computes in them, as engines do. A format is safe if the mean KL is at most
     0.01 nats; otherwise the verdict is NOT SAFE, with exit status 0. For example:
 
@@ -53,9 +53,9 @@ def check(
     from rehead.checkpoint.find import run_data
     from rehead.conversion.finite import require_finite
     from rehead.measure.length import text_length
-    from rehead.measure.served import TOKENS, verdicts
+    from rehead.measure.served import compared, verdicts
     from rehead.report.progress import Board
-    from rehead.report.served import present
+    from rehead.report.served import counted, present
     from rehead.system.device import choose_device
     from rehead.tokenizer import open_model
 
@@ -68,19 +68,20 @@ def check(
         length = text_length(opened.model.config, length, None if run is None else run.block_size)
         name, ids = _text(folder, opened, data, length, Path(scratch))
         found = verdicts(opened.model, kinds, ids, length)
-    blocks = max(1, min(TOKENS // length, -(-(len(ids) - 1) // length)))
+    tokens = compared(ids, length)
     document = {
         "model": str(folder),
         "text": name,
         "length": length,
-        "blocks": blocks,
+        "blocks": -(-tokens // length),
+        "tokens": tokens,
         "safe": all(verdict.safe for verdict in found),
         "formats": {verdict.dtype: {"safe": verdict.safe, **asdict(verdict)} for verdict in found},
     }
     if json:
         say(document, "", json)
     else:
-        present(f"{folder} on {name}, {blocks} x {length:,} tokens", found)
+        present(f"{folder} on {name}, {counted(tokens)} in blocks of up to {length:,}", found)
 
 
 def _text(

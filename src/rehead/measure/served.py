@@ -28,11 +28,12 @@ class Verdict:
 
     `kl` is the mean of KL(exact || stored) in nats, `loss` and `loss_exact` are nats per token with and without the
     rounding, `argmax_flips` is the share of tokens whose likeliest successor differs. `kl_computed` is the KL where the
-    computation is in that format, too; None for q8_0. `lost` has, per kind of weight, the share of its rows that the
-    format loses. `problem` says why it is not safe, or is None.
+    computation is in that format, too; None for q8_0. `tokens` is how many were compared. `lost` has, per kind of
+    weight, the share of its rows that the format loses. `problem` says why it is not safe, or is None.
     """
 
     dtype: Storage
+    tokens: int
     kl: float | None = None
     loss: float | None = None
     loss_exact: float | None = None
@@ -45,6 +46,11 @@ class Verdict:
     def safe(self) -> bool:
         """Whether the predictions stay what they are, up to `SAFE` nats."""
         return self.problem is None
+
+
+def compared(ids: Ids, length: int) -> int:
+    """Return how many tokens of a text are predicted for a verdict: whole blocks of `length`, or all there are."""
+    return min(len(ids) - 1, max(1, TOKENS // length) * length)
 
 
 def verdicts(exact: LanguageModel, kinds: Sequence[Storage], ids: Ids, length: int) -> list[Verdict]:
@@ -67,7 +73,7 @@ def _verdict(exact: LanguageModel, kind: Storage, ids: Ids, length: int, lost: d
         stored = as_stored(exact, kind)
         found = comparison(exact, stored, ids, length, TOKENS)
     except NumericError as error:
-        return Verdict(dtype=kind, lost=lost, problem=str(error))
+        return Verdict(dtype=kind, tokens=compared(ids, length), lost=lost, problem=str(error))
     computed, problem = None, _problem(found, "")
     if kind in COMPUTES:
         try:
@@ -78,6 +84,7 @@ def _verdict(exact: LanguageModel, kind: Storage, ids: Ids, length: int, lost: d
             computed, problem = rounded.kl, problem or _problem(rounded, f"when computed in {kind} as well, ")
     return Verdict(
         dtype=kind,
+        tokens=found.tokens,
         kl=found.kl,
         loss=found.losses[1],
         loss_exact=found.losses[0],

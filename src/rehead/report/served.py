@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from rehead.measure.served import Verdict
 from rehead.report.table import show
 
+FEW = 256
+"""Tokens below which a verdict says how few they were."""
 HEADER = ("format", "KL", "loss", "tokens\nchanged", "KL, computed\nin it", "verdict")
 
 
@@ -25,17 +27,24 @@ def present(title: str, verdicts: Sequence[Verdict]) -> None:
 def line(verdict: Verdict) -> str:
     """Return the verdict in a sentence."""
     rows = ", ".join(
-        f"{name.removesuffix('.weight')} ({100 * share:.2g} %)" for name, share in verdict.lost.items()
+        f"{100 * share:.3g} % of the rows of {name.removesuffix('.weight')}"
+        for name, share in verdict.lost.items()
     )
+    few = f", on {counted(verdict.tokens)} only" if verdict.kl is not None and verdict.tokens < FEW else ""
     if verdict.problem is not None:
-        lost = f" It loses rows of {rows}." if rows else ""
-        return f"{verdict.dtype}: NOT SAFE: {verdict.problem}{lost}"
+        lost = f" It loses {rows}." if rows else ""
+        return f"{verdict.dtype}: NOT SAFE{few}: {verdict.problem}{lost}"
     if rows:
         return (
-            f"{verdict.dtype}: safe on this text. It loses rows of {rows}, which did not matter here: check a text "
+            f"{verdict.dtype}: safe on this text{few}. It loses {rows}, which did not matter here: check a text "
             "like those you will serve, with --data."
         )
-    return f"{verdict.dtype}: safe"
+    return f"{verdict.dtype}: safe{few}"
+
+
+def counted(tokens: int) -> str:
+    """Return a number of tokens in words."""
+    return f"{tokens:,} token{'s' * (tokens != 1)}"
 
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
