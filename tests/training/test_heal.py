@@ -282,7 +282,8 @@ def test_a_teacher_is_followed_without_dropout():
 
 @pytest.fixture(autouse=True)
 def untaught(here):
-    shutil.rmtree("mla-taught", ignore_errors=True)
+    for place in Path().glob("*-taught*"):
+        shutil.rmtree(place)
 
 
 def taught(*words):
@@ -310,7 +311,7 @@ def test_two_phases_layers_first_and_then_the_predictions(latent, capsys):
     words = ["trainer.max_iters=5", "trainer.eval_every=5"]
     assert main(["heal", "mla", "--teacher", "source", *QUICK, *words, "system.work_dir=alone"]) == 0
     assert taught(*words, "system.work_dir=phases") == 0
-    before, first, after = (certificate(name) for name in ("mla", "mla-taught", "phases"))
+    before, first, after = (certificate(name) for name in ("mla", "phases-taught", "phases"))
     assert first["teach"] == after["teach"] == 2
     assert all(layer["taught"][1] < 0.9 * layer["taught"][0] for layer in first["layers"])
     errors = [[layer["output_error"] for layer in one["layers"]] for one in (before, first)]
@@ -322,15 +323,14 @@ def test_two_phases_layers_first_and_then_the_predictions(latent, capsys):
     assert len(phases) == len(alone) == 5
     assert all(one < 0.5 * other for one, other in zip(phases, alone, strict=True))
     assert after["logits"]["kl"] < 0.5 * certificate("alone")["logits"]["kl"]
-    assert "Taught is that error" in (resolve(Path("mla-taught")) / "CONVERSION.md").read_text()
+    assert "Taught is that error" in (resolve(Path("phases-taught")) / "CONVERSION.md").read_text()
 
 
-def test_interrupted_lessons_go_on(latent, monkeypatch):
-    """Killed in the second layer, and in the second phase: the same bytes as without."""
+def test_interrupted_lessons_go_on(latent, monkeypatch, capsys):
+    """Killed in the second layer, and in the second phase: the same bytes as without. Other passes are refused."""
     words = ["trainer.max_iters=4", "trainer.save_every=2"]
-    assert taught(*words, "system.work_dir=taught-whole") == 0
-    expected = [rehead.load(name).state_dict() for name in ("mla-taught", "taught-whole")]
-    shutil.rmtree("mla-taught")
+    assert taught(*words, "system.work_dir=lessons") == 0
+    expected = [rehead.load(name).state_dict() for name in ("lessons-taught", "lessons")]
     learn, calls = teaching._learn, []
 
     def interrupted(*given):
@@ -340,15 +340,26 @@ def test_interrupted_lessons_go_on(latent, monkeypatch):
         return learn(*given)
 
     monkeypatch.setattr(teaching, "_learn", interrupted)
-    assert taught(*words, "system.work_dir=taught-parts") == 130
-    assert not Path("mla-taught").exists()
-    assert taught(*words, "system.work_dir=taught-parts") == 2  # it says how to go on
-    assert taught(*words, "system.work_dir=taught-parts", "trainer.resume=True") == 0
+    assert taught(*words, "system.work_dir=broken") == 130
+    assert not Path("broken-taught").exists()
+    capsys.readouterr()
+    assert taught(*words, "system.work_dir=broken") == 2
+    assert (
+        "broken-taught.unfinished holds an interrupted teaching: use trainer.resume=True"
+        in capsys.readouterr().err
+    )
+    others = ["--teach", "3", *words, "system.work_dir=broken", "trainer.resume=True"]
+    assert main(["heal", "mla", "--teacher", "source", *QUICK, *others]) == 2
+    assert (
+        "--teach 3 does not match the 2 passes of broken-taught.unfinished: give --teach 2"
+        in capsys.readouterr().err
+    )
+    assert taught(*words, "system.work_dir=broken", "trainer.resume=True") == 0
     assert len(calls) == 3  # the first layer was not taught again
-    for wanted, name in zip(expected, ("mla-taught", "taught-parts"), strict=True):
+    for wanted, name in zip(expected, ("broken-taught", "broken"), strict=True):
         found = rehead.load(name).state_dict()
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert taught("trainer.max_iters=6", "system.work_dir=taught-parts", "trainer.resume=True") == 0
+    assert taught("trainer.max_iters=6", "system.work_dir=broken", "trainer.resume=True") == 0
     assert len(calls) == 3
 
 
@@ -370,22 +381,47 @@ def test_lessons_that_make_no_sense(latent, capsys):
 
     assert "--teach 0: the number of passes" in refused(passes="0")
     assert main(["convert", "source", "mha", "--to", "mla"]) == 0
-    assert "neither mla-taught nor a run to resume" in refused("trainer.resume=True")
+    assert "neither never-taught nor a run to resume" in refused("trainer.resume=True")
     assert "converted exactly, there is nothing to learn" in refused(model="mha")
-    assert taught("trainer.max_iters=1", "system.work_dir=one") == 0
-    assert "mla-taught exists: choose another name, or remove it first" in refused(status=3)
-    assert "--teach 3 does not match the 2 passes of mla-taught" in refused("trainer.resume=True", passes="3")
     assert not Path("never").exists()
     assert "--teach with data.val_fraction=0" in refused("data.val_fraction=0")
+    assert taught("trainer.max_iters=1", "system.work_dir=one") == 0
     shutil.move("mla", "first")
     words = ["--to", "mla", "--kv-fraction", "0.3", "--method", "svd", "--allow-loss"]
     assert main(["convert", "source", "mla", *words]) == 0
-    assert "mla-taught was taught from another conversion than mla" in refused("trainer.resume=True")
+    capsys.readouterr()
+    assert taught("system.work_dir=one", "trainer.resume=True") == 2
+    assert "one-taught was taught from another conversion than mla" in capsys.readouterr().err
     shutil.rmtree("mla")
     shutil.move("first", "mla")
-    shutil.rmtree("mla-taught")
+    shutil.rmtree("one-taught")
     assert taught("system.work_dir=mla-taught") == 2
     assert "mla-taught is mla-taught, or one is inside the other" in capsys.readouterr().err
     assert taught("system.work_dir=one") == 3
     assert "one already holds a run" in capsys.readouterr().err
-    assert not Path("mla-taught").exists()
+    assert not Path("one-taught").exists()
+
+
+def test_lessons_are_repeated_beside_the_first(latent, capsys):
+    """With other passes in another work_dir; what the messages advise works."""
+
+    def heal(passes, *words):
+        argv = ["heal", "mla", "--teacher", "source", *QUICK, "--teach", passes, "trainer.max_iters=1"]
+        return main([*argv, *words]), capsys.readouterr().err
+
+    for name in ("mla-healed", "mla-taught"):
+        shutil.rmtree(name, ignore_errors=True)
+    assert heal("1")[0] == 0
+    status, told = heal("2")
+    assert status == 3
+    assert "mla-taught exists: continue with trainer.resume=True, or give another system.work_dir" in told
+    status, told = heal("2", "trainer.resume=True")
+    assert status == 2
+    assert (
+        "--teach 2 does not match the 1 pass of mla-taught: give --teach 1, or start again with another"
+        in told
+    )
+    assert heal("1", "trainer.resume=True")[0] == 0
+    assert heal("2", "system.work_dir=second/run")[0] == 0
+    assert [certificate(name)["teach"] for name in ("mla-taught", "second/run-taught")] == [1, 2]
+    shutil.rmtree("second")

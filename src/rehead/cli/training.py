@@ -62,7 +62,8 @@ def heal(
         int | None,
         Parameter(
             help="first teach each attention that lost something the outputs of the source's, layer by layer, in so "
-            "many passes over at most 49,152 tokens of the text; FOLDER-taught is the result"
+            "many passes over at most 49,152 tokens of the text; the result is FOLDER-taught, or WORK_DIR-taught if "
+            "system.work_dir is given"
         ),
     ] = None,
     json: Json = False,

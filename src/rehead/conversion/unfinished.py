@@ -17,11 +17,19 @@ SUFFIX = ".unfinished"
 
 
 @contextmanager
-def unfinished(destination: Path, *, resume: bool, flag: str = "--resume") -> Iterator[Path]:
+def unfinished(
+    destination: Path,
+    *,
+    resume: bool,
+    flag: str = "--resume",
+    work: str = "conversion",
+    choose: str = "destination",
+) -> Iterator[Path]:
     """Yield the folder DESTINATION.unfinished, locked, to keep work in.
 
     It is removed at the end, and by a ReheadError unless that ends a resumed conversion. It stays if the process is
     interrupted or killed: the next conversion to `destination` then needs `resume`, which users write as `flag`.
+    `work` is what messages call it, `choose` the option that names another folder.
     Raises UsageError if that is missing or there is nothing to resume, Busy if another process converts to
     `destination`.
     """
@@ -30,10 +38,10 @@ def unfinished(destination: Path, *, resume: bool, flag: str = "--resume") -> It
     if resume and not folder.is_dir():
         raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave {flag} out.")
     keep = True
-    with hold(folder, lambda: keep, "destination"):
+    with hold(folder, lambda: keep, choose):
         if not resume and _done(folder):
             raise UsageError(
-                f"{folder} holds an interrupted conversion: use {flag}, or remove the folder to start again."
+                f"{folder} holds an interrupted {work}: use {flag}, or remove the folder to start again."
             )
         try:
             yield folder

@@ -40,6 +40,11 @@ STEP_TOKENS, STEP_BYTES = 16_384, 2**32
 """Tokens and activations of a step, at most, where no batch size is given: long blocks make small batches."""
 
 
+def healed_folder(folder: Path) -> Path:
+    """Return the folder of the run that heals the model in `folder`, unless a flag names another."""
+    return Path(f"{folder}-healed")
+
+
 def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | None = None) -> RunOptions:
     """Return the options of the run that heals the model in `folder`, with the user's flags on top.
 
@@ -53,7 +58,7 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
     config, source = read_at(folder, read_config), read_at(teacher, read_config)
     _require_source(folder, source)
     table: dict[str, Any] = {
-        "system": {"work_dir": f"{folder}-healed"},
+        "system": {"work_dir": str(healed_folder(folder))},
         "model": {"folder": str(folder)},
         "trainer": {"teacher": str(teacher), **DEFAULTS},
     }

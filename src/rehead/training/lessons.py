@@ -15,77 +15,101 @@ from rehead.conversion.source import Source
 from rehead.conversion.texts import Passage
 from rehead.conversion.unfinished import SUFFIX, fingerprint, place_of, unfinished
 from rehead.data import shown, source_of, split, tokenize
+from rehead.data.files import write_whole
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.model import GPT
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import Tokenizer, open_model
-from rehead.training.heal import require_same_vocabulary
+from rehead.training.heal import healed_folder, require_same_vocabulary
+
+PASSES = "passes"
+"""The file, in the folder of an unfinished teaching, that has the number of its passes."""
 
 
 def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
     """Teach the model in `folder`, and return the options of the run that heals the taught model.
 
-    The taught model is written to FOLDER-taught: its attentions that lost something learn in `passes` over the training
-    part of the run's text. `trainer.resume` resumes an interrupted teaching and does not repeat a finished one.
-    Raises UsageError for fewer than one pass, no validation text or a run in FOLDER-taught itself, InvalidInput for a
-    work folder that holds a run, and ConfigError where nothing was lost.
+    The taught model is written to FOLDER-taught or, with another work_dir than FOLDER-healed, to WORK_DIR-taught: its
+    attentions that lost something learn in `passes` over the training part of the run's text. `trainer.resume`
+    resumes an interrupted teaching and does not repeat a finished one. Raises UsageError for fewer than one pass, no
+    validation text or a run in FOLDER-taught, ConfigError where nothing was lost or a resumed teaching has other passes
+    or is of another conversion, and InvalidInput if the folder exists or the work folder holds a run.
     """
     if passes < 1:
         raise UsageError(
             f"--teach {passes}: the number of passes over the text. Use 1 or more, or leave it out."
         )
+    place = _place_of_taught(folder, options)
     if options.trainer.parallel != "none":
         raise UsageError(
             f"--teach with trainer.parallel={options.trainer.parallel}: one process teaches. Run it without torchrun "
-            "and trainer.max_iters=0 first, then heal FOLDER-taught."
+            f"and trainer.max_iters=0 first, then heal {place}."
         )
     if not options.data.val_fraction:
         raise UsageError(
             "--teach with data.val_fraction=0: a taught model is measured on the validation part of the text. Use 0.1."
         )
-    place = Path(f"{folder}-taught")
-    require_apart(place, Path(options.system.work_dir))
-    begun = Path(options.system.work_dir, "config.yaml").is_file()
-    kept = place.with_name(place.name + SUFFIX).is_dir()
-    if options.trainer.resume and place.is_dir():
+    work_dir = Path(options.system.work_dir)
+    require_apart(Path(f"{folder}-taught"), work_dir)
+    resume, begun = options.trainer.resume, (work_dir / "config.yaml").is_file()
+    kept = place.with_name(place.name + SUFFIX)
+    if place.is_dir() and not resume:
+        raise InvalidInput(
+            f"{place} exists: continue with trainer.resume=True, or give another system.work_dir to teach again."
+        )
+    if resume and place.is_dir():
         before, done = (read_at(one, Certificate.read) for one in (folder, place))
-        if done.teach != passes:
-            raise ConfigError(
-                f"--teach {passes} does not match the {done.teach} passes of {place}: give --teach {done.teach}, or "
-                "start again in another folder."
-            )
+        _require_same(passes, done.teach, place)
         if _conversion(before) != _conversion(done):
             raise ConfigError(
-                f"{place} was taught from another conversion than {folder}: remove it, or start again in another "
-                "folder."
+                f"{place} was taught from another conversion than {folder}: remove it, or start again with another "
+                "system.work_dir and without trainer.resume."
             )
-    elif options.trainer.resume and begun:
+    elif resume and begun:
         raise ConfigError(
-            f"the run in {options.system.work_dir} was begun without --teach. Leave it out, or start again "
-            "in another folder."
+            f"the run in {options.system.work_dir} was begun without --teach. Leave it out, or start again with "
+            "another system.work_dir and without trainer.resume."
         )
-    elif options.trainer.resume and not kept:
+    elif resume and not kept.is_dir():
         raise UsageError(f"there is neither {place} nor a run to resume. Leave trainer.resume out.")
-    elif newest_step(Path(options.system.work_dir)) is not None:
+    elif newest_step(work_dir) is not None:
         raise InvalidInput(
             f"{options.system.work_dir} already holds a run: continue it with trainer.resume=True, or choose another "
             "system.work_dir."
         )
     else:
-        with (
-            unfinished(place, resume=options.trainer.resume, flag="trainer.resume=True") as scratch,
-            publish(place) as aside,
-        ):
+        asked = unfinished(
+            place, resume=resume, flag="trainer.resume=True", work="teaching", choose="system.work_dir"
+        )
+        with asked as scratch, publish(place) as aside:
+            if (scratch / PASSES).is_file():
+                _require_same(passes, int((scratch / PASSES).read_text()), kept)
+            write_whole(scratch / PASSES, [str(passes).encode()])
             _teach(folder, aside, scratch, options, passes)
-    trainer = replace(options.trainer, resume=options.trainer.resume and begun)
+    trainer = replace(options.trainer, resume=resume and begun)
     return replace(options, model=replace(options.model, folder=str(place)), trainer=trainer)
 
 
 def _conversion(certificate: Certificate) -> tuple[object, ...]:
     """Return what teaching leaves in a certificate of the conversion before it."""
     return certificate.result, *((layer.methods, layer.lost_energy) for layer in certificate.layers)
+
+
+def _place_of_taught(folder: Path, options: RunOptions) -> Path:
+    """Return FOLDER-taught, or WORK_DIR-taught for a run with a folder of its own, to teach again beside others."""
+    work_dir = Path(options.system.work_dir)
+    return Path(f"{folder if work_dir == healed_folder(folder) else work_dir}-taught")
+
+
+def _require_same(passes: int, done: int, place: Path) -> None:
+    """Raise ConfigError if a teaching in `place` has another number of passes."""
+    if passes != done:
+        raise ConfigError(
+            f"--teach {passes} does not match the {done} {'pass' if done == 1 else 'passes'} of {place}: give "
+            f"--teach {done}, or start again with another system.work_dir and without trainer.resume."
+        )
 
 
 def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes: int) -> None:
