@@ -199,6 +199,41 @@ def test_a_cache_that_cannot_have_a_format_is_named_and_not_drawn(many):
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "kind", "reason"),
+    [
+        (
+            SHAPE,
+            "fp8_ds_mla",
+            "it keeps latents whose rank is a multiple of 128, without normed keys. Use fp8.",
+        ),
+        ("{type: rnn, n_layer: 1, n_embd: 8}", "fp8", "an RNN has no KV cache."),
+    ],
+    ids=["heads", "rnn"],
+)
+def test_formats_that_no_cache_can_have_are_named_in_the_report(place, here, capsys, model, kind, reason):
+    text = f"""
+about: Two that were trained.
+run:
+  data: {{path: input.txt, block_size: 16}}
+  model: {model}
+  trainer: {{max_iters: 2, batch_size: 2, eval_batches: 1}}
+variants: {{One: {{}}, Two: {{trainer: {{learning_rate: 0.01}}}}}}
+kv_dtype: [{kind}]
+questions:
+  - ask: How many bits?
+    show: [kv_dtype]
+new_tokens: 3
+"""
+    folder = study(f"impossible-{kind}", text)
+    told = " ".join(capsys.readouterr().out.split())
+    page = html.unescape((folder / "report.html").read_text())
+    for shown in (told, page):
+        assert "Loss against KV bytes, by cache format" in shown
+        assert f"No {kind} for One, Two: {reason}" in shown
+    assert not list(folder.glob("*-kv_dtype.png"))
+
+
 BAD = [
     (
         {"kv_dtype": ["bf16", "fp9"]},

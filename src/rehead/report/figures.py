@@ -31,10 +31,10 @@ class Figures:
         self.looks = {name: Look.of(index) for index, name in enumerate(self.variants)}
 
     def panel(self, kind: str, of: Sequence[str]) -> Panel | None:
-        """Return one of PANELS for the variants `of`; None if it would be empty."""
+        """Return one of PANELS for the variants `of`; None if it would have neither a chart nor a table."""
         panel: Panel = getattr(self, kind)([self.variants[name] for name in of])
         charts = [chart for chart in panel.charts if chart.series]
-        return replace(panel, charts=charts) if charts else None
+        return replace(panel, charts=charts) if charts or panel.header else None
 
     def loss(self, variants: Sequence[Record]) -> Panel:
         """Plot losses over steps: validation as a line, with mean and range over seeds; training dotted."""

@@ -8,6 +8,8 @@ from rehead.report.text import sanitise
 
 Record = dict[str, Any]
 TITLE = "Loss against KV bytes, by cache format"
+NONE = "none"
+"""In the table, for a format that a cache cannot have."""
 MARKERS: tuple[Marker, ...] = ("circle", "diamond", "star", "square", "triangle")
 """Of the variants, in their order."""
 
@@ -20,6 +22,8 @@ def panel(variants: Sequence[Record], *, source: Record | None, first_look: int)
     """
     measured = [variant for variant in variants if variant.get("kv_dtype")]
     names = list(dict.fromkeys(name for one in measured for name in _formats(one)))
+    if measured and not names:
+        return _impossible(measured)
     series = [
         _series(name, measured, source, Look.of(first_look + index)) for index, name in enumerate(names)
     ]
@@ -45,6 +49,19 @@ def panel(variants: Sequence[Record], *, source: Record | None, first_look: int)
         notes=notes,
         header=("Variant", *names) if measured else (),
         rows=[[one["variant"], *(_cell(one, name, source) for name in names)] for one in measured],
+    )
+
+
+def _impossible(variants: Sequence[Record]) -> Panel:
+    """Return a panel without a chart, which says why no cache has any of the formats."""
+    names = list(dict.fromkeys(name for one in variants for name in one["kv_dtype"]["unable"]))
+    return Panel(
+        name="kv_dtype",
+        title=TITLE,
+        charts=[],
+        notes=["There is nothing to plot.", *_unable(variants)],
+        header=("Variant", *names),
+        rows=[[one["variant"], *(NONE for _ in names)] for one in variants],
     )
 
 
@@ -89,7 +106,7 @@ def _series(name: str, variants: Sequence[Record], source: Record | None, look: 
 
 def _cell(variant: Record, name: str, source: Record | None) -> str:
     if name not in _formats(variant):
-        return ""
+        return NONE
     values = losses(variant, name, source)
     mean = round(sum(values) / len(values), 4) + 0.0
     return f"{size(variant, name, source):,.0f} B, {mean:{'+' if source else ''}.4f}"

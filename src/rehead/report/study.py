@@ -85,9 +85,9 @@ def _present_trained(document: Record) -> None:
 
 
 def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None:
-    """Write `folder`/report.html, and a PNG of every panel beside it."""
+    """Write `folder`/report.html, and a PNG of every panel that has charts beside it."""
     for number, answer in enumerate(answers(document), 1):
-        for panel in answer.panels:
+        for panel in (panel for panel in answer.panels if panel.charts):
             draw(panel, folder / f"{number}-{panel.name}.png")
     if document["conversion"] is not None:
         draw(shrink.chart(shrink.rows(document)), folder / "shrink.png")
