@@ -239,7 +239,20 @@ BAD = [
         {"kv_dtype": ["bf16", "fp9"]},
         ["p: kv_dtype: unknown 'fp9'", "Did you mean 'fp8'?", "Known: fp32, bf16"],
     ),
-    ({"kv_dtype": "fp8"}, ["kv_dtype='fp8'", "expected list"]),
+    *(
+        (
+            {"kv_dtype": value},
+            [f"p: kv_dtype: {wrote}: expected a list of formats. Write kv_dtype: [bf16, fp8], for"],
+        )
+        for value, wrote in (
+            ("fp8", "fp8"),
+            (None, "null"),
+            (True, "true"),
+            (8, "8"),
+            ({"a": "fp8"}, "{a: fp8}"),
+        )
+    ),
+    ({"kv_dtype": ["fp8", "int8", "fp8"]}, ["kv_dtype: [fp8, int8, fp8] names one twice. Leave it out."]),
     ({"kv_dtype": [[8]]}, ["unknown [8]"]),
     (
         {"kv_dtype": ["fp8"], "questions": [{"ask": "?", "show": ["loss"]}]},

@@ -117,7 +117,7 @@ class Preset:
             "prompt": str,
             "new_tokens": int,
             "temperature": int | float,
-            "kv_dtype": list,
+            "kv_dtype": object,
         }
         read = _table(name, table, form, required=("about",))
         run = _options(f"{name}: run", read.get("run", {}))
@@ -218,12 +218,19 @@ def _question(where: str, value: Any, variants: Mapping[str, Variant]) -> Questi
     return Question(ask=" ".join(table["ask"].split()), of=tuple(of), show=tuple(show))
 
 
-def _formats(name: str, value: list[Any], questions: Sequence[Question]) -> tuple[str, ...]:
+def _formats(name: str, value: Any, questions: Sequence[Question]) -> tuple[str, ...]:
     """Return the names of cache formats, checked to be known and shown, if any question is asked."""
     known = list(kv_dtypes)
+    if not isinstance(value, list):
+        wrote = " ".join(yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").split())
+        raise InvalidInput(
+            f"{name}: kv_dtype: {wrote:.80}: expected a list of formats. Write kv_dtype: [bf16, fp8], for example."
+        )
     for each in value:
         if each not in known:
             raise InvalidInput(f"{name}: kv_dtype: unknown {each!r:.80}.{nearest(str(each), known)}")
+    if len(set(value)) < len(value):
+        raise InvalidInput(f"{name}: kv_dtype: [{', '.join(value)}] names one twice. Leave it out.")
     shown = any("kv_dtype" in question.show for question in questions)
     if shown and not value:
         raise InvalidInput(
@@ -233,7 +240,7 @@ def _formats(name: str, value: list[Any], questions: Sequence[Question]) -> tupl
         raise InvalidInput(
             f"{name}: kv_dtype={value!r:.80} is in no answer. Add kv_dtype to what a question shows (show:)."
         )
-    return tuple(dict.fromkeys(value))
+    return tuple(value)
 
 
 def _flat(table: Any) -> Flags:
