@@ -259,9 +259,22 @@ def test_nothing_is_reported_unless_asked(monkeypatch, capfd):
     assert not any(service.begun for service in services)
 
 
+@pytest.mark.parametrize("value", ["none", "null"])
+def test_a_report_is_switched_off_by_none(value, capfd):
+    """For a run that began with one, too."""
+    assert train("trainer.max_iters=1", "trainer.report_to=tensorboard") == 0
+    before = shown()
+    assert train("trainer.max_iters=2", "trainer.resume=True", f"trainer.report_to={value}") == 0
+    assert shown() == before
+    assert "report_to: null" in Path("run/config.yaml").read_text()
+    assert train(f"trainer.report_to={value}", "trainer.max_iters=1", "system.work_dir=other") == 0
+    assert not Path("other/reports").exists()
+
+
 REFUSED = {
-    "none": "trainer.report_to=none: unknown choice. Use one of tensorboard, trackio, wandb, or several as "
-    "[tensorboard, trackio].",
+    "mlflow": "trainer.report_to=mlflow: unknown choice. Use one of tensorboard, trackio, wandb, several as "
+    "[tensorboard, trackio], or none.",
+    "[none]": "or none.",
     "[tensorboard,mlflow]": "unknown choice.",
     "3": "unknown choice.",
     "[wandb,wandb]": "trainer.report_to=['wandb', 'wandb'] names one twice. Leave it out.",

@@ -34,6 +34,8 @@ def checked(option: Field, value: Any, key: str, where: str) -> Any:
     plain = get_origin(kind) or kind
     items = get_args(kind)[0] if plain is list else None
     choices = get_args(items) if get_origin(items) is Literal else ()
+    if choices and value == "none" and kind is not option.type:
+        return None
     if isinstance(value, str) and value in choices:  # one stands for a list of it
         value = [value]
     if type(value) is int and (plain is float or (plain is bool and value in (0, 1))):
@@ -44,7 +46,8 @@ def checked(option: Field, value: Any, key: str, where: str) -> Any:
         raise ConfigError(f"{where}: unknown choice. Use one of {', '.join(get_args(kind))}.")
     if choices:
         raise ConfigError(
-            f"{where}: unknown choice. Use one of {', '.join(choices)}, or several as [{', '.join(choices[:2])}]."
+            f"{where}: unknown choice. Use one of {', '.join(choices)}, several as [{', '.join(choices[:2])}]"
+            f"{', or none' if kind is not option.type else ''}."
         )
     rule = f"expected {WORDS[plain]}{', or null for its default' if kind is not option.type else ''}"
     raise ConfigError(f"{where}: {rule}. Write {key}={example(option)}, for example.")
