@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from rehead.cli import main
 from rehead.training.reporting import reports
@@ -31,6 +32,8 @@ RUN = [
 def _somewhere(tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(tmp_path)
+    # files of one second are read in the order of their numbers, as texts
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog, again and again; " * 20)
 
 
@@ -74,6 +77,7 @@ def in_float32(metrics):
 def interrupted():
     """Make the run one that was killed after step 5: its last checkpoint is of step 3."""
     shutil.rmtree("run/checkpoints/step-000005")
+    Path("run/reports/tensorboard.step").unlink(missing_ok=True)
 
 
 def owe_what_follows_step_4():
@@ -104,6 +108,38 @@ def test_tensorboard_shows_what_metrics_jsonl_has():
 def test_a_resumed_run_shows_each_step_once(capfd):
     assert train("trainer.max_iters=5", "trainer.report_to=tensorboard") == 0
     interrupted()
+    assert train("trainer.max_iters=8", "trainer.resume=True") == 0
+    assert shown() == in_float32(expected())
+    assert [step for step, _ in shown()["loss"]] == list(range(1, 9))
+
+
+def test_a_resumed_run_adds_to_a_report_that_was_closed(capfd, caplog):
+    """TensorBoard warns of no step that it removes; it does of those that a killed run may have written halfway."""
+    assert train("trainer.max_iters=5", "trainer.report_to=tensorboard") == 0
+    assert train("trainer.max_iters=8", "trainer.resume=True") == 0
+    assert shown() == in_float32(expected())
+    assert "out of order" not in caplog.text
+    Path("run/reports/tensorboard.step").unlink()
+    assert train("trainer.max_iters=9", "trainer.resume=True") == 0
+    assert shown() == in_float32(expected())
+    assert "out of order" in caplog.text
+
+
+def test_a_resumed_run_writes_what_a_killed_one_did_not(capfd):
+    """Its last step was saved, and in no file of events yet."""
+    assert train("trainer.max_iters=4", "trainer.save_every=4", "trainer.report_to=tensorboard") == 0
+    whole = in_float32(expected())
+    shutil.rmtree("run/reports")
+    assert train("trainer.max_iters=6", "trainer.resume=True") == 0
+    found = shown()
+    assert [step for step, _ in found["loss"]] == [4, 5, 6]
+    assert found["loss"][0] == whole["loss"][-1]
+    assert found["val_loss"][0] == whole["val_loss"][-1]
+
+
+def test_an_older_checkpoint_after_a_closed_report_shows_each_step_once(capfd):
+    assert train("trainer.max_iters=5", "trainer.report_to=tensorboard") == 0
+    shutil.rmtree("run/checkpoints/step-000005")
     assert train("trainer.max_iters=8", "trainer.resume=True") == 0
     assert shown() == in_float32(expected())
     assert [step for step, _ in shown()["loss"]] == list(range(1, 9))
