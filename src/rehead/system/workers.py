@@ -34,7 +34,7 @@ def spread(work: Callable[[T], R], tasks: Iterable[T], n_process: int) -> Iterat
                 ended, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in ended)
             with interrupt_held():
-                running.add(pool.submit(work, task))
+                running.add(_submit(pool, work, task))
         while running:
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             yield from (future.result() for future in ended)
@@ -46,6 +46,16 @@ def spread(work: Callable[[T], R], tasks: Iterable[T], n_process: int) -> Iterat
         for process in set(multiprocessing.active_children()) - before:
             process.kill()
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, work: Callable[[T], R], task: T) -> Future[R]:
+    try:
+        return pool.submit(work, task)
+    except OSError as error:
+        # Pythons before 3.12 may close the pipes of a broken pool while a process is started for it; that has no errno
+        if error.errno is None:
+            raise BrokenProcessPool from error
+        raise
 
 
 @contextmanager
