@@ -1,10 +1,12 @@
 """Which programs decode.cpp can run."""
 
+from collections import defaultdict
+
 from torch import nn
 
 from rehead.attention.program import Add, Attend, AttendRebuilt, Call, Embed, Gate, Linear, Norm, Op, Program
 from rehead.attention.slot import Slot
-from rehead.decoding.native_program import span_of
+from rehead.decoding.native_program import Span, span_of
 from rehead.nn.few_rows import is_plain
 from rehead.nn.norm import ZeroCenteredRMSNorm
 
@@ -12,6 +14,10 @@ from rehead.nn.norm import ZeroCenteredRMSNorm
 def refusal(program: Program) -> str | None:
     """Return the reason why decode.cpp cannot run a program; None if it can."""
     previous: Op | None = None
+    readers = defaultdict[int, list[tuple[Op, Span]]](list)
+    for op in program.ops:
+        for slot in op.reads:
+            readers[slot.source].append((op, span_of(slot.source, slot)))
     for op in program.ops:
         modules: tuple[nn.Module, ...] = ()
         match op:
@@ -33,7 +39,7 @@ def refusal(program: Program) -> str | None:
             return "a linear layer of another width than its input"
         if modules:
             return f"it has a {type(modules[0]).__name__}"
-        if any(_is_read_elsewhere(program, op, slot) for slot in _moved(op)):
+        if any(_is_read_elsewhere(readers[slot.source], op, slot) for slot in _moved(op)):
             return f"a result that is read again after {type(op).__name__}"
         previous = op
     return None
@@ -72,10 +78,6 @@ def _moved(op: Op) -> tuple[Slot, ...]:
     return ()
 
 
-def _is_read_elsewhere(program: Program, reader: Op, slot: Slot) -> bool:
-    return any(
-        span_of(slot.source, slot).overlaps(span_of(other.source, other))
-        for op in program.ops
-        if op is not reader
-        for other in op.reads
-    )
+def _is_read_elsewhere(readers: list[tuple[Op, Span]], reader: Op, slot: Slot) -> bool:
+    span = span_of(slot.source, slot)
+    return any(op is not reader and span.overlaps(other) for op, other in readers)
