@@ -26,6 +26,7 @@ from rehead.model import LanguageModel, skeleton
 from rehead.model.base import keeps_dtype, require_model
 from rehead.stages import staged
 from rehead.system.device import choose_device
+from rehead.system.huge_pages import HugePages
 from rehead.system.memory import require_memory
 
 FORMAT = "rehead-1"
@@ -192,13 +193,13 @@ def assign(
         n_bytes = sum(weight.numel() for weight in weights.values()) * held.itemsize
         way_out = "Free some memory" + (", or use --dtype bf16." if held.itemsize > 2 else ".")
         require_memory(f"loading {where}", {f"weights in {str(held)[6:]}": n_bytes}, way_out)
+    pages = HugePages()
     for name, weight in staged(weights.items(), "reading the weights", len(weights), "tensors"):
         owner, _, leaf = name.rpartition(".")
         keeps = weight.dtype == held or keeps_dtype(name)
         same = weight if keeps else map_deferred(lambda other: other.to(held), weight)
-        setattr(
-            model.get_submodule(owner), leaf, torch.nn.Parameter(materialise(same) if in_memory else same)
-        )
+        placed = pages.keep(materialise(same)) if in_memory else same
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(placed))
     model.tie()
 
 

@@ -1,0 +1,44 @@
+"""Memory in huge pages, for weights that are read from end to end for every token.
+
+With pages of 4 kB the processor looks up where each of them lies, and on a virtual machine such a look-up is itself
+several. Linux gives 2 MB pages to memory that asks for them; elsewhere the memory is ordinary.
+"""
+
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+PAGE = 2**21
+"""Bytes."""
+BLOCK = 2**26
+"""Bytes of a block, which is freed when none of its tensors is used any more."""
+ALIGNMENT = 64
+"""Bytes; as of PyTorch's own tensors."""
+
+
+class HugePages:
+    """Places tensors one after another in blocks of huge pages; each has a storage of its own."""
+
+    def __init__(self) -> None:
+        self._block: mmap.mmap | None = None
+        self._used = 0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of `tensor` in huge pages; the tensor itself where the system has none."""
+        if not hasattr(mmap, "MADV_HUGEPAGE") or not tensor.numel():
+            return tensor
+        if self._block is None or self._used + tensor.nbytes > len(self._block):
+            self._block, self._used = _block(max(BLOCK, tensor.nbytes + PAGE))
+        place = torch.frombuffer(self._block, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
+        self._used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return place.view(tensor.shape).copy_(tensor)
+
+
+def _block(n_bytes: int) -> tuple[mmap.mmap, int]:
+    """Return memory, none of which is taken before it is written, and its first byte at the start of a page."""
+    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # of a kernel without them
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block, -torch.frombuffer(block, dtype=torch.uint8).data_ptr() % PAGE
