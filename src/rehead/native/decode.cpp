@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <thread>
+#include <type_traits>
 #include <vector>
 #include <omp.h>
 #include "vectors.h"
@@ -177,12 +178,34 @@ inline void tile(const Op& op, const float* x, const T* w, const T* bias, float*
         }
 }
 
+// The same for one x and rows of w, one after another: a single stream, which the processor fetches ahead by itself.
+// From memory that is faster than four rows at a time, unless the numbers must be widened.
+inline void rows(const Op& op, const float* x, const float* w, const float* bias, float* y, int64_t n) {
+    int64_t k = op.k;
+    for (int64_t j = 0; j < n; j++, w += k) {
+        Floats s[4] = {};
+        int64_t at = 0;
+        for (; at + 4 * W <= k; at += 4 * W)
+            for (int u = 0; u < 4; u++) s[u] += load(x + at + u * W) * load(w + at + u * W);
+        for (; at + W <= k; at += W) s[0] += load(x + at) * load(w + at);
+        float v = sum(s[0] + s[1] + (s[2] + s[3])) + (bias ? bias[j] : 0);
+        for (; at < k; at++) v += x[at] * w[at];
+        y[j] = op.add ? y[j] + v * float(op.scale) : v;
+    }
+}
+
 template <class T> void linear(const Op& op, const Call& call, int64_t id, int64_t n) {
     for (int64_t h = 0; h < op.heads; h++) {
         const T* w = (const T*)op.w + h / op.group * op.w_head;
         const T* bias = op.b ? (const T*)op.b + h / op.group * op.b_head : nullptr;
         Share mine = op.heads > 1 ? Share{0, h % n == id ? op.n : 0} : share(op.n, W, id, n);
-        for (int64_t j = mine.from; j < mine.to;) {
+        int64_t j = mine.from;
+        if constexpr (std::is_same_v<T, float>)
+            if (call.batch == 1 && op.k >= 8 * W) {
+                rows(op, op.x + h * op.x_head, w + j * op.k, bias ? bias + j : nullptr, op.y + h * op.y_head + j, mine.to - j);
+                j = mine.to;
+            }
+        while (j < mine.to) {
             bool four = j + 4 <= mine.to;
             for (int64_t b = 0; b < call.batch;) {
                 const float* x = op.x + b * op.x_row + h * op.x_head;
