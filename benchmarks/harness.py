@@ -21,6 +21,8 @@ import torch
 from load import Load
 
 from rehead.measure.memory_in_use import peak_allocated
+from rehead.nn.linear import Linear
+from rehead.system.huge_pages import HugePages
 
 SAMPLE_SECONDS = 0.05
 """A sample repeats what it times until it lasts about that long."""
@@ -214,13 +216,16 @@ def _timed(arm: Arm, repeats: int, setting: Setting) -> tuple[float, float]:
 def multiply(setting: Setting, dtype: torch.dtype) -> tuple[Callable[[], Any], float]:
     """A square matrix product, and its FLOPs."""
     n = 8192 if setting.device == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=setting.device, dtype=dtype) for _ in range(2))
-    return lambda: a @ b, 2.0 * n**3
+    a, layer = torch.randn(n, n), Linear(n, n, bias=False)
+    a, layer = a.to(setting.device, dtype), layer.to(setting.device, dtype).requires_grad_(False)
+    return torch.no_grad()(lambda: layer(a)), 2.0 * n**3
 
 
 def read(setting: Setting, dtype: torch.dtype) -> tuple[Callable[[], Any], float]:
     """A sum over more than any cache holds, and its bytes."""
     data = torch.ones(1 << (30 if setting.device == "cuda" else 26), device=setting.device)
+    if setting.device == "cpu":
+        data = HugePages().keep(data)
     return data.sum, float(data.nbytes)
 
 

@@ -118,6 +118,15 @@ def test_one_row_and_five(name):
     check(name, batch=5, n_prefill=3)
 
 
+@pytest.mark.parametrize("other", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("width", [127, 150, 192])
+def test_rows_of_weights_one_after_another(width, other):
+    """One text, and weights as wide as real ones: whole vectors, some of them and a rest."""
+    kind = GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=36, rope=RopeConfig() if other else None)
+    ours, theirs = errors(made(gpt(kind, kind, n_embd=width, n_hidden=2 * width + 1, **other)), batch=1)
+    assert ours <= 1e-6 + 1.2 * theirs
+
+
 def tensors():
     gc.collect()
     return [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]

@@ -1,4 +1,4 @@
-"""Linear layers in training: the same function, computed by oneDNN."""
+"""Linear layers: the same function, computed by oneDNN in training and for many rows."""
 
 import copy
 
@@ -42,6 +42,19 @@ def test_training_is_nn_linear(bias):
         largest = exact.abs().max()
         assert (ours - theirs).abs().max() <= 1e-5 * largest
         assert (ours - exact).abs().max() <= 5 * max((theirs - exact).abs().max(), 1e-6 * largest)
+
+
+@onednn
+@pytest.mark.parametrize("bias", [True, False])
+def test_many_rows_without_gradients(bias):
+    layer = Linear(37, 53, bias=bias, dtype=torch.float32).eval()
+    x = torch.randn(4, 16, 37, dtype=torch.float32)
+    exact = nn.functional.linear(x.double(), *(weight.double() for weight in layer.parameters()))
+    with torch.no_grad():
+        assert "mkldnn::_linear_pointwise" in operators(layer, x)
+        assert (layer(x) - exact).abs().max() <= 1e-6 * exact.abs().max()
+        assert "mkldnn::_linear_pointwise" not in operators(layer, x[0, :15])
+    assert "mkldnn::_linear_pointwise" not in operators(layer, x)
 
 
 def test_everything_else_is_nn_linear_to_the_bit():

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rehead.nn.linear import linear
+from rehead.nn.linear import Linear
 from rehead.system.device import synchronize
+from rehead.system.huge_pages import HugePages
 
 SAMPLE = 0.02
 """Minimum seconds of one measurement."""
@@ -33,6 +34,8 @@ def read_rate(n_bytes: int, device: torch.device) -> float:
     A block that fits the processor's caches is read from there, just like weights that fit.
     """
     block = torch.ones(max(n_bytes // 4, 1), device=device, dtype=torch.float32)
+    if device.type == "cpu":
+        block = HugePages().keep(block)  # as the weights of a loaded model
     return block.nbytes * _rate(block.sum, device)
 
 
@@ -40,7 +43,9 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Return FLOPs per second of a product of two square matrices of `dtype`."""
     side = SIDE.get(device.type, 2048)
     matrix = torch.full((side, side), 1 / side, device=device, dtype=dtype)
-    return 2 * side**3 * _rate(lambda: linear(matrix, matrix), device)
+    layer = Linear(side, side, bias=False, device=device, dtype=dtype)
+    with torch.no_grad():
+        return 2 * side**3 * _rate(lambda: layer(matrix), device)
 
 
 def _rate(run: Callable[[], object], device: torch.device) -> float:
