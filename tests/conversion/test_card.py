@@ -111,6 +111,65 @@ def test_an_export_as_it_is_carries_the_certificate_of_its_source(capfd):
     assert not Path("same/conversion.json").exists()
 
 
+CHAT = [
+    {"role": "user", "content": "Who's there?"},
+    {"role": "assistant", "content": "Nay, answer me: stand."},
+]
+TEMPLATE = "{% for one in messages %}<{{ one['role'] }}> {{ one['content'] }}\n{% endfor %}"
+
+
+def chatted(folder):
+    """A chat as text, by transformers' tokenizer of a folder."""
+    return transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, tokenize=False)
+
+
+@pytest.mark.parametrize("place", ["file", "config", "one of several"])
+def test_the_chat_template_goes_along(place, capfd):
+    llama("llama")
+    if place == "file":
+        Path("llama/chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
+    kinds = {"config": {"chat_template": TEMPLATE}, "one of several": {"chat_template": several}}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | kinds.get(place, {})
+    Path("llama/tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    expected = chatted("llama")
+    assert expected.startswith("<user> Who's there?\n<assistant> Nay")
+    run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", "--test", "test.txt")
+    flags = [
+        "data.path=fit.txt",
+        "trainer.batch_size=2",
+        "trainer.eval_batches=1",
+        "trainer.device=cpu",
+        "--length",
+        "16",
+    ]
+    run("heal", "mqa", "--teacher", "llama", "--teach", "1", *flags, "trainer.max_iters=1")
+    run(
+        "heal",
+        "mqa",
+        "--teacher",
+        "llama",
+        "--teach",
+        "1",
+        *flags,
+        "trainer.max_iters=2",
+        "trainer.resume=True",
+    )
+    for model in ("llama", "mqa", "mqa-taught", "mqa-healed"):
+        run("export", model, f"{model}-stock")
+        assert chatted(f"{model}-stock") == expected, model
+    assert not Path("mqa/tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{", b"{" * (2**24 + 1)], ids=["not UTF-8", "too long"])
+def test_a_damaged_chat_template_is_refused(content, capfd):
+    llama("llama")
+    Path("llama/chat_template.jinja").write_bytes(content)
+    assert main(["convert", "llama", "mqa", "--to", "mqa", "--allow-loss"]) == 3
+    assert "chat_template.jinja" in capfd.readouterr().err
+    assert not Path("mqa").exists()
+
+
 @pytest.mark.parametrize("first", [[], ["--teach", "1"]], ids=["", "taught first"])
 def test_healing_and_training_on_carry_the_origin(first, capfd):
     llama("llama", "---\nlicense: mit\nbase_model: org/base\n---\n")

@@ -48,7 +48,7 @@ class FolderConverter:
         require_seed(seed)
         opened = open_model(source, in_memory=False)
         self.source, self.tokenizer, self.special = source, opened.tokenizer, opened.special
-        self.card = carried(source, opened.folder)
+        self.carried = opened.texts() | {CARD: carried(source, opened.folder)}
         self.read = Source(opened.model, opened.folder)
         data = run_data(source)
         trained = None if data is None else data.block_size
@@ -108,9 +108,7 @@ class FolderConverter:
             _tell_unread(certificate)
         if max_loss is not None and certificate.loss is not None:
             _tell_loss(max_loss, *certificate.loss)
-        files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate), CARD: self.card}
-        if self.tokenizer is not None:
-            files["tokenizer.json"] = self.tokenizer.to_json()
+        files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate), **self.carried}
         own.write(result, aside, files, self.special)
         self.read.require_unchanged()
         return certificate

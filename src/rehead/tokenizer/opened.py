@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
-from rehead.checkpoint.files.shards import strict_json
+from rehead.checkpoint.files.shards import strict_json, text_of
 from rehead.checkpoint.find import path_of
 from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
 from rehead.model import LanguageModel
 from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
 
 CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 MARKS = ("bos", "eos", "pad")
 
 
@@ -57,6 +58,27 @@ class OpenedModel:
         """Return those tokens by the keys of tokenizer_config.json: `bos_token`, `eos_token`, `pad_token`."""
         tokens = {name: self.tokenizer.token(self.mark(name)) for name in MARKS} if self.tokenizer else {}
         return {f"{name}_token": token for name, token in tokens.items() if token}
+
+    def texts(self) -> dict[str, str]:
+        """Return the tokenizer and the chat template, as files by name; what there is of them."""
+        tokenizer = {} if self.tokenizer is None else {FILE: self.tokenizer.to_json()}
+        return tokenizer | chat_template(self.folder)
+
+
+def chat_template(folder: Path) -> dict[str, str]:
+    """Return the template that makes a text of a chat (Jinja, for other software), as a file by name, if there is one.
+
+    It is chat_template.jinja or, as older folders have it, a string of tokenizer_config.json, or the `default` of
+    several.
+    """
+    file = folder / TEMPLATE
+    if os.path.lexists(file):
+        return {TEMPLATE: text_of(file, LARGEST)}
+    named = _table(folder / CONFIG).get("chat_template")
+    for one in named if isinstance(named, list) else ():
+        if isinstance(one, dict) and one.get("name") == "default":
+            named = one.get("template")
+    return {TEMPLATE: named} if isinstance(named, str) else {}
 
 
 def _table(file: Path) -> dict[str, Any]:

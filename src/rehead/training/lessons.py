@@ -162,7 +162,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         CERTIFICATE: after.to_json(),
         PAGE: page(after),
         CARD: carried(folder, opened.folder),
-        "tokenizer.json": opened.require_tokenizer().to_json(),
+        **opened.texts(),
     }
     own.write(result, aside, files, opened.special)
     for one in both:

@@ -25,7 +25,14 @@ from rehead.training.reporting import Reports, Start, require_packages
 from rehead.training.reporting.base import kind
 from rehead.training.rounding import arithmetic, warn_of_rounding
 from rehead.training.saving import Saver, Snapshot
-from rehead.training.start import card_of, located, read_teacher, require_same_run, require_step, start_model
+from rehead.training.start import (
+    carried_files,
+    located,
+    read_teacher,
+    require_same_run,
+    require_step,
+    start_model,
+)
 
 PROMPT_TOKENS = 8
 """Samples continue this many tokens of the validation text, unless a prompt is given."""
@@ -78,7 +85,7 @@ class Run:
         else:
             require_same_run(checkpoint, folder.config, options, self.tokens.sha256)
             model = own.load(checkpoint)
-        self.card = card_of(options.model, checkpoint)
+        self.carried = carried_files(options.model, checkpoint)
         self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
         self.best: float | None = None
@@ -268,7 +275,7 @@ class Run:
             **({"owed": True} if owed else {}),
         }
         self.saved = trainer.step
-        texts = {"tokenizer.json": self.tokenizer.to_json(), **self.card, **(certificate or {})}
+        texts = {"tokenizer.json": self.tokenizer.to_json(), **self.carried, **(certificate or {})}
         return Snapshot(model=model, tensors=tensors, numbers=numbers, texts=texts)
 
     def _certificate(self) -> dict[str, str]:

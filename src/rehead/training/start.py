@@ -18,7 +18,7 @@ from rehead.measure import parameters
 from rehead.measure.forecast import FLOAT, loss_bytes, step_bytes
 from rehead.model import LanguageModel, build
 from rehead.system.memory import require_memory
-from rehead.tokenizer import Tokenizer, train
+from rehead.tokenizer import Tokenizer, chat_template, train
 from rehead.training import state
 from rehead.training.frozen import share_frozen
 from rehead.training.heal import require_same_vocabulary
@@ -83,16 +83,17 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
     return model
 
 
-def card_of(options: ModelOptions, checkpoint: Path | None) -> dict[str, str]:
-    """Return the card of the run's checkpoints, as a file by name: of a model with trained weights, where from."""
+def carried_files(options: ModelOptions, checkpoint: Path | None) -> dict[str, str]:
+    """Return what checkpoints keep of the trained model that began them, as files: its origin and chat template."""
     place = options.pretrained_folder or options.folder
     if place is None:
         return {}
     if checkpoint is not None:
         card = checkpoint / CARD
-        return {CARD: card.read_text(encoding="utf-8")} if card.is_file() else {}
+        texts = {CARD: card.read_text(encoding="utf-8")} if card.is_file() else {}
+        return texts | chat_template(checkpoint)
     source = Path(place)
-    return {CARD: read_at(source, lambda folder: carried(source, folder))}
+    return read_at(source, lambda folder: {CARD: carried(source, folder), **chat_template(folder)})
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:

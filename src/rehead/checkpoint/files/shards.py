@@ -190,16 +190,24 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
 
 def strict_json(path: Path, largest: int) -> Any:
     """Read a JSON file of at most `largest` bytes. Raises InvalidInput for a key that appears twice."""
+    text = text_of(path, largest)
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not JSON: {error!s:.200}. Put a whole copy of it there.") from error
+
+
+def text_of(path: Path, largest: int) -> str:
+    """Read a text file of at most `largest` bytes."""
     require_regular(path)
     try:
         if path.stat().st_size > largest:
             raise InvalidInput(f"{path} has more than {largest:,} bytes, the limit for such a file.")
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}: expected a model folder with that file.") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON: {error!s:.200}. Put a whole copy of it there.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not text in UTF-8. Put a whole copy of it there.") from error
 
 
 def require_regular(path: Path) -> None:

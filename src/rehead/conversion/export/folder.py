@@ -63,11 +63,9 @@ def export_folder(
             made=certificate,
             lost=_lost(model),
         )
-        files = {CARD: card.text()}
+        files = opened.texts() | {CARD: card.text()}
         if (last := certificate or before) is not None:
             files |= {CERTIFICATE: last.to_json(), PAGE: page(last)}
-        if opened.tokenizer is not None:
-            files["tokenizer.json"] = opened.tokenizer.to_json()
         stock.write(model, aside, family, files, opened.special, opened.marks())
         read.require_unchanged()
     return family.architecture, certificate

@@ -30,7 +30,7 @@ from rehead.errors import UsageError
 from rehead.measure.stored import Storage, lost_rows
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
-from rehead.tokenizer import OpenedModel, open_model
+from rehead.tokenizer import OpenedModel, chat_template, open_model
 
 log = logging.getLogger("rehead")
 TYPES: dict[str, Type] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
@@ -120,9 +120,8 @@ def _vocabulary(opened: OpenedModel, config: GPTConfig) -> dict[str, Any]:
     """Return the keys of the tokenizer, and the chat template, if the folder has one."""
     tokenizer = opened.require_tokenizer()
     words = vocabulary(tokenizer.to_json(), config.vocab_size, opened.special)
-    template = opened.folder / "chat_template.jinja"
-    if template.is_file():
-        words["tokenizer.chat_template"] = template.read_text(encoding="utf-8")
+    for template in chat_template(opened.folder).values():
+        words["tokenizer.chat_template"] = template
     return words
 
 
