@@ -19,7 +19,7 @@ from rehead.cli import main
 from rehead.conversion.certificate import Certificate, Text
 from rehead.conversion.export.card import metrics
 from rehead.conversion.origin import Origin, front
-from rehead.tokenizer import train
+from rehead.tokenizer import open_model, train
 
 TEXT = "Seem to me all the uses of this world — ü! Fie on't, ah fie\n" * 30
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -118,14 +118,21 @@ CHAT = [
 TEMPLATE = "{% for one in messages %}<{{ one['role'] }}> {{ one['content'] }}\n{% endfor %}"
 
 
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
+MARKS = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 3}
+
+
 def chatted(folder):
     """A chat as text, by transformers' tokenizer of a folder."""
     return transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, tokenize=False)
 
 
 @pytest.mark.parametrize("place", ["file", "config", "one of several"])
-def test_the_chat_template_goes_along(place, capfd):
+def test_chat_template_and_sampling_go_along(place, capfd):
+    """To every model that is made from another, taught, healed and exported."""
     llama("llama")
+    others = {"cache_implementation": "hybrid", "transformers_version": "4.0.0"}
+    Path("llama/generation_config.json").write_text(json.dumps(SAMPLING | MARKS | others), encoding="utf-8")
     if place == "file":
         Path("llama/chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
@@ -158,6 +165,10 @@ def test_the_chat_template_goes_along(place, capfd):
     for model in ("llama", "mqa", "mqa-taught", "mqa-healed"):
         run("export", model, f"{model}-stock")
         assert chatted(f"{model}-stock") == expected, model
+        stock = transformers.GenerationConfig.from_pretrained(f"{model}-stock")
+        assert {key: getattr(stock, key) for key in SAMPLING | MARKS} == SAMPLING | MARKS, model
+        assert stock.cache_implementation is None
+        assert open_model(f"{model}").ends == {2, 7}, model
     assert not Path("mqa/tokenizer_config.json").exists()
 
 

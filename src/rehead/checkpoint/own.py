@@ -52,17 +52,12 @@ def save(
         write(model, folder, files or {})
 
 
-def write(
-    model: LanguageModel, folder: Path, files: Mapping[str, str], special: Mapping[str, Any] | None = None
-) -> None:
-    """Write the files of a model folder into a folder being published.
-
-    `special` are ids that generation_config.json stores for other software.
-    """
+def write(model: LanguageModel, folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files of a model folder into a folder being published; `files` may replace generation_config.json."""
     tied = {name for name, _ in model.named_parameters()}  # a shared tensor has one name here
     write_weights(folder, {name: weight for name, weight in model.state_dict().items() if name in tied})
     config = {"format": FORMAT, **encode(model.config), "dtype": str(model.head.weight.dtype)[6:]}
-    generation = {"do_sample": True, "temperature": 1.0, **(special or {})}
+    generation = {"do_sample": True, "temperature": 1.0}
     texts = {"config.json": _json(config), "generation_config.json": _json(generation), **files}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -47,7 +47,7 @@ class FolderConverter:
     ) -> None:
         require_seed(seed)
         opened = open_model(source, in_memory=False)
-        self.source, self.tokenizer, self.special = source, opened.tokenizer, opened.special
+        self.source, self.tokenizer = source, opened.tokenizer
         self.carried = opened.texts() | {CARD: carried(source, opened.folder)}
         self.read = Source(opened.model, opened.folder)
         data = run_data(source)
@@ -109,7 +109,7 @@ class FolderConverter:
         if max_loss is not None and certificate.loss is not None:
             _tell_loss(max_loss, *certificate.loss)
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate), **self.carried}
-        own.write(result, aside, files, self.special)
+        own.write(result, aside, files)
         self.read.require_unchanged()
         return certificate
 

@@ -1,7 +1,7 @@
 """Text to ids and back, from a tokenizer.json."""
 
 from rehead.tokenizer.kinds import KINDS
-from rehead.tokenizer.opened import OpenedModel, chat_template, load_tokenizer, open_model
+from rehead.tokenizer.opened import OpenedModel, load_tokenizer, open_model
 from rehead.tokenizer.tokenizer import FILE, Tokenizer, train
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "KINDS",
     "OpenedModel",
     "Tokenizer",
-    "chat_template",
     "load_tokenizer",
     "open_model",
     "train",

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
-from rehead.checkpoint.files.shards import strict_json, text_of
+from rehead.checkpoint.companions import TOKENIZER_CONFIG, companions, json_table
 from rehead.checkpoint.find import path_of
-from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
+from rehead.checkpoint.huggingface.stock import special_ids
 from rehead.model import LanguageModel
 from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
 
-CONFIG = "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"
 MARKS = ("bos", "eos", "pad")
 
 
@@ -45,7 +43,7 @@ class OpenedModel:
 
         It is the token that tokenizer_config.json names or, where that has no such key, the id in the model's config.
         """
-        table = _table(self.folder / CONFIG)
+        table = json_table(self.folder / TOKENIZER_CONFIG)
         if self.tokenizer is not None and f"{name}_token" in table:
             named = table[f"{name}_token"]
             named = named.get("content") if isinstance(named, dict) else named
@@ -60,30 +58,9 @@ class OpenedModel:
         return {f"{name}_token": token for name, token in tokens.items() if token}
 
     def texts(self) -> dict[str, str]:
-        """Return the tokenizer and the chat template, as files by name; what there is of them."""
+        """Return the tokenizer, the chat template and how to sample, as files by name; what there is of them."""
         tokenizer = {} if self.tokenizer is None else {FILE: self.tokenizer.to_json()}
-        return tokenizer | chat_template(self.folder)
-
-
-def chat_template(folder: Path) -> dict[str, str]:
-    """Return the template that makes a text of a chat (Jinja, for other software), as a file by name, if there is one.
-
-    It is chat_template.jinja or, as older folders have it, a string of tokenizer_config.json, or the `default` of
-    several.
-    """
-    file = folder / TEMPLATE
-    if os.path.lexists(file):
-        return {TEMPLATE: text_of(file, LARGEST)}
-    named = _table(folder / CONFIG).get("chat_template")
-    for one in named if isinstance(named, list) else ():
-        if isinstance(one, dict) and one.get("name") == "default":
-            named = one.get("template")
-    return {TEMPLATE: named} if isinstance(named, str) else {}
-
-
-def _table(file: Path) -> dict[str, Any]:
-    found = strict_json(file, LARGEST) if os.path.lexists(file) else {}
-    return found if isinstance(found, dict) else {}
+        return tokenizer | companions(self.folder)
 
 
 def open_model(

@@ -164,7 +164,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         CARD: carried(folder, opened.folder),
         **opened.texts(),
     }
-    own.write(result, aside, files, opened.special)
+    own.write(result, aside, files)
     for one in both:
         one.require_unchanged()
 

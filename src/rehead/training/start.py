@@ -9,6 +9,7 @@ import torch
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, read_at, resolve
+from rehead.checkpoint.companions import companions
 from rehead.checkpoint.hub import pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
 from rehead.conversion.origin import CARD, carried
@@ -18,7 +19,7 @@ from rehead.measure import parameters
 from rehead.measure.forecast import FLOAT, loss_bytes, step_bytes
 from rehead.model import LanguageModel, build
 from rehead.system.memory import require_memory
-from rehead.tokenizer import Tokenizer, chat_template, train
+from rehead.tokenizer import Tokenizer, train
 from rehead.training import state
 from rehead.training.frozen import share_frozen
 from rehead.training.heal import require_same_vocabulary
@@ -84,16 +85,16 @@ def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: i
 
 
 def carried_files(options: ModelOptions, checkpoint: Path | None) -> dict[str, str]:
-    """Return what checkpoints keep of the trained model that began them, as files: its origin and chat template."""
+    """Return what checkpoints keep of the trained model that began them, as files: origin, chat template, sampling."""
     place = options.pretrained_folder or options.folder
     if place is None:
         return {}
     if checkpoint is not None:
         card = checkpoint / CARD
         texts = {CARD: card.read_text(encoding="utf-8")} if card.is_file() else {}
-        return texts | chat_template(checkpoint)
+        return texts | companions(checkpoint)
     source = Path(place)
-    return read_at(source, lambda folder: {CARD: carried(source, folder), **chat_template(folder)})
+    return read_at(source, lambda folder: {CARD: carried(source, folder), **companions(folder)})
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rehead import __version__
 from rehead.attention import LatentConfig
+from rehead.checkpoint.companions import chat_template
 from rehead.checkpoint.files.publish import publish_file
 from rehead.checkpoint.gguf.architectures import Architecture, architectures
 from rehead.checkpoint.gguf.vocabulary import vocabulary
@@ -30,7 +31,7 @@ from rehead.errors import UsageError
 from rehead.measure.stored import Storage, lost_rows
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
-from rehead.tokenizer import OpenedModel, chat_template, open_model
+from rehead.tokenizer import OpenedModel, open_model
 
 log = logging.getLogger("rehead")
 TYPES: dict[str, Type] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}

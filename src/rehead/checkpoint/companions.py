@@ -1,0 +1,52 @@
+"""Files beside a model that rehead does not use but passes on: its chat template, and how other software samples."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rehead.checkpoint.files.shards import strict_json, text_of
+from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
+
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+"""Keys of generation_config.json that hold for a model with another attention, too."""
+
+
+def companions(folder: Path) -> dict[str, str]:
+    """Return the files that another model in place of this one needs beside it, by name; what there is of them."""
+    return chat_template(folder) | _generation(folder)
+
+
+def chat_template(folder: Path) -> dict[str, str]:
+    """Return the template that makes a text of a chat (Jinja, for other software), as a file by name, if there is one.
+
+    It is chat_template.jinja or, as older folders have it, a string of tokenizer_config.json, or the `default` of
+    several.
+    """
+    file = folder / TEMPLATE
+    if os.path.lexists(file):
+        return {TEMPLATE: text_of(file, LARGEST)}
+    named = json_table(folder / TOKENIZER_CONFIG).get("chat_template")
+    for one in named if isinstance(named, list) else ():
+        if isinstance(one, dict) and one.get("name") == "default":
+            named = one.get("template")
+    return {TEMPLATE: named} if isinstance(named, str) else {}
+
+
+def _generation(folder: Path) -> dict[str, str]:
+    """Return generation_config.json with the ids of special tokens, which may stand in config.json alone."""
+    ids = special_ids(folder)
+    if not (folder / GENERATION).is_file():
+        sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
+    else:
+        found = json_table(folder / GENERATION)
+        sampling = {key: found[key] for key in SAMPLING if isinstance(found.get(key), int | float)}
+    return {GENERATION: json.dumps(sampling | ids, indent=2) + "\n"} if sampling | ids else {}
+
+
+def json_table(file: Path) -> dict[str, Any]:
+    """Return the table in a JSON file; an empty one if there is none."""
+    found = strict_json(file, LARGEST) if os.path.lexists(file) else {}
+    return found if isinstance(found, dict) else {}
