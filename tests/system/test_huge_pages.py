@@ -73,17 +73,20 @@ def test_a_loaded_model_lies_there(tmp_path):
     assert resident() - before >= sum(weight.nbytes for weight in model.parameters()) - PAGE
 
 
-@pytest.mark.parametrize("missing", ["advice", "kernel"])
+@pytest.mark.parametrize("missing", ["advice", "kernel", "addresses"])
 def test_without_huge_pages_memory_is_ordinary(missing, monkeypatch):
     class Mapping(mmap.mmap):
         def madvise(self, *_):
             raise OSError(22, "Invalid argument")
 
+    def refused(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
     if missing == "advice":
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     else:
-        monkeypatch.setattr(huge_pages.mmap, "mmap", Mapping)
+        monkeypatch.setattr(huge_pages.mmap, "mmap", Mapping if missing == "kernel" else refused)
     given = torch.randn(40)
     kept = HugePages().keep(given)
     assert torch.equal(kept, given)
-    assert (kept is given) == (missing == "advice")
+    assert (kept is given) == (missing != "kernel")

@@ -26,11 +26,14 @@ class HugePages:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` in huge pages; the tensor itself where the system has none."""
+        """Return a copy of `tensor` in huge pages; the tensor itself where the system has none, or none left."""
         if not hasattr(mmap, "MADV_HUGEPAGE") or not tensor.numel():
             return tensor
         if self._block is None or self._used + tensor.nbytes > len(self._block):
-            self._block, self._used = _block(max(BLOCK, tensor.nbytes + PAGE))
+            try:
+                self._block, self._used = _block(max(BLOCK, tensor.nbytes + PAGE))
+            except OSError:  # such as a limit of addresses
+                return tensor
         place = torch.frombuffer(self._block, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return place.view(tensor.shape).copy_(tensor)
