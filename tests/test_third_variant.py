@@ -114,7 +114,7 @@ def test_what_works_without_knowing_it(run, capfd, monkeypatch):
     sizes = ["--prompt-lengths", "8", "--new-tokens", "3", "--rounds", "1"]
     code, found, _ = said(capfd, "bench", "run", *sizes, "--explain", "--json")
     assert code == 0
-    assert "C++ kernel" in found["explain"][0]
+    assert "C++ decoder" in found["explain"][0]
     assert "layers 0, 1, toy, prompts: 1 to 4 tokens: query heads folded into rows" in found["explain"][2]
     assert found["cases"][0]["cache_bytes_held"] == found["cases"][0]["cache_bytes_predicted"]
     assert found["cases"][0]["same_tokens"]

@@ -9,9 +9,12 @@ import torch
 from rehead import decoding
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
 from rehead.attention.kernels import compiled, continued, flash, windowed
+from rehead.attention.kernels.definition import Reference
 from rehead.config import GPTConfig, RNNConfig
 from rehead.decoding import graph_engine
-from rehead.measure.explain import explain, ranges
+from rehead.decoding.native_engine import MOST_SEQUENCES
+from rehead.decoding.native_program import NativeProgram
+from rehead.measure.explain import _why_not_faster, explain, explain_all, ranges
 from rehead.model import build
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, rope=RopeConfig())
@@ -102,7 +105,7 @@ def test_what_is_said_is_what_runs(ran, kind, dtype, threads):
 
 
 def test_a_lie_is_caught(ran, monkeypatch):
-    """As the page once said of one sequence of MQA: the C++ kernel, where there was less work than threads."""
+    """As the page once said of one sequence of MQA: C++, where there was less work than threads."""
     torch.set_num_threads(3)
     monkeypatch.setattr(kernels, "choose", lambda _: kernels.Choice(compiled.Compiled(), {}))
     model = made(KINDS["mqa"]).float()
@@ -112,19 +115,19 @@ def test_a_lie_is_caught(ran, monkeypatch):
 
 
 SAID = [
-    (GQA, "folded into the rows", "SDPA (no C++ kernel: not in float32, bfloat16 or float16)"),
-    (replace(GQA, window=300), "folded", "SDPA (no C++"),
+    (GQA, "folded into the rows", "SDPA (no C++ attention kernel: not in float32, bfloat16 or float16)"),
+    (replace(GQA, window=300), "folded", "SDPA (no C++ attention kernel"),
     (
         replace(GQA, rope=None, score="additive"),
         "slow, a learned score",
-        "1 to 150 tokens: the reference kernel",
+        "1 to 150 tokens: the reference kernel (slow, O(L^2) memory) (no other kernel: a learned score)",
     ),
     (replace(MLA, kv_lora_rank=8), "absorbed, as any number", "absorbed, SDPA"),
     (replace(MLA, kv_lora_rank=40), "absorbed, as up to 10 new tokens", "11 to 150 tokens: expanded, SDPA"),
     (
         replace(MLA, qk_rope_head_dim=0, rope=RopeConfig()),
         "rebuilt from all latents",
-        "half absorbed, the reference",
+        "memory) (no other kernel: keys are rebuilt, latents summed)",
     ),
     (
         replace(MLA, n_kv_head=1, kv_lora_rank=200, v_head_dim=1, qk_nope_head_dim=1),
@@ -144,7 +147,38 @@ def test_what_is_said(config, one, many):
     assert lines[1].startswith(("layers 0, 1", "layers 0, 1, 2"))
     assert ", training: 1 to " in lines[3]
     model.float()
-    assert ("C++ kernel, on 1 thread" in explain(model)[0]) == (decoding.native_refusal(model) is None)
+    assert ("C++ decoder, on 1 thread" in explain(model)[0]) == (decoding.native_refusal(model) is None)
+
+
+def test_a_batch_that_is_too_large_is_decoded_in_pytorch(monkeypatch):
+    """As decode.cpp is called or not."""
+    model = made(GQA).float()
+    if decoding.native_refusal(model) is not None:
+        pytest.skip("no compiler")
+    calls = []
+    run = NativeProgram.__call__
+    monkeypatch.setattr(NativeProgram, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    for batch_size in (1, MOST_SEQUENCES, MOST_SEQUENCES + 1):
+        calls.clear()
+        decoding.decoder(model)(torch.zeros(batch_size, dtype=torch.long), model.new_cache(batch_size, 2))
+        assert ("into the C++ decoder" in explain(model, batch_size)[0]) == bool(calls)
+    assert explain(model, 17)[0].endswith("(no C++ decoder: 17 sequences, more than 16)")
+
+
+def test_what_only_some_batch_sizes_do_names_them(monkeypatch):
+    monkeypatch.setattr("rehead.measure.explain.native_refusal", lambda _: None)  # without a compiler, too
+    model = made(GQA).float()
+    lines = explain_all(model, (1, 8, 32))
+    assert [line.split(" decoding: ")[0] for line in lines[:2]] == ["batch 1, 8:", "batch 32:"]
+    assert lines[2] == explain(model)[1]
+    assert explain_all(model, (32,)) == explain(model, 32)
+
+
+def test_every_reason_against_the_others_of_the_reference_kernel_is_given():
+    several = kernels.Choice(
+        Reference(), {"folded": "many queries", "C++": "too wide", "SDPA": "many queries"}
+    )
+    assert _why_not_faster(several) == " (no folded or SDPA: many queries, no C++: too wide)"
 
 
 def test_a_network_without_attention():
@@ -185,7 +219,7 @@ def test_a_gpu_has_ways_of_its_own(monkeypatch, switch):
     monkeypatch.setattr(compiled.Compiled, "limit", lambda *_: "not on a CPU")
     lines = explain(model)
     assert lines[0] == "decoding: CUDA graphs, one per length bucket"
-    assert "80 to 150 tokens: windowed flash attention (no C++ kernel: not on a CPU)" in lines[2]
+    assert "80 to 150 tokens: windowed flash attention (no C++ attention kernel: not on a CPU)" in lines[2]
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "(no CUDA graphs: it has forward hooks" in explain(model)[0]
     hook.remove()
@@ -193,4 +227,4 @@ def test_a_gpu_has_ways_of_its_own(monkeypatch, switch):
 
 def test_without_compiled_code_it_says_so(switch):
     switch("0")
-    assert "(no C++ kernel: compiled code is switched off)" in explain(made(GQA).float())[2]
+    assert "(no C++ attention kernel: compiled code is switched off)" in explain(made(GQA).float())[2]

@@ -6,12 +6,13 @@ A model describes one token as a program (`rehead.attention.program`); the engin
 from rehead.decoding.change import Decoder
 from rehead.decoding.graph_engine import graph_decoder, graph_refusal
 from rehead.decoding.lowering import is_intercepted, is_whole
-from rehead.decoding.native_engine import native_decoder, native_refusal, prepare
+from rehead.decoding.native_engine import batch_refusal, native_decoder, native_refusal, prepare
 from rehead.decoding.torch_engine import torch_decoder
 from rehead.model import LanguageModel, evaluated
 from rehead.model.base import Decode
 
 __all__ = [
+    "batch_refusal",
     "decoder",
     "graph_decoder",
     "graph_refusal",

@@ -45,6 +45,11 @@ def native_refusal(model: LanguageModel) -> str | None:
     return str(loaded) if isinstance(loaded, KernelUnavailable) else None
 
 
+def batch_refusal(n_sequence: int) -> str | None:
+    """Return the reason why a batch goes to PyTorch instead of C++; None if it does not."""
+    return f"{n_sequence} sequences, more than {MOST_SEQUENCES}" if n_sequence > MOST_SEQUENCES else None
+
+
 def prepare(model: LanguageModel) -> None:
     """Build the C++ that generation with this model may need, so that its messages do not interrupt the text."""
     in_cpp = model.device.type == "cpu" and model.head.weight.dtype != torch.float64
@@ -74,7 +79,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
 
     def decode_alone(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         check(ids, caches)
-        if len(ids) > MOST_SEQUENCES or not is_gapless(widest(caches)):
+        if batch_refusal(len(ids)) is not None or not is_gapless(widest(caches)):
             return by_torch()(ids, caches)
         n_position = caches[0].n_token + 1
         token = next_token(ids, caches, layers)

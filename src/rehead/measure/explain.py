@@ -3,7 +3,7 @@
 This module makes no choices: it asks the decoders, each layer's `choice` and the kernels' `choose`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from rehead.attention import Attention, AttentionConfig
 from rehead.attention.kernels import Choice
 from rehead.attention.kernels.compiled import Compiled
 from rehead.attention.kernels.definition import Reference
-from rehead.decoding import graph_engine, graph_refusal, native_refusal
+from rehead.decoding import batch_refusal, graph_engine, graph_refusal, native_refusal
 from rehead.model import GPT, LanguageModel, evaluating, modes_kept
 from rehead.model.layers import Block
 
@@ -22,7 +22,7 @@ def explain(model: LanguageModel, batch_size: int = 1) -> list[str]:
     `prompts` have equal lengths and are read into an empty cache; with unequal lengths there are positions, and
     some kernels refuse those. `training` is a forward and backward pass.
     """
-    lines = [f"decoding: {_decoding(model)}"]
+    lines = [f"decoding: {_decoding(model, batch_size)}"]
     if not isinstance(model, GPT):
         return lines
     layers: dict[AttentionConfig, list[int]] = {}
@@ -41,20 +41,30 @@ def explain(model: LanguageModel, batch_size: int = 1) -> list[str]:
     return lines
 
 
-def _decoding(model: LanguageModel) -> str:
-    no_kernel, no_graph = native_refusal(model), graph_refusal(model)
-    if no_kernel is None:
+def explain_all(model: LanguageModel, batch_sizes: Sequence[int]) -> list[str]:
+    """Return the lines of `explain` for several batch sizes; a line that is not that of all sizes names its own."""
+    lines = []
+    for said in zip(*(explain(model, size) for size in batch_sizes), strict=True):
+        for line in dict.fromkeys(said):
+            sizes = [str(size) for size, its in zip(batch_sizes, said, strict=True) if its == line]
+            lines.append(line if len(sizes) == len(said) else f"batch {', '.join(sizes)}: {line}")
+    return lines
+
+
+def _decoding(model: LanguageModel, batch_size: int) -> str:
+    no_decoder, no_graph = native_refusal(model) or batch_refusal(batch_size), graph_refusal(model)
+    if no_decoder is None:
         threads = torch.get_num_threads()
-        return f"one call a token into the C++ kernel, on {threads} thread{'s' * (threads > 1)}"
+        return f"one call a token into the C++ decoder, on {threads} thread{'s' * (threads > 1)}"
     if no_graph is None:
         return "CUDA graphs, one per length bucket"
     of_device = model.device.type == graph_engine.DEVICE
-    reason = f"CUDA graphs: {no_graph}" if of_device else f"C++ kernel: {no_kernel}"
+    reason = f"CUDA graphs: {no_graph}" if of_device else f"C++ decoder: {no_decoder}"
     return f"PyTorch, one operation after another (no {reason})"
 
 
 def _texts(attention: Attention, n_past: int | None, batch_size: int, longest: int) -> str:
-    """Return the code for texts of 1 to `longest` tokens, and why it is not the C++ kernel."""
+    """Return the code for texts of 1 to `longest` tokens, and why it is not the C++ attention kernel."""
 
     def choose(n_token: int) -> Choice | None:
         return attention.choice(n_token, n_past, batch_size)
@@ -65,14 +75,21 @@ def _texts(attention: Attention, n_past: int | None, batch_size: int, longest: i
             return "this variant does not say"
         words = f"{choice.form}, {choice.kernel.words}" if choice.form else choice.kernel.words
         tokens = f"{first} token{'s' * (first > 1)}" if first == last else f"{first} to {last} tokens"
-        stretches.append(f"{tokens}: {words}{_why_not_compiled(choice)}")
+        stretches.append(f"{tokens}: {words}{_why_not_faster(choice)}")
     return "; ".join(stretches)
 
 
-def _why_not_compiled(choice: Choice) -> str:
-    """Return why the C++ kernel refused, if it did."""
-    reason = choice.against.get(Compiled.name)
-    return f" (no C++ kernel: {reason})" if reason and not isinstance(choice.kernel, Reference) else ""
+def _why_not_faster(choice: Choice) -> str:
+    """Return why the C++ attention kernel refused, if it did; for the reference kernel, why every other one did."""
+    if not isinstance(choice.kernel, Reference):
+        reason = choice.against.get(Compiled.name)
+        return f" (no C++ attention kernel: {reason})" if reason else ""
+    names: dict[str, list[str]] = {}
+    for name, reason in choice.against.items():
+        names.setdefault(reason, []).append(name)
+    if len(names) == 1:
+        return f" (no other kernel: {next(iter(names))})"
+    return " (" + ", ".join(f"no {' or '.join(those)}: {reason}" for reason, those in names.items()) + ")"
 
 
 def ranges(choose: Callable[[int], Choice | None], longest: int) -> Iterator[tuple[int, int, Choice | None]]:

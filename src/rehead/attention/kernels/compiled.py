@@ -25,7 +25,7 @@ class Compiled(Kernel):
     """One call of native/sequence.cpp. Without a window it drops the same weights as `Blocked`."""
 
     name = "C++"
-    words = "the C++ kernel"
+    words = "the C++ attention kernel"
     drops_weights = True
 
     def limit(self, call: Call) -> str | None:
