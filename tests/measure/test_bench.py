@@ -206,3 +206,52 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "model on cpu in float32, length 16: 8 new tokens" in printed.out
     assert printed.err == ""
+
+
+def test_the_explanation_is_printed_before_anything_is_timed(tmp_path, monkeypatch, capsys):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(roofline, "SAMPLE", 1e-4)
+    monkeypatch.setitem(roofline.SIDE, "cpu", 32)
+    monkeypatch.chdir(tmp_path)
+    rehead.save(gpt(), "model")
+    printed = []
+
+    def watched(*given):
+        printed.append(capsys.readouterr().out)
+        return bench(*given)
+
+    monkeypatch.setattr(module, "bench", watched)
+    monkeypatch.setattr("rehead.measure.explain.native_refusal", lambda _: None)  # without a compiler, too
+    words = [
+        "bench",
+        "model",
+        "--prompt-lengths",
+        "3",
+        "--new-tokens",
+        "2",
+        "--rounds",
+        "1",
+        "--batch",
+        "1",
+        "32",
+    ]
+    assert main([*words, "--explain"]) == 0
+    lines = printed[0].splitlines()
+    assert lines[0].startswith("batch 1: decoding: ")
+    assert lines[1].startswith("batch 32: decoding: PyTorch, one operation after another (no C++ decoder: ")
+    assert "decoding: " not in capsys.readouterr().out
+    printed.clear()
+    assert main([*words, "--explain", "--json"]) == 0
+    assert printed == ["", ""]
+    assert json.loads(capsys.readouterr().out)["explain"] == lines
+
+
+def test_a_size_is_refused_before_anything_is_explained_or_timed(tmp_path, monkeypatch, capsys):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    rehead.save(gpt(), "model")
+    for batch in ("0", "-1", str(10**18)):
+        assert main(["bench", "model", "--explain", "--batch", "1", batch, "--prompt-lengths", "3"]) in (2, 5)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert f"batch_size={batch}" in printed.err

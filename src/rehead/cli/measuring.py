@@ -110,21 +110,28 @@ def bench(
     from rehead.checkpoint import load
     from rehead.checkpoint.find import run_data
     from rehead.measure.bench import bench as measure
-    from rehead.measure.bench import usual_sizes
+    from rehead.measure.bench import require_sizes, usual_sizes
     from rehead.measure.environment import environment
-    from rehead.measure.explain import explain as explained
+    from rehead.measure.explain import explain_all
     from rehead.measure.length import text_length
     from rehead.report.bench import present
     from rehead.report.progress import Board
     from rehead.system.device import choose_device
 
-    with Board(f"timing {model}"):
+    with Board(f"loading {model}"):
         read = load(model, device=choose_device(device), dtype=None if dtype is None else torch_dtype(dtype))
         run = run_data(model)
         length = text_length(read.config, length, None if run is None else run.block_size)
         usual_lengths, usual_new = usual_sizes(length)
         lengths, n_new = prompt_lengths or usual_lengths, usual_new if new_tokens is None else new_tokens
-        cases = [measure(read, length, many, n_new, rounds) for many in batch for length in lengths]
+        each = [(length, many, n_new, rounds) for many in batch for length in lengths]
+        for sizes in each:
+            require_sizes(read, *sizes)
+    reasons = explain_all(read, batch) if explain else []
+    if reasons and not json:
+        print(*reasons, sep="\n", flush=True)
+    with Board(f"timing {model}"):
+        cases = [measure(read, *sizes) for sizes in each]
     facts = {
         "model": str(model),
         "device": str(read.device),
@@ -136,9 +143,7 @@ def bench(
         "cases": [asdict(case) for case in cases],
         "environment": environment(),
     }
-    reasons = list(dict.fromkeys(line for many in batch for line in explained(read, many))) if explain else []
     if json:
         say(document | {"explain": reasons} if explain else document, "", json)
     else:
-        print(*reasons, sep="\n", end="\n" * bool(reasons))
         present(f"{model} on {facts['device']} in {facts['dtype']}, length {length:,}", cases)

@@ -104,15 +104,10 @@ def usual_sizes(length: int) -> tuple[tuple[int, int], int]:
     return (max(length // 8, 1), max(length // 2, 1)), min(32, max(length // 2, 2))
 
 
-def bench(
+def require_sizes(
     model: LanguageModel, prompt_length: int, batch_size: int = 1, new_tokens: int = 32, rounds: int = 5
-) -> Case:
-    """Generate after random prompts with and without a cache, in alternating order, `rounds` times each.
-
-    Each round measures the machine, too. A short generation of each arm goes first, untimed. Raises UsageError
-    for sizes that cannot be timed or exceed the model's context, ResourceError for sizes that exceed this
-    machine's memory.
-    """
+) -> None:
+    """Refuse what `bench` cannot time: UsageError for sizes, ResourceError for more than this machine's memory."""
     for name, size, least in (
         ("prompt_length", prompt_length, 1),
         ("batch_size", batch_size, 1),
@@ -128,16 +123,31 @@ def bench(
             f"{limit}: beyond it the cache is rebuilt. Use {limit} or fewer in total."
         )
     config, device, dtype = model.config, model.device, model.head.weight.dtype
-    to_read = decode_bytes(config, whole, batch_size, dtype)
     parts = {
         use: generation_bytes(config, batch_size, prompt_length, new_tokens, dtype, use_cache=use)
         for use in (True, False)
     }
-    for held in ({"a block to time reading": to_read}, *parts.values()):
+    to_read = {"a block to time reading": decode_bytes(config, whole, batch_size, dtype)}
+    for held in (to_read, *parts.values()):
         work = f"batch_size={batch_size} with prompts of {prompt_length:,} tokens"
         require_memory(
             work, held, "Use a smaller --batch, or a smaller --length or --prompt-lengths.", device
         )
+
+
+def bench(
+    model: LanguageModel, prompt_length: int, batch_size: int = 1, new_tokens: int = 32, rounds: int = 5
+) -> Case:
+    """Generate after random prompts with and without a cache, in alternating order, `rounds` times each.
+
+    Each round measures the machine, too. A short generation of each arm goes first, untimed. Raises UsageError
+    for sizes that cannot be timed or exceed the model's context, ResourceError for sizes that exceed this
+    machine's memory.
+    """
+    require_sizes(model, prompt_length, batch_size, new_tokens, rounds)
+    config, device, dtype = model.config, model.device, model.head.weight.dtype
+    whole = prompt_length + new_tokens
+    to_read = decode_bytes(config, whole, batch_size, dtype)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator)
     arms = {True: _Samples(), False: _Samples()}
