@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from rehead import decoding
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
+from rehead.attention.grouped import GroupedAttention
 from rehead.attention.kernels import compiled, continued, flash, windowed
 from rehead.attention.kernels.definition import Reference
 from rehead.config import GPTConfig, RNNConfig
@@ -15,7 +17,8 @@ from rehead.decoding import graph_engine
 from rehead.decoding.native_engine import MOST_SEQUENCES
 from rehead.decoding.native_program import NativeProgram
 from rehead.measure.explain import _why_not_faster, explain, explain_all, ranges
-from rehead.model import build
+from rehead.model import GPT, build
+from rehead.model.layers import Block
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, rope=RopeConfig())
 MLA = LatentConfig(n_query_head=6, kv_lora_rank=9, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=7)
@@ -179,6 +182,53 @@ def test_every_reason_against_the_others_of_the_reference_kernel_is_given():
         Reference(), {"folded": "many queries", "C++": "too wide", "SDPA": "many queries"}
     )
     assert _why_not_faster(several) == " (no folded or SDPA: many queries, no C++: too wide)"
+
+
+class Changed(Block):
+    """A layer whose author forgot `lower`."""
+
+
+class Doubling(nn.Dropout):
+    """Another dropout."""
+
+
+def other_layer(model):
+    model.layers[1].__class__ = Changed
+
+
+def other_dropout(model):
+    model.layers[1].resid_dropout = Doubling()
+
+
+def other_method(model):
+    model.layers[1]._add = lambda x, update: x + update
+
+
+def other_model(model):
+    model.__class__ = type("MyGPT", (GPT,), {})
+
+
+def other_attention(model):
+    model.layers[1].self_attn.__class__ = type("MyGQA", (GroupedAttention,), {})
+
+
+ONLY = "that only its forward describes, since"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (other_layer, f"it has a Changed {ONLY} Changed does not repeat `lower = Block.lower`"),
+        (other_dropout, f"its layers.1.resid_dropout is {__name__}.Doubling instead of rehead's Dropout"),
+        (other_method, f"it has a Block {ONLY} its _add is replaced"),
+        (other_model, f"it is a MyGPT {ONLY} MyGPT does not repeat `lower = GPT.lower`"),
+        (other_attention, f"it has a MyGQA {ONLY} MyGQA does not repeat `lower = GroupedAttention.lower`"),
+    ],
+)
+def test_what_is_not_lowered_is_named(change, why):
+    model = made(GQA, GQA).float()
+    change(model)
+    assert explain(model)[0] == f"decoding: PyTorch, one operation after another (no C++ decoder: {why})"
 
 
 def test_a_network_without_attention():

@@ -16,7 +16,7 @@ from rehead.attention import LayerCache
 from rehead.attention.kernels.selfcheck import passes, relative_error
 from rehead.attention.program import Call
 from rehead.decoding.check import Check
-from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
+from rehead.decoding.lowering import lowered, only_forward, stored_layers, why_not_lowered
 from rehead.decoding.token import (
     Tables,
     Token,
@@ -54,7 +54,7 @@ def graph_refusal(model: LanguageModel) -> str | None:
         return why_not_lowered(model)
     for op in program.ops:
         if isinstance(op, Call) and (op.layer is not None or isinstance(op.module, MixtureOfExperts)):
-            return f"a {type(op.module).__name__} that only its forward describes"
+            return only_forward(op.module)
     return None
 
 

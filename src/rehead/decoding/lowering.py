@@ -1,6 +1,7 @@
 """The program of a model, if that shows all that the model computes."""
 
 from collections.abc import Iterable
+from inspect import isabstract
 from itertools import repeat
 from operator import contains
 from typing import Any
@@ -27,9 +28,31 @@ def why_not_lowered(model: LanguageModel) -> str:
         return "it has forward hooks"
     if has_other_forward(map(vars, model.modules())):
         return "it has a replaced forward"
-    if isinstance(model, GPT):
-        return "it has parts that only their forward describes"
-    return f"a model of type {model.config.model_type}"
+    if not isinstance(model, GPT):
+        return f"a model of type {model.config.model_type}"
+    part = next(model.undescribed(), None)
+    if part is None:
+        return "its lower returned None"
+    if part is model:
+        return f"it is {only_forward(model)}"
+    place = next(name for name, one in model.named_modules() if one is part)
+    if place.endswith("dropout"):
+        kind = type(part)
+        return f"its {place} is {kind.__module__}.{kind.__qualname__} instead of rehead's Dropout"
+    return f"it has {only_forward(part)}"
+
+
+def only_forward(module: nn.Module) -> str:
+    """Return words for a module that has to be called, with what is wrong with its `lower`, if it has one."""
+    kind = type(module)
+    words = f"a {kind.__name__} that only its forward describes"
+    parent = next((base for base in kind.__mro__ if "lower" in vars(base)), None)
+    if parent is kind:
+        replaced = [name for name in vars(module) if callable(getattr(kind, name, None))]
+        return f"{words}, since its {replaced[0]} is replaced" if replaced else words
+    if parent is None or isabstract(parent):
+        return words
+    return f"{words}, since {kind.__name__} does not repeat `lower = {parent.__name__}.lower`"
 
 
 def is_intercepted(model: LanguageModel) -> bool:

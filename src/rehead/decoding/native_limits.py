@@ -6,6 +6,7 @@ from torch import nn
 
 from rehead.attention.program import Add, Attend, AttendRebuilt, Call, Embed, Gate, Linear, Norm, Op, Program
 from rehead.attention.slot import Slot
+from rehead.decoding.lowering import only_forward
 from rehead.decoding.native_program import Span, span_of
 from rehead.nn.few_rows import is_plain
 from rehead.nn.norm import ZeroCenteredRMSNorm
@@ -30,7 +31,7 @@ def refusal(program: Program) -> str | None:
                     table for table in (tokens, positions) if table is not None and not _is_plain_table(table)
                 )
             case Call(module=module):
-                return f"it has a {type(module).__name__} that only its forward describes"
+                return f"it has {only_forward(module)}"
             case AttendRebuilt(key_norm=norm) if norm is not None:
                 modules = () if _is_plain_norm(norm) else (norm,)
             case Add(x=x) if not _can_add(previous, x):

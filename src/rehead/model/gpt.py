@@ -1,6 +1,6 @@
 """A decoder-only transformer: GPT-2's shape or Llama's, by config."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -82,10 +82,7 @@ class GPT(LanguageModel):
 
     def lower(self) -> Program | None:
         """Return the operations of one new token; None if a layer does not describe its `forward`."""
-        if "lower" not in vars(type(self)) or not all(describes(layer) for layer in self.layers):
-            return None
-        dropouts = [self.embd_dropout, *(layer.resid_dropout for layer in self.layers)]
-        if not all(type(dropout) is Dropout and "forward" not in vars(dropout) for dropout in dropouts):
+        if next(self.undescribed(), None) is not None:
             return None
         program, config = Program(), self.config
         x = program.add(Embed(self.embed_tokens, self.embed_positions, self._embed_scale))
@@ -98,6 +95,15 @@ class GPT(LanguageModel):
         if config.logit_softcap is not None:
             program.add(SoftCap(logits, config.logit_softcap))
         return program
+
+    def undescribed(self) -> Iterator[nn.Module]:
+        """Yield the model, layers and dropouts that may compute something else than `lower` says."""
+        if "lower" not in vars(type(self)):
+            yield self
+        yield from (layer for layer in self.layers if not describes(layer))
+        for dropout in (self.embd_dropout, *(layer.resid_dropout for layer in self.layers)):
+            if type(dropout) is not Dropout or "forward" in vars(dropout):
+                yield dropout  # type: ignore[misc]  # torch types attributes as tensors or modules
 
     def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
         """Return the logits for the result of `hidden`, capped if the config says so."""
