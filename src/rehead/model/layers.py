@@ -14,9 +14,10 @@ from rehead.nn.norm import NORMS
 
 
 class Block(nn.Module):
-    """x + scale * attention(norm x), then x + scale * mlp(norm x).
+    """x + scale * attention(norm x), then x + scale * mlp(norm x), where `norm_position` is "pre".
 
-    The names are Llama's in Hugging Face, and GLM-4's for norms of what is added, if there are any.
+    With "post" the norms are on the outputs of attention and MLP, with "both" at all four places; a norm that a model
+    lacks is an Identity. Their names are Llama's in Hugging Face, and on outputs those of GLM-4.
     """
 
     def __init__(self, config: GPTConfig, attention: AttentionConfig, *, has_experts: bool = False) -> None:
@@ -26,13 +27,13 @@ class Block(nn.Module):
         def norm(*, exists: bool) -> nn.Module:
             return NORMS[config.norm](config.n_embd, config.norm_eps) if exists else nn.Identity()
 
-        self.input_layernorm = norm(exists=before)
+        self.input_layernorm = norm(exists=before)  # before attention
         self.self_attn = attention.build(config.n_embd)
-        self.post_self_attn_layernorm = norm(exists=after)
-        self.post_attention_layernorm = norm(exists=before)
+        self.post_self_attn_layernorm = norm(exists=after)  # on attention's output
+        self.post_attention_layernorm = norm(exists=before)  # before the MLP
         mlp = MLPS[config.mlp]
         self.mlp = MixtureOfExperts(config, mlp) if has_experts else mlp(config)
-        self.post_mlp_layernorm = norm(exists=after)
+        self.post_mlp_layernorm = norm(exists=after)  # on the MLP's output
         self.resid_dropout = Dropout(config.resid_pdrop)
         self.scale, self.is_parallel = config.residual_scale, config.parallel_residual
 

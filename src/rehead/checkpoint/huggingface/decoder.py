@@ -12,10 +12,16 @@ from rehead.config import GPTConfig
 
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NORMS = {
-    "pre": ("input_layernorm", "post_attention_layernorm"),
-    "post": ("post_self_attn_layernorm", "post_mlp_layernorm"),
+    "pre": (
+        "input_layernorm",  # before attention
+        "post_attention_layernorm",  # before the MLP
+    ),
+    "post": (
+        "post_self_attn_layernorm",  # on attention's output, before it is added to the residual stream
+        "post_mlp_layernorm",  # on the MLP's output, before it is added
+    ),
 }
-"""Our names of a layer's norms, before attention and MLP, and of what they add."""
+"""Norms of a layer for each `norm_position`, by their names in `Block`; "both" has all four."""
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 LLAMA: Table = {"norm": "rmsnorm", "mlp": "swiglu", "learned_positions": False}
 A = TypeVar("A", bound=GroupedConfig | LatentConfig)
