@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rehead.checkpoint import families
 from rehead.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -106,3 +107,17 @@ def test_the_map_of_rooms_is_the_tree():
     }
     missing = {name for name in tree if name.removesuffix(".py") not in re.findall(r"\w+", page)}
     assert not missing
+
+
+FAMILIES = {
+    "gpt2": "GPT-2", "gpt_neox": "GPT-NeoX", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE", "smollm3": "SmolLM3", "phi3": "Phi-3", "olmo2": "OLMo2", "granite": "Granite",
+    "glm": "GLM and", "glm4": "GLM-4", "gemma2": "Gemma 2", "gemma3_text": "and 3 (text)",
+    "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "or V3", "youtu": "Youtu", "minicpm3": "MiniCPM3",
+}  # fmt: skip
+
+
+def test_every_family_is_listed():
+    assert FAMILIES.keys() == set(families)
+    (listed,) = re.findall(r"Hugging Face folder of (.*?), or a Hub model", README, re.DOTALL)
+    assert not [name for name in FAMILIES.values() if name not in " ".join(listed.split())]

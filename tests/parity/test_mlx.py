@@ -13,7 +13,9 @@ import mlx_models
 from mlx_models import MODELS, REFUSED
 from rehead.checkpoint import families
 from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.cli import main
+from rehead.conversion.export.engines import ENGINES
 from rehead.conversion.export.mlx import COMPUTED, require_computed
 from rehead.errors import ConfigError
 
@@ -38,6 +40,14 @@ def test_what_is_not_computed_is_refused_by_name(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_computed_is_not_refused(name):
     require_computed(*config(*MODELS[name]))
+
+
+def test_every_family_is_known_or_refused_as_mla():
+    """What is in neither table would go out to mlx-lm untried."""
+    latent = {name for name in families if isinstance(families[name], LatentLike)}
+    assert set(families) - latent == set(COMPUTED) - latent
+    served = {name for name in latent if families[name].architecture in ENGINES["mlx"].classes}
+    assert served == set(COMPUTED) & latent
 
 
 def test_a_layer_that_it_drops_is_refused():
