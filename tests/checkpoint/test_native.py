@@ -266,7 +266,7 @@ def test_a_bad_config_is_refused(case, folder):
 )
 def test_a_config_that_is_no_text_is_refused(content, folder):
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(InvalidInput, match="is not JSON"):
+    with pytest.raises(InvalidInput, match="is not text in UTF-8"):
         rehead.load(folder)
 
 
