@@ -186,12 +186,17 @@ def test_the_tables(monkeypatch, capsys):
     assert "the tokens differ" in out
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """A folder with `model`, which is timed for an instant."""
     torch.set_default_dtype(torch.float32)
     monkeypatch.setattr(roofline, "SAMPLE", 1e-4)
     monkeypatch.setitem(roofline.SIDE, "cpu", 32)
     monkeypatch.chdir(tmp_path)
     rehead.save(gpt(), "model")
+
+
+def test_the_command(saved, capsys):
     sizes = ["--prompt-lengths", "3", "5", "--batch", "2", "1", "--rounds", "1"]
     assert main(["bench", "model", *sizes, "--new-tokens", "4", "--dtype", "bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -208,12 +213,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert printed.err == ""
 
 
-def test_the_explanation_is_printed_before_anything_is_timed(tmp_path, monkeypatch, capsys):
-    torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr(roofline, "SAMPLE", 1e-4)
-    monkeypatch.setitem(roofline.SIDE, "cpu", 32)
-    monkeypatch.chdir(tmp_path)
-    rehead.save(gpt(), "model")
+def test_the_explanation_is_printed_before_anything_is_timed(saved, monkeypatch, capsys):
     printed = []
 
     def watched(*given):
@@ -246,10 +246,7 @@ def test_the_explanation_is_printed_before_anything_is_timed(tmp_path, monkeypat
     assert json.loads(capsys.readouterr().out)["explain"] == lines
 
 
-def test_a_size_is_refused_before_anything_is_explained_or_timed(tmp_path, monkeypatch, capsys):
-    torch.set_default_dtype(torch.float32)
-    monkeypatch.chdir(tmp_path)
-    rehead.save(gpt(), "model")
+def test_a_size_is_refused_before_anything_is_explained_or_timed(saved, monkeypatch, capsys):
     for batch in ("0", "-1", str(10**18)):
         assert main(["bench", "model", "--explain", "--batch", "1", batch, "--prompt-lengths", "3"]) in (2, 5)
         printed = capsys.readouterr()

@@ -4,12 +4,4 @@ from rehead.tokenizer.kinds import KINDS
 from rehead.tokenizer.opened import OpenedModel, load_tokenizer, open_model
 from rehead.tokenizer.tokenizer import FILE, Tokenizer, train
 
-__all__ = [
-    "FILE",
-    "KINDS",
-    "OpenedModel",
-    "Tokenizer",
-    "load_tokenizer",
-    "open_model",
-    "train",
-]
+__all__ = ["FILE", "KINDS", "OpenedModel", "Tokenizer", "load_tokenizer", "open_model", "train"]
