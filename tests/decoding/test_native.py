@@ -127,6 +127,13 @@ def test_rows_of_weights_one_after_another(width, other):
     assert ours <= 1e-6 + 1.2 * theirs
 
 
+def test_rows_of_weights_per_head():
+    """The same for the expansions of an MLA's latent, which have as many rows per head as a head has numbers."""
+    kind = replace(EXAMPLES["mla, wide"], kv_lora_rank=137)
+    ours, theirs = errors(made(gpt(kind, kind, **LLAMA)), batch=1)
+    assert ours <= 1e-6 + 1.2 * theirs
+
+
 def tensors():
     gc.collect()
     return [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
