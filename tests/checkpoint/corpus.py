@@ -226,7 +226,7 @@ CONFIGS = {
             "hidden_act": "gelu",
         }.items()
     },
-    "C31 another architecture": json.dumps(CONFIG | {"model_type": "mamba"}),
+    "C31 another architecture": json.dumps(CONFIG | {"model_type": "gpt_oss"}),
     **{name: json.dumps(table).replace("Infinity", "1e400") for name, table in kinds.bad_configs()},
 }
 """Refused by every command, before any weight is looked at."""

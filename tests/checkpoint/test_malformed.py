@@ -44,6 +44,7 @@ SAID = {
     "C26 pickles only": "pytorch_model.bin is a pickle",
     "C30 is_causal": "is_causal='no': rehead does not know this key",
     "C30 quantization_config": "from before its quantisation",
+    "C31 another architecture": "unknown model_type 'gpt_oss'. Known: deepseek_v2,",  # not: did you mean gpt_neox
     "C32 GPTQ": "holds quantised weights (model.layers.0.self_attn.q_proj.qweight",
     "C34 a later format": "upgrade rehead",
     "C34 an extra file": "extra.json is not recorded",

@@ -16,7 +16,6 @@ from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, fa
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError, InvalidInput
 from rehead.model import LanguageModel
-from rehead.registry import nearest
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST = 4 * 2**20
@@ -32,8 +31,7 @@ def family_of(table: Table, where: str) -> Family:
             "of float32, bfloat16 and float16. Use the model from before its quantisation."
         )
     if not isinstance(kind, str) or kind not in families:
-        hint = nearest(str(kind), list(families))
-        raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}.{hint}")
+        raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}. Known: {', '.join(sorted(families))}.")
     return families[kind]
 
 
