@@ -164,6 +164,27 @@ class Conversion(ABC, Generic[S, R]):
         return {}
 
 
+class ExactConversion(Conversion[S, R]):
+    """A conversion that is exact for all weights, so it has no methods and reads no text."""
+
+    why: ClassVar[str]
+    """The reason of its promise."""
+
+    def promise(self, source: S, result: R, d_model: int) -> Promise:
+        """Promise exactness."""
+        return Promise(exact=True, why=self.why)
+
+    def convert(
+        self, weights: Weights, source: S, result: R, statistics: Statistics, method: str
+    ) -> Converted:
+        """Return the weights of `result`, with no error."""
+        return Converted(weights=self.rewrite(weights, source, result))
+
+    @abstractmethod
+    def rewrite(self, weights: Weights, source: S, result: R) -> Weights:
+        """Return the weights of `result`."""
+
+
 def common(config: GroupedConfig | LatentConfig) -> dict[str, Any]:
     """Return the fields that mean the same in every variant, for a config of another one."""
     names = ("n_query_head", "v_head_dim", "qk_norm_eps", "qkv_bias", "o_bias")

@@ -8,16 +8,8 @@ import torch
 
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.attention.latent import NORM_EPS
-from rehead.conversion.base import (
-    Conversion,
-    Converted,
-    Promise,
-    Statistics,
-    Weights,
-    conversions,
-    with_bias,
-)
-from rehead.conversion.steps.deepseek import SMALL, as_deepseek
+from rehead.conversion.base import Weights, conversions, with_bias
+from rehead.conversion.steps.deepseek import SMALL, TowardsDeepSeek, as_deepseek
 
 
 def after_expansion(weights: Weights, config: LatentConfig) -> Weights:
@@ -34,7 +26,7 @@ def after_expansion(weights: Weights, config: LatentConfig) -> Weights:
 
 
 @conversions.add("fold-biases")
-class FoldBiases(Conversion[LatentConfig, LatentConfig]):
+class FoldBiases(TowardsDeepSeek[LatentConfig, LatentConfig]):
     """Move biases to where DeepSeek's classes have some (`attention_bias`), in transformers and mlx-lm.
 
     Those classes have biases before the latents and after the output projection. A bias of unrotated keys adds one
@@ -46,24 +38,15 @@ class FoldBiases(Conversion[LatentConfig, LatentConfig]):
     takes = LatentConfig
     source, target = "mla with a rotary part and biases, without latent norm", "mla with DeepSeek's biases"
     costs = "The cache stays as it is. Queries have one more product, of the width of the model."
+    why = "a constant in a latent of the queries is multiplied by their biases"
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """Yield the same with a query latent, if queries have biases."""
-        if as_deepseek(target) is None or not source.qk_rope_head_dim or not self._has_others(source):
+        has_others = source.qkv_bias or source.down_bias != source.o_bias
+        if as_deepseek(target) is None or not source.qk_rope_head_dim or not has_others:
             return
         rank = d_model + 1 if source.qkv_bias else source.q_lora_rank
         yield replace(source, qkv_bias=False, down_bias=True, o_bias=True, q_lora_rank=rank)
-
-    def _has_others(self, source: LatentConfig) -> bool:
-        return source.qkv_bias or source.down_bias != source.o_bias
-
-    def serves(self, target: AttentionConfig) -> bool:
-        """Whether the target has DeepSeek's shape."""
-        return as_deepseek(target) is not None
-
-    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Promise exactness: the same sums in other places."""
-        return Promise(exact=True, why="a constant in a latent of the queries is multiplied by their biases")
 
     def refusal(self, source: LatentConfig) -> str:
         """Refuse a latent norm, which would norm a bias too, and biases of queries that have a latent already."""
@@ -72,14 +55,7 @@ class FoldBiases(Conversion[LatentConfig, LatentConfig]):
         taken = source.qkv_bias and source.q_lora_rank is not None
         return f"q_lora_rank={source.q_lora_rank}: the queries have a latent already" if taken else ""
 
-    def convert(
-        self,
-        weights: Weights,
-        source: LatentConfig,
-        result: LatentConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: LatentConfig, result: LatentConfig) -> Weights:
         """Make the input and a 1 the latent of the queries, as small as an identity norm needs it."""
         made = dict(after_expansion(weights, source))
         rows = len(made["kv_a_proj_with_mqa.weight"])
@@ -103,4 +79,4 @@ class FoldBiases(Conversion[LatentConfig, LatentConfig]):
                 "q_b_proj.weight": both * (root / 2.0 ** (SMALL + restored)),
             }
             del made["q_proj.weight"], made["q_proj.bias"]
-        return Converted(weights=made)
+        return made

@@ -14,10 +14,9 @@ from rehead.attention.latent import NORM_EPS
 from rehead.attention.rope import LongRopeScaling
 from rehead.attention.score import ScaledDot
 from rehead.conversion.base import (
-    Conversion,
-    Converted,
-    Promise,
-    Statistics,
+    ExactConversion,
+    R,
+    S,
     Weights,
     common,
     conversions,
@@ -37,8 +36,16 @@ def as_deepseek(target: AttentionConfig) -> LatentConfig | None:
     return None
 
 
+class TowardsDeepSeek(ExactConversion[S, R]):
+    """A step to DeepSeek's shape, and to no other."""
+
+    def serves(self, target: AttentionConfig) -> bool:
+        """Whether the target has DeepSeek's shape."""
+        return as_deepseek(target) is not None
+
+
 @conversions.add("decouple")
-class Decouple(Conversion[GroupedConfig, LatentConfig]):
+class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
     """Take the rotated keys as MLA's shared rotary part, and all else as the latent.
 
     Nothing is factored: the latent is the value heads themselves, with the numbers of the keys that do not rotate,
@@ -51,6 +58,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
     costs = (
         "The cache stays as it is; every query grows to the width of all keys, and by the part that is zero."
     )
+    why = "the rotated keys are MLA's rotary part, the values are the latent"
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """Yield a latent as wide as the heads; several heads only if the target's rotary part holds several."""
@@ -70,14 +78,6 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
                 down_bias=source.qkv_bias,
             )
 
-    def serves(self, target: AttentionConfig) -> bool:
-        """Whether the target has DeepSeek's shape."""
-        return as_deepseek(target) is not None
-
-    def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Promise exactness: the same products in other places."""
-        return Promise(exact=True, why="the rotated keys are MLA's rotary part, the values are the latent")
-
     def refusal(self, source: GroupedConfig) -> str:
         """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
         if not isinstance(source.score, ScaledDot):
@@ -86,14 +86,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
             return "qk_norm_eps: MLA's rotary part has no norm"
         return "tie_kv=True" if source.tie_kv else ""
 
-    def convert(
-        self,
-        weights: Weights,
-        source: GroupedConfig,
-        result: LatentConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: GroupedConfig, result: LatentConfig) -> Weights:
         """Pad the queries with zeros, rescale them, and let the expansion copy the latent."""
         nope, n_head, n_kv_head, v = (
             result.qk_nope_head_dim, source.n_query_head, source.n_kv_head, source.v_head_dim,
@@ -122,7 +115,7 @@ class Decouple(Conversion[GroupedConfig, LatentConfig]):
         made, biased = projections(weights, "o_proj"), source.qkv_bias
         made |= in_parts("q_proj", torch.cat([plain, wide.flatten(1, 3)], dim=1).flatten(0, 1), biased=biased)
         made |= in_parts("kv_a_proj_with_mqa", torch.cat([latent, turned.flatten(0, 2)]), biased=biased)
-        return Converted(weights=made | in_parts("kv_b_proj", up, biased=biased))
+        return made | in_parts("kv_b_proj", up, biased=biased)
 
 
 def unrotated(source: GroupedConfig) -> int:
@@ -149,7 +142,7 @@ def _rescale(result: LatentConfig, width: int) -> float:
 
 
 @conversions.add("pad-to-stock")
-class PadToStock(Conversion[LatentConfig, LatentConfig]):
+class PadToStock(TowardsDeepSeek[LatentConfig, LatentConfig]):
     """Widen latent, heads and rotary part with zeros to the sizes an engine's kernels are built for.
 
     A rotary part of c times the width keeps its angles in every c-th pair: base ** (-2 c f / c d).
@@ -158,6 +151,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
     takes = LatentConfig
     source, target = "mla without latent norm", "mla of DeepSeek's sizes"
     costs = "The cache grows to the new rank and rotary part; zeros in the heads cost no cache."
+    why = "the new numbers are 0"
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """Yield all sizes at once."""
@@ -173,14 +167,6 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
             if wider != source:
                 yield wider
 
-    def serves(self, target: AttentionConfig) -> bool:
-        """Whether the target has DeepSeek's shape."""
-        return as_deepseek(target) is not None
-
-    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Promise exactness: zeros add nothing."""
-        return Promise(exact=True, why="the new numbers are 0")
-
     def refusal(self, source: LatentConfig) -> str:
         """Refuse latent norms, query latents and scaled angles."""
         if source.latent_norm:
@@ -192,14 +178,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
         scaled = source.rope is not None and source.rope.scaling is not None
         return "a rotary part with scaled angles is not widened" if scaled else ""
 
-    def convert(
-        self,
-        weights: Weights,
-        source: LatentConfig,
-        result: LatentConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: LatentConfig, result: LatentConfig) -> Weights:
         """Append zeros to every part, and between the pairs of the rotary part."""
         heads, nope, v = source.n_query_head, source.qk_nope_head_dim, source.v_head_dim
         more_rank = result.kv_lora_rank - source.kv_lora_rank
@@ -228,7 +207,7 @@ class PadToStock(Conversion[LatentConfig, LatentConfig]):
             ),
             "o_proj.weight": F.pad(output, (0, more_v)).flatten(1),
         }
-        return Converted(weights=weights | wider)
+        return weights | wider
 
 
 def interleave_rows(
@@ -248,7 +227,7 @@ def interleave_rows(
 
 
 @conversions.add("identity-norm")
-class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
+class IdentityNorm(TowardsDeepSeek[LatentConfig, LatentConfig]):
     """Give a latent the norm that DeepSeek's classes insist on, with weights that undo it.
 
     The latent c is made so small, 2**-40 c, that the norm's eps of 1e-6 is all it divides by: what comes
@@ -260,32 +239,18 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
     takes = LatentConfig
     source, target = "mla without latent norm", "mla with one"
     costs = "Nothing."
+    why = "the norm divides by its eps, and the weights multiply by it"
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """Yield the same with a latent norm."""
         if as_deepseek(target) is not None:
             yield replace(source, latent_norm=True)
 
-    def serves(self, target: AttentionConfig) -> bool:
-        """Whether the target has DeepSeek's shape."""
-        return as_deepseek(target) is not None
-
-    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Promise exactness: the difference is below rounding."""
-        return Promise(exact=True, why="the norm divides by its eps, and the weights multiply by it")
-
     def refusal(self, source: LatentConfig) -> str:
         """Refuse a latent that has a norm."""
         return "latent_norm=True already" if source.latent_norm else ""
 
-    def convert(
-        self,
-        weights: Weights,
-        source: LatentConfig,
-        result: LatentConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: LatentConfig, result: LatentConfig) -> Weights:
         """Choose a power of two for the norm's weight, so that cached numbers keep about their size."""
         rank, root = source.kv_lora_rank, math.sqrt(NORM_EPS)
         restored = round(math.log2(root)) - SMALL  # the weight 2**restored, after 2**SMALL / root
@@ -296,4 +261,4 @@ class IdentityNorm(Conversion[LatentConfig, LatentConfig]):
             "kv_a_layernorm.weight": torch.full((rank,), 2.0**restored, dtype=down.dtype),
             "kv_b_proj.weight": weights["kv_b_proj.weight"] * (root / 2.0 ** (SMALL + restored)),
         }
-        return Converted(weights=weights | made)
+        return weights | made

@@ -14,6 +14,7 @@ from rehead.attention.grouped_config import divisors
 from rehead.conversion.base import (
     Conversion,
     Converted,
+    ExactConversion,
     Promise,
     Statistics,
     Weights,
@@ -25,7 +26,7 @@ from rehead.conversion.fit import align
 
 
 @conversions.add("repeat-heads")
-class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | LatentConfig]):
+class RepeatHeads(ExactConversion[GroupedConfig | LatentConfig, GroupedConfig | LatentConfig]):
     """Give each KV head as many copies as it takes: MQA is a GQA is an MHA.
 
     The heads a latent expands to are repeated in the same way; the latent stays as it is.
@@ -53,14 +54,9 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
             why=f"{source.n_kv_head} KV heads are copied to {result.n_kv_head}, so every query head reads what it read",
         )
 
-    def convert(
-        self,
-        weights: Weights,
-        source: GroupedConfig | LatentConfig,
-        result: GroupedConfig | LatentConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(
+        self, weights: Weights, source: GroupedConfig | LatentConfig, result: GroupedConfig | LatentConfig
+    ) -> Weights:
         """Copy the rows that make keys and values."""
         copies = result.n_kv_head // source.n_kv_head
         more = dict(weights)
@@ -69,7 +65,7 @@ class RepeatHeads(Conversion[GroupedConfig | LatentConfig, GroupedConfig | Laten
         for name, weight in projections(weights, *copied).items():
             heads = weight.unflatten(0, (source.n_kv_head, -1))
             more[name] = heads.repeat_interleave(copies, dim=0).flatten(0, 1)
-        return Converted(weights=_with_scores(more, result))
+        return _with_scores(more, result)
 
 
 @conversions.add("pool-heads")

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, grouped_config
 from rehead.attention.rope import Layout
-from rehead.conversion.base import Conversion, Converted, Promise, Statistics, Weights, conversions
+from rehead.conversion.base import ExactConversion, Weights, conversions
 
 
 @conversions.add("head-map")
-class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
+class HeadMap(ExactConversion[GroupedConfig, GroupedConfig]):
     """Reorder the query heads so that those that read one KV head are adjacent, or strided.
 
     Contiguous is Hugging Face's order, h // (H/K); modular that of document A in docs/sources.md, h mod K. Rows of the
@@ -23,24 +23,14 @@ class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
     takes = GroupedConfig
     source, target = "mha, gqa, mqa", "the same with the other head_map"
     costs = "Nothing."
+    why = "heads are renumbered"
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
         """Yield the other order."""
         other: grouped_config.HeadMap = "modular" if source.head_map == "contiguous" else "contiguous"
         yield replace(source, head_map=other)
 
-    def promise(self, source: GroupedConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """Promise exactness: a permutation."""
-        return Promise(exact=True, why="heads are renumbered")
-
-    def convert(
-        self,
-        weights: Weights,
-        source: GroupedConfig,
-        result: GroupedConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: GroupedConfig, result: GroupedConfig) -> Weights:
         """Permute query rows and output columns by head."""
         order = torch.arange(source.n_query_head)  # position -> the head of `source` that goes there
         if source.head_map == "modular":
@@ -54,11 +44,11 @@ class HeadMap(Conversion[GroupedConfig, GroupedConfig]):
                 moved[name] = weights[name].unflatten(0, (source.n_query_head, -1))[order].flatten(0, 1)
         columns = weights["o_proj.weight"].unflatten(1, (source.n_query_head, -1))
         moved["o_proj.weight"] = columns[:, order].flatten(1)
-        return Converted(weights=moved)
+        return moved
 
 
 @conversions.add("rope-layout")
-class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
+class RopeLayout(ExactConversion[AttentionConfig, AttentionConfig]):
     """Reorder the numbers of each head so that rotated pairs are half a head apart, or neighbours.
 
     half-split pairs (i, i + E/2) as Hugging Face does, interleaved pairs (2i, 2i + 1) as the paper and
@@ -68,6 +58,7 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
     takes = GroupedConfig | LatentConfig
     source, target = "any with rope", "the same with the other rope layout"
     costs = "Nothing."
+    why = "the numbers of each head are renumbered"
 
     def steps(
         self, source: AttentionConfig, target: AttentionConfig, d_model: int
@@ -77,24 +68,13 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
             other: Layout = "interleaved" if source.rope.layout == "half-split" else "half-split"
             yield replace(source, rope=replace(source.rope, layout=other))
 
-    def promise(self, source: AttentionConfig, result: AttentionConfig, d_model: int) -> Promise:
-        """Promise exactness: a permutation."""
-        return Promise(exact=True, why="the numbers of each head are renumbered")
-
     def refusal(self, source: AttentionConfig) -> str:
         """Refuse a learned score, which has weights per number of a head."""
         if isinstance(source, GroupedConfig) and source.rope and source.score.n_parameters(1, 2):
             return f"a learned score ({type(source.score).__name__}) is not renumbered with the heads"
         return ""
 
-    def convert(
-        self,
-        weights: Weights,
-        source: AttentionConfig,
-        result: AttentionConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: AttentionConfig, result: AttentionConfig) -> Weights:
         """Permute the rotated rows of queries and keys."""
         assert result.rope is not None
         moved = dict(weights)
@@ -104,7 +84,7 @@ class RopeLayout(Conversion[AttentionConfig, AttentionConfig]):
                     rows = weights[key].unflatten(0, (n_head, -1)).clone()
                     rows[:, start:end] = paired(rows[:, start:end], result.rope.layout)
                     moved[key] = rows.flatten(0, 1)
-        return Converted(weights=moved)
+        return moved
 
 
 def paired(rows: Float[Tensor, "H E *C"], layout: Layout) -> Float[Tensor, "H E *C"]:

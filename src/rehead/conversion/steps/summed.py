@@ -3,19 +3,11 @@
 from collections.abc import Iterator
 
 from rehead.attention import AttentionConfig, GroupedConfig, SummedConfig
-from rehead.conversion.base import (
-    Conversion,
-    Converted,
-    Promise,
-    Statistics,
-    Weights,
-    conversions,
-    projections,
-)
+from rehead.conversion.base import ExactConversion, Weights, conversions, projections
 
 
 @conversions.add("sum-queries")
-class SumQueries(Conversion[SummedConfig, GroupedConfig]):
+class SumQueries(ExactConversion[SummedConfig, GroupedConfig]):
     """Add up the query weights of each group: a sum of scores is the score of the sum.
 
     S_i = sum_j Q_ij K_i^T = (sum_j Q_ij) K_i^T, rotated or not, so `gqa_sum` with K KV heads is MHA with K heads.
@@ -24,26 +16,16 @@ class SumQueries(Conversion[SummedConfig, GroupedConfig]):
     takes = SummedConfig
     source, target = "gqa_sum", "mha of its KV heads"
     costs = "The cache stays; the query weights shrink to those of the KV heads."
+    why = "the sum of a group's scores is the score of its summed query"
 
     def steps(self, source: SummedConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
         """Yield the equivalent MHA."""
         yield source.equivalent()
 
-    def promise(self, source: SummedConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """Promise exactness: scores are linear in the query."""
-        return Promise(exact=True, why="the sum of a group's scores is the score of its summed query")
-
-    def convert(
-        self,
-        weights: Weights,
-        source: SummedConfig,
-        result: GroupedConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: SummedConfig, result: GroupedConfig) -> Weights:
         """Sum rows of the query projection."""
         summed = {
             name: weight.unflatten(0, (source.n_kv_head, -1, source.head_dim)).sum(dim=1).flatten(0, 1)
             for name, weight in projections(weights, "q_proj").items()
         }
-        return Converted(weights=weights | summed)
+        return weights | summed

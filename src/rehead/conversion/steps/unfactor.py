@@ -9,16 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
-from rehead.conversion.base import (
-    Conversion,
-    Converted,
-    Promise,
-    Statistics,
-    Weights,
-    common,
-    conversions,
-    projections,
-)
+from rehead.conversion.base import ExactConversion, Weights, common, conversions, projections
 from rehead.conversion.fit.factor import accepts_arrays
 from rehead.errors import ConfigError
 
@@ -44,33 +35,23 @@ def up_projections(config: LatentConfig, rows: Float[Tensor, "N *R"]) -> tuple[T
 
 
 @conversions.add("expand")
-class Expand(Conversion[LatentConfig, GroupedConfig]):
+class Expand(ExactConversion[LatentConfig, GroupedConfig]):
     """Multiply the up projections out: every head gets keys and values of its own again."""
 
     takes = LatentConfig
     source, target = "mla without latent norm", "mha, gqa, mqa"
     costs = "The cache grows from R to K (E + V) numbers a token; keys need not be rebuilt any more."
+    why = "W_UK W_DKV and W_UV W_DKV are multiplied out"
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
         """Yield as many KV heads as the latent expands to."""
         yield GroupedConfig(**common(source), n_kv_head=source.n_kv_head, head_dim=source.qk_nope_head_dim)
 
-    def promise(self, source: LatentConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """Promise exactness: a product of two matrices is a matrix."""
-        return Promise(exact=True, why="W_UK W_DKV and W_UV W_DKV are multiplied out")
-
     def refusal(self, source: LatentConfig) -> str:
         """Refuse anything between the two projections."""
         return obstacle(source)
 
-    def convert(
-        self,
-        weights: Weights,
-        source: LatentConfig,
-        result: GroupedConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: LatentConfig, result: GroupedConfig) -> Weights:
         """Multiply out W_UK W_DKV and W_UV W_DKV."""
         made = projections(weights, "q_proj", "o_proj", "q_norm", "k_norm")
         down, names = weights["kv_a_proj_with_mqa.weight"], ("k_proj", "v_proj")
@@ -79,11 +60,11 @@ class Expand(Conversion[LatentConfig, GroupedConfig]):
         if source.qkv_bias:
             for name, bias in zip(names, up_projections(source, weights["kv_b_proj.bias"]), strict=True):
                 made[f"{name}.bias"] = bias.flatten()
-        return Converted(weights=made)
+        return made
 
 
 @conversions.add("reduce")
-class Reduce(Conversion[LatentConfig, GroupedConfig]):
+class Reduce(ExactConversion[LatentConfig, GroupedConfig]):
     """The reduced form of MLA: one KV head, the latent, for keys and values alike.
 
     The key expansion goes into the queries, the value expansion into the output projection, so what
@@ -97,16 +78,13 @@ class Reduce(Conversion[LatentConfig, GroupedConfig]):
         "The cache stays R numbers a token. Queries and output projection grow from H E and H V to H R, "
         "and so do the products over the past: good for decoding, not for training."
     )
+    why = "(W_UK c).(W_Q x) = c.(W_UK^T W_Q x)"
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[GroupedConfig]:
         """Yield MQA as wide as the latent."""
         rank, bias = source.kv_lora_rank, source.o_bias or source.qkv_bias
         wide = common(source) | {"v_head_dim": rank, "o_bias": bias}
         yield GroupedConfig(**wide, n_kv_head=1, head_dim=rank, tie_kv=True)
-
-    def promise(self, source: LatentConfig, result: GroupedConfig, d_model: int) -> Promise:
-        """Promise exactness: matrix products are associative."""
-        return Promise(exact=True, why="(W_UK c).(W_Q x) = c.(W_UK^T W_Q x)")
 
     def refusal(self, source: LatentConfig) -> str:
         """Refuse anything between the two projections, and rotated keys."""
@@ -115,14 +93,7 @@ class Reduce(Conversion[LatentConfig, GroupedConfig]):
         rotated = "rope=True: rebuilt keys are rotated between W_UK and W_Q"
         return obstacle(source) or (rotated if source.rope is not None else "")
 
-    def convert(
-        self,
-        weights: Weights,
-        source: LatentConfig,
-        result: GroupedConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: LatentConfig, result: GroupedConfig) -> Weights:
         """Fold the expansion into queries and output projection."""
         n_head, group = source.n_query_head, source.n_query_head // source.n_kv_head
 
@@ -142,7 +113,7 @@ class Reduce(Conversion[LatentConfig, GroupedConfig]):
             made["k_proj.bias"] = torch.zeros_like(down[:, 0])
             shift = output @ per_query_head(weights["kv_b_proj.bias"])[1]
             made["o_proj.bias"] = shift + made.get("o_proj.bias", 0)
-        return Converted(weights=made)
+        return made
 
 
 class Reduced(NamedTuple):
