@@ -13,6 +13,7 @@ from rehead.attention.score import ScaledDot
 from rehead.conversion.base import (
     Conversion,
     Converted,
+    ExactConversion,
     Promise,
     Statistics,
     Weights,
@@ -22,10 +23,12 @@ from rehead.conversion.base import (
     projections,
     with_bias,
 )
-from rehead.conversion.fit.factor import factor
+from rehead.conversion.fit.factor import Factors, factor
 
 TINY = 1e-300
 """Replaces the energy of weights that are all 0."""
+METHODS: dict[str, tuple[str, ...]] = {"weighted": ("pair",), "whitened": ("inputs",), "svd": ()}
+"""How a matrix is factored: the preferred first, and which `Statistics` each method needs."""
 
 
 def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
@@ -40,6 +43,20 @@ def rank_on_the_way(target: AttentionConfig) -> int:
     if isinstance(target, LatentConfig):
         return target.kv_lora_rank
     return target.head_dim if isinstance(target, GroupedConfig) and target.tie_kv else 0
+
+
+def factored(matrix: Tensor, rank: int, statistics: Statistics, method: str) -> tuple[Factors, float]:
+    """Return the factors of a matrix by one of `METHODS`, and the share of its energy that they miss, unweighted."""
+    factors = factor(matrix, rank, *statistics.weighing(METHODS.get(method, ())))
+    error = (matrix - factors.up @ factors.down).square().sum() / matrix.square().sum().clamp(min=TINY)
+    return factors, float(error)
+
+
+def _rank(source: GroupedConfig | LatentConfig, target: AttentionConfig, d_model: int) -> int:
+    """Return the rank to make of `source`: that of the target, or less where what is wider will be zeros."""
+    rank = rank_on_the_way(target)
+    will_be_padded = isinstance(target, LatentConfig) and target.latent_norm
+    return min(rank, full_rank(source, d_model)) if will_be_padded else rank
 
 
 @conversions.add("factor")
@@ -59,18 +76,12 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         "The cache shrinks to R numbers a token. With rope every step rebuilds the keys of the whole past, R K E "
         "multiplications a token and layer: it saves memory, not time."
     )
-    methods: ClassVar[dict[str, tuple[str, ...]]] = {
-        "weighted": ("pair",),
-        "whitened": ("inputs",),
-        "svd": (),
-    }
+    methods: ClassVar[dict[str, tuple[str, ...]]] = METHODS
     fitted = frozenset({"weighted", "whitened"})
 
     def steps(self, source: GroupedConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """Yield the latent of the target's rank, from contiguous heads."""
-        rank = rank_on_the_way(target)
-        if isinstance(target, LatentConfig) and target.latent_norm:
-            rank = min(rank, full_rank(source, d_model))  # what is wider will be zeros
+        rank = _rank(source, target, d_model)
         if source.head_map == "contiguous" and 0 < rank <= full_rank(source, d_model):
             yield LatentConfig(
                 **common(source),
@@ -106,19 +117,14 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
     ) -> Converted:
         """Factor the stack; biases of keys and values are added after the expansion."""
         stack = torch.cat([weights["k_proj.weight"], weights["v_proj.weight"]])
-        factors = factor(
-            stack,
-            result.kv_lora_rank,
-            *statistics.weighing(self.methods.get(method, ())),
-        )
+        factors, residual = factored(stack, result.kv_lora_rank, statistics, method)
         made = _scaled_queries(weights, source) | projections(weights, "o_proj")
         made["kv_a_proj_with_mqa.weight"] = factors.down
         made["kv_b_proj.weight"] = _by_head(factors.up, source)
         if source.qkv_bias:
             bias = torch.cat([weights["k_proj.bias"], weights["v_proj.bias"]])
             made["kv_b_proj.bias"] = _by_head(bias, source)
-        error = (stack - factors.up @ factors.down).square().sum() / stack.square().sum().clamp(min=TINY)
-        return Converted(weights=made, lost=factors.lost, residual=float(error))
+        return Converted(weights=made, lost=factors.lost, residual=residual)
 
 
 def _scaled_queries(weights: Weights, source: GroupedConfig) -> Weights:
@@ -139,37 +145,25 @@ def _by_head(rows: Float[Tensor, "N *R"], source: GroupedConfig) -> Float[Tensor
 
 
 @conversions.add("pad-rank")
-class PadRank(Conversion[LatentConfig, LatentConfig]):
+class PadRank(ExactConversion[LatentConfig, LatentConfig]):
     """Widen the latent with zeros, where layers of different ranks need the same rank."""
 
     takes = LatentConfig
     source, target = "mla without latent norm", "mla of higher rank"
     costs = "The cache grows to the new rank."
+    why = "the new numbers of the latent are 0"
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
         """Yield the target's rank, up to the full rank."""
-        rank = rank_on_the_way(target)
-        if isinstance(target, LatentConfig) and target.latent_norm:
-            rank = min(rank, full_rank(source, d_model))  # what is wider will be zeros
+        rank = _rank(source, target, d_model)
         if source.kv_lora_rank < rank <= full_rank(source, d_model):
             yield replace(source, kv_lora_rank=rank)
-
-    def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Promise exactness: zeros add nothing."""
-        return Promise(exact=True, why="the new numbers of the latent are 0")
 
     def refusal(self, source: LatentConfig) -> str:
         """Refuse a latent norm: it averages over the new numbers too."""
         return "latent_norm=True would average over the zeros" if source.latent_norm else ""
 
-    def convert(
-        self,
-        weights: Weights,
-        source: LatentConfig,
-        result: LatentConfig,
-        statistics: Statistics,
-        method: str,
-    ) -> Converted:
+    def rewrite(self, weights: Weights, source: LatentConfig, result: LatentConfig) -> Weights:
         """Append zero rows to the latent's projection and zero columns to the expansion."""
         more = result.kv_lora_rank - source.kv_lora_rank
         down, up = with_bias(weights, "kv_a_proj_with_mqa"), weights["kv_b_proj.weight"]
@@ -179,4 +173,4 @@ class PadRank(Conversion[LatentConfig, LatentConfig]):
             **in_parts("kv_a_proj_with_mqa", padded, biased=source.down_bias),
             "kv_b_proj.weight": torch.cat([up, up.new_zeros(len(up), more)], dim=1),
         }
-        return Converted(weights=weights | wider)
+        return weights | wider

@@ -8,9 +8,8 @@ import torch
 
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.conversion.base import Conversion, Converted, Promise, Statistics, Weights, conversions
-from rehead.conversion.fit.factor import factor
 from rehead.conversion.steps.biases import after_expansion
-from rehead.conversion.steps.latent import TINY, full_rank, rank_on_the_way
+from rehead.conversion.steps.latent import METHODS, factored, full_rank, rank_on_the_way
 
 
 @conversions.add("narrow")
@@ -24,11 +23,7 @@ class Narrow(Conversion[LatentConfig, LatentConfig]):
     takes = LatentConfig
     source, target = "mla without latent norm", "mla of lower rank"
     costs = "The cache shrinks to the new rank and the rotary part."
-    methods: ClassVar[dict[str, tuple[str, ...]]] = {
-        "weighted": ("pair",),
-        "whitened": ("inputs",),
-        "svd": (),
-    }
+    methods: ClassVar[dict[str, tuple[str, ...]]] = METHODS
     fitted = frozenset({"weighted", "whitened"})
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
@@ -62,8 +57,7 @@ class Narrow(Conversion[LatentConfig, LatentConfig]):
         weights = after_expansion(weights, source)
         down, up = weights["kv_a_proj_with_mqa.weight"], weights["kv_b_proj.weight"]
         latent, rope = down.split([source.kv_lora_rank, source.qk_rope_head_dim])
-        whole = up @ latent
-        factors = factor(whole, result.kv_lora_rank, *statistics.weighing(self.methods.get(method, ())))
+        factors, residual = factored(up @ latent, result.kv_lora_rank, statistics, method)
         made = {
             "kv_a_proj_with_mqa.weight": torch.cat([factors.down, rope]),
             "kv_b_proj.weight": factors.up,
@@ -71,5 +65,4 @@ class Narrow(Conversion[LatentConfig, LatentConfig]):
         if source.down_bias:
             bias = weights["kv_a_proj_with_mqa.bias"][source.kv_lora_rank - result.kv_lora_rank :]
             made["kv_a_proj_with_mqa.bias"] = bias  # zeros, then those of the rotary part
-        error = (whole - factors.up @ factors.down).square().sum() / whole.square().sum().clamp(min=TINY)
-        return Converted(weights=weights | made, lost=factors.lost, residual=float(error))
+        return Converted(weights=weights | made, lost=factors.lost, residual=residual)
