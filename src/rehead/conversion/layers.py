@@ -7,7 +7,7 @@ from rehead.attention import Attention, AttentionConfig
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.config import GPTConfig
 from rehead.conversion.base import Weights
-from rehead.model import LanguageModel, skeleton
+from rehead.model import LanguageModel, assembled
 
 Layers = list[tuple[AttentionConfig, Weights]]
 
@@ -16,7 +16,7 @@ def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, We
     """Return `model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
     layers = list(layers)
     assert isinstance(model.config, GPTConfig)
-    other = skeleton(replace(model.config, attention=tuple(config for config, _ in layers)))
+    config = replace(model.config, attention=tuple(config for config, _ in layers))
     dtype, device = model.head.weight.dtype, model.device
     names = {module: name for name, module in model.named_modules() if isinstance(module, Attention)}
     state = {
@@ -29,6 +29,4 @@ def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, We
             f"{prefix}.{name}": map_deferred(lambda exact: exact.to(dtype), weight).to(device)
             for name, weight in weights.items()
         }
-    other.load_state_dict(state, assign=True)
-    other.tie()
-    return other.eval()
+    return assembled(config, state)

@@ -12,7 +12,7 @@ from rehead.checkpoint.files.deferred import materialise
 from rehead.data import Ids, require_vocabulary
 from rehead.errors import InvalidInput, UsageError
 from rehead.generation import stream
-from rehead.model import LanguageModel, skeleton
+from rehead.model import LanguageModel, assembled
 from rehead.stages import staged
 from rehead.system.allocator import keeping_freed_memory
 
@@ -86,7 +86,4 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
 def _in_memory(model: LanguageModel) -> LanguageModel:
     """Return the model with its weights in memory: every decoded token reads all of them."""
     state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
-    held = skeleton(model.config)
-    held.load_state_dict(state, assign=True)
-    held.tie()
-    return held.eval()
+    return assembled(model.config, state)

@@ -11,7 +11,7 @@ from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
 from rehead.measure.fidelity import Comparison, compare
-from rehead.model import LanguageModel, skeleton
+from rehead.model import LanguageModel, assembled
 from rehead.stages import staged
 
 Storage = Literal["fp16", "bf16", "q8_0"]
@@ -57,10 +57,7 @@ def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
         name: map_deferred(partial(rounded, kind=kind), weight.detach())
         for name, weight in model.state_dict().items()
     }
-    read = skeleton(model.config)
-    read.load_state_dict(state, assign=True)
-    read.tie()
-    return read.eval()
+    return assembled(model.config, state)
 
 
 def changed(

@@ -1,6 +1,6 @@
 """Language models: a GPT with any attention, and an Elman network."""
 
-from rehead.model.base import LanguageModel, build, skeleton
+from rehead.model.base import LanguageModel, assembled, build, skeleton
 from rehead.model.gpt import GPT
 from rehead.model.modes import evaluated, evaluating, modes_kept
 from rehead.model.rnn import RNN, StateCache, both_seen
@@ -10,6 +10,7 @@ __all__ = [
     "RNN",
     "LanguageModel",
     "StateCache",
+    "assembled",
     "both_seen",
     "build",
     "evaluated",

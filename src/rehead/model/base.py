@@ -1,7 +1,7 @@
 """The contract of a language model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,6 +123,14 @@ def skeleton(config: ModelConfig) -> LanguageModel:
     """Build a model of `config` with all weights on the meta device."""
     with torch.device("meta"), _NoInit():
         return build(config)
+
+
+def assembled(config: ModelConfig, state: Mapping[str, Tensor]) -> LanguageModel:
+    """Return a model of `config` in eval mode, whose weights are the tensors of `state`."""
+    model = skeleton(config)
+    model.load_state_dict(state, assign=True)
+    model.tie()
+    return model.eval()
 
 
 class _NoInit(TorchFunctionMode):

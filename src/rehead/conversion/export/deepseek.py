@@ -28,7 +28,7 @@ from rehead.conversion.steps.latent import full_rank
 from rehead.errors import ConfigError
 from rehead.measure import parameters
 from rehead.measure.fidelity import compare
-from rehead.model import LanguageModel, skeleton
+from rehead.model import LanguageModel, assembled
 
 RANK, HEAD, ROPE = 512, 128, 64
 """DeepSeek's own sizes, the ones every engine's MLA kernels know: vLLM's on a CPU know no others."""
@@ -250,9 +250,7 @@ def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
         scale = factor * config.residual_scale if writes else times.get(name, 1.0)
         state[name] = map_deferred(partial(_times, scale=scale), weight)
     plain: Any = dict.fromkeys(SCALES, 1.0)
-    scaled = skeleton(replace(config, norm_eps=eps, tie_embeddings=False, **plain))
-    scaled.load_state_dict(state, assign=True)
-    return copy.deepcopy(scaled).eval()
+    return copy.deepcopy(assembled(replace(config, norm_eps=eps, tie_embeddings=False, **plain), state))
 
 
 def _times(weight: Tensor, scale: float) -> Tensor:

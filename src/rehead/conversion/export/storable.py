@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rehead.attention.latent import NORM_EPS
 from rehead.checkpoint.files.deferred import map_deferred, materialise
-from rehead.model import LanguageModel, skeleton
+from rehead.model import LanguageModel, assembled
 
 ERROR = 2e-6
 """What an identity norm may change of a latent, relative to it, whatever the text."""
@@ -54,10 +54,7 @@ def storable(model: LanguageModel, layers: Collection[int], folded: Collection[i
             powers |= {here + "q_a_proj.bias": asked, here + "q_a_layernorm.weight": -asked}
         for name, power in powers.items():
             state[name] = map_deferred(partial(_times, power=power), state[name])
-    same = skeleton(model.config)
-    same.load_state_dict(state, assign=True)
-    same.tie()
-    return copy.deepcopy(same).eval()
+    return copy.deepcopy(assembled(model.config, state))
 
 
 def _powers(
