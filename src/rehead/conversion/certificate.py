@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -279,7 +280,7 @@ def output_errors(
     """Return the relative RMS error of every layer's attention, both on the inputs it gets in the source."""
     pairs = list(zip(attentions(source), attentions(result), strict=True))
     sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    hooks = []
+    hooks = ExitStack()
     for index, (old, new) in enumerate(pairs):
 
         def note(
@@ -288,12 +289,8 @@ def output_errors(
             difference = (new(args[0]) - output).double()
             sums[index] += torch.stack([difference.square().sum(), output.double().square().sum()]).cpu()
 
-        hooks.append(old.register_forward_hook(note))
-    try:
-        with evaluating(source, result):
-            for ids, _ in blocks:
-                source.hidden(ids.to(source.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+        hooks.enter_context(old.register_forward_hook(note))
+    with hooks, evaluating(source, result):
+        for ids, _ in blocks:
+            source.hidden(ids.to(source.device))
     return [float((error / total).sqrt()) if total else 0.0 for error, total in sums]

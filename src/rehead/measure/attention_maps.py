@@ -1,5 +1,6 @@
 """Attention maps of a model, and the entropy and distance of each head."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -42,16 +43,11 @@ def attention_maps(model: LanguageModel, ids: Int[Tensor, " L"]) -> list[Float[T
     def record(module: Attention, arguments: tuple[Tensor, ...], named: dict[str, object]) -> None:
         maps.append(module.weights(*arguments)[0].float().cpu())
 
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(record, with_kwargs=True)  # type: ignore[union-attr]
-        for layer in model.layers
-    ]
-    try:
-        with evaluating(model):
-            model.hidden(ids[None].to(model.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), ExitStack() as hooks:
+        for layer in model.layers:
+            hook = layer.self_attn.register_forward_pre_hook(record, with_kwargs=True)  # type: ignore[union-attr]
+            hooks.enter_context(hook)
+        model.hidden(ids[None].to(model.device))
     for index, weights in enumerate(maps):
         if not weights.isfinite().all():
             raise NumericError(

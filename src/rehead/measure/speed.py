@@ -7,6 +7,7 @@ from torch import nn
 
 from rehead.generation import generate
 from rehead.model import LanguageModel
+from rehead.system.device import synchronize
 
 
 def decode_speed(
@@ -22,8 +23,7 @@ def decode_speed(
     for _ in range(repeats):
         start = time.perf_counter()
         generate(model, ids, n_token, 0, use_cache=use_cache)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
+        synchronize(model.device)
         best = min(best, time.perf_counter() - start)
     return n_token * batch_size / best
 
@@ -35,10 +35,7 @@ def input_lengths(model: LanguageModel, n_token: int, *, use_cache: bool) -> lis
     """
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     seen: list[int] = []
-    hook = embedding.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0].shape[1]))
-    try:
-        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    with embedding.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0].shape[1])):
         generate(model, ids, n_token, 0, use_cache=use_cache)
-    finally:
-        hook.remove()
     return seen

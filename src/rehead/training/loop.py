@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rehead.config import TrainerOptions
@@ -15,6 +14,7 @@ from rehead.errors import NumericError
 from rehead.measure import memory
 from rehead.model import LanguageModel
 from rehead.system.allocator import keep_freed_memory
+from rehead.system.device import synchronize
 from rehead.training.objective import Objective
 from rehead.training.optimizer import build_optimizer, learning_rate
 from rehead.training.ranks import OneProcess
@@ -74,8 +74,7 @@ class Trainer:
             )
         nn.utils.clip_grads_with_norm_(self.model.parameters(), options.grad_norm_clip, total)
         self.optimizer.step()
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        synchronize(self.model.device)
         self.step += 1
         seconds = time.perf_counter() - start
         return {
