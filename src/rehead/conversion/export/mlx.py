@@ -14,7 +14,8 @@ from rehead.config import GPTConfig
 from rehead.conversion.export.engines import kind
 from rehead.errors import ConfigError
 
-Check = Callable[[GPTConfig], bool]
+Checks = dict[str, Callable[[GPTConfig], bool]]
+"""By the name of what mlx-lm does not compute: whether a model has it."""
 ALL = ("default", "linear", "llama3", "yarn", "longrope")
 PLAIN = ("default",)
 EVERY = 6
@@ -28,7 +29,7 @@ class Computed:
     """What mlx-lm computes of a class: kinds of rope as in `engines.kind`, and what it does not."""
 
     ropes: tuple[str, ...] = ALL
-    refused: Mapping[str, Check]
+    refused: Checks
     """What it has no parameter for, or takes otherwise without an error, by name."""
 
 
@@ -46,18 +47,6 @@ def _biases(config: GPTConfig) -> bool:
 
 def _head_dim(config: GPTConfig) -> bool:
     return any(layer.head_dim * layer.n_query_head != config.n_embd for layer in _heads(config))
-
-
-def _hidden(config: GPTConfig) -> bool:
-    return config.n_hidden != 4 * config.n_embd
-
-
-def _untied(config: GPTConfig) -> bool:
-    return not config.tie_embeddings
-
-
-def _tied(config: GPTConfig) -> bool:
-    return config.tie_embeddings
 
 
 def _partial(config: GPTConfig) -> bool:
@@ -79,12 +68,12 @@ def _rounded_root(config: GPTConfig) -> bool:
     return float(torch.tensor(config.embed_scale).bfloat16()) != config.embed_scale
 
 
-WINDOWS = {"windows": _windows}
-BIASES = {"biases": _biases}
-HEADS = {"head_dim other than n_embd / n_query_head": _head_dim}
-HIDDEN = {"n_hidden other than 4 n_embd": _hidden}
-UNTIED = {"head apart from the embeddings": _untied}
-TIED = {"head tied to the embeddings": _tied}
+WINDOWS: Checks = {"windows": _windows}
+BIASES: Checks = {"biases": _biases}
+HEADS: Checks = {"head_dim other than n_embd / n_query_head": _head_dim}
+HIDDEN: Checks = {"n_hidden other than 4 n_embd": lambda config: config.n_hidden != 4 * config.n_embd}
+UNTIED: Checks = {"head apart from the embeddings": lambda config: not config.tie_embeddings}
+TIED: Checks = {"head tied to the embeddings": lambda config: config.tie_embeddings}
 COMPUTED: Mapping[str, Computed] = MappingProxyType(
     {
         "llama": Computed(refused={}),
