@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -33,9 +32,7 @@ class Board:
         self._open.enter_context(listening(self.stage))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     def show(self, record: Record, total: int, title: str) -> None:

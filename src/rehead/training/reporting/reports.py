@@ -6,7 +6,6 @@ from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from io import StringIO
-from types import TracebackType
 from typing import Any
 
 from rehead.errors import ConfigError
@@ -40,9 +39,7 @@ class Reports:
     def __enter__(self) -> "Reports":
         return self
 
-    def __exit__(
-        self, type_: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, reporter in list(self._open.items()):
             self._try(name, reporter.close)
 
