@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from rehead.cli.app import Json, app, say
+from rehead.cli.app import Dtype, Json, app, say, torch_dtype
 
 
 @app.command(name="import")
@@ -15,7 +15,7 @@ def import_(
     folder: Annotated[Path, Parameter(help="the model folder to write")],
     *,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"],
+        Dtype,
         Parameter(help="number format of the weights; fp32 keeps every value of the file, the others round"),
     ] = "fp32",
     json: Json = False,
@@ -28,14 +28,11 @@ def import_(
 
         rehead import SmolLM2-135M-Instruct.Q4_1.gguf smollm2
     """
-    import torch
-
     from rehead.checkpoint.gguf import import_file
     from rehead.report.progress import Board
 
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     with Board(f"importing {file}"):
-        imported = import_file(file, folder, types[dtype])
+        imported = import_file(file, folder, torch_dtype(dtype))
     kinds = ", ".join(f"{count} {name}" for name, count in imported.types.items())
     lines = (
         f"{imported.architecture} in {folder}",
