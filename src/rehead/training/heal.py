@@ -159,6 +159,23 @@ def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | N
     return certificate
 
 
+def measured_again(
+    certificate: Certificate,
+    teacher: LanguageModel,
+    model: LanguageModel,
+    held_out: Passage,
+    tokenizer: Tokenizer,
+) -> Certificate:
+    """Return a certificate with the losses and logits of a trained model against its teacher, on a held-out text."""
+    blocks = blocks_of(model, held_out.ids, TEST_TOKENS, certificate.length)
+    logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
+    loss = list(logits.pop("losses"))
+    test = Text.of(held_out, TEST_TOKENS).decoded(held_out.ids, tokenizer)
+    return replace(
+        certificate, logits=logits, loss=loss, test=test, held_out=True, exact=False, compared_on="text"
+    )
+
+
 def healed_files(
     before: Certificate,
     options: RunOptions,
@@ -169,12 +186,11 @@ def healed_files(
     tokenizer: Tokenizer,
 ) -> dict[str, str]:
     """Return the certificate `before`, measured again against the teacher, as files by name."""
-    test = Text.of(Passage(name="validation part of the run's text", ids=held_out), TEST_TOKENS)
-    test = test.decoded(held_out, tokenizer)
-    blocks = blocks_of(model, held_out, TEST_TOKENS, before.length)
-    logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
-    losses = list(logits.pop("losses"))
-    alike = before.test is not None and before.test.sha256 == test.sha256
+    text = Passage(name="validation part of the run's text", ids=held_out)
+    after = measured_again(before, teacher, model, text, tokenizer)
+    assert after.test is not None
+    assert after.loss is not None
+    alike = before.test is not None and before.test.sha256 == after.test.sha256
     place = str(options.trainer.teacher)
     entry = Healing(
         steps=step,
@@ -183,17 +199,8 @@ def healed_files(
         train=options.trainer.train,
         learning_rate=options.trainer.learning_rate,
         batch_tokens=options.trainer.batch_size * options.trainer.grad_accumulation * options.data.block_size,
-        kl=[before.logits["kl"] if alike else None, logits["kl"]],
-        loss=[before.loss[1] if alike and before.loss else None, losses[1]],
+        kl=[before.logits["kl"] if alike else None, after.logits["kl"]],
+        loss=[before.loss[1] if alike and before.loss else None, after.loss[1]],
     )
-    after = replace(
-        before,
-        logits=logits,
-        loss=losses,
-        test=test,
-        held_out=True,
-        exact=False,
-        compared_on="text",
-        healing=[*before.healing, entry],
-    )
+    after = replace(after, healing=[*before.healing, entry])
     return {CERTIFICATE: after.to_json(), PAGE: page(after)}

@@ -1,6 +1,6 @@
 """The first phase of healing: converted attentions learn from the source's, layer by layer."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rehead.checkpoint import newest_step, own, publish, read_at
@@ -14,15 +14,14 @@ from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
 from rehead.conversion.texts import Passage
 from rehead.conversion.unfinished import SUFFIX, fingerprint, place_of, unfinished
-from rehead.data import shown, source_of, split, tokenize
+from rehead.data import source_of, split, tokenize
 from rehead.data.files import write_whole
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure.environment import environment
-from rehead.measure.fidelity import compare
 from rehead.model import GPT
 from rehead.system.allocator import return_freed_memory
-from rehead.tokenizer import Tokenizer, open_model
-from rehead.training.heal import healed_folder, require_same_vocabulary
+from rehead.tokenizer import open_model
+from rehead.training.heal import healed_folder, measured_again, require_same_vocabulary
 
 PASSES = "passes"
 """The file, in the folder of an unfinished teaching, that has the number of its passes."""
@@ -145,19 +144,19 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     )
     blocks = blocks_of(result, parts.train, CALIBRATION_TOKENS, length)
     errors = teach(source, result, lossy, blocks, work, passes=passes, seed=options.system.seed)
-    layers = [
+    taught = [
         replace(layer, taught=[errors[index].before, errors[index].after]) if index in errors else layer
         for index, layer in enumerate(before.layers)
     ]
+    held_out = Passage(name="validation part of the healing text", ids=parts.val)
+    test_blocks = blocks_of(result, held_out.ids, TEST_TOKENS, before.length)
+    output = output_errors(source, result, test_blocks[:1])
     after = replace(
-        before,
-        layers=layers,
-        exact=False,
+        measured_again(before, source, result, held_out, opened.require_tokenizer()),
+        layers=[replace(layer, output_error=error) for layer, error in zip(taught, output, strict=True)],
         teach=passes,
         calibration=[*before.calibration, Text.of(fitted, CALIBRATION_TOKENS)],
     )
-    held_out = Passage(name="validation part of the healing text", ids=parts.val)
-    after = _measured(after, source, result, held_out, opened.require_tokenizer())
     files = {
         CERTIFICATE: after.to_json(),
         PAGE: page(after),
@@ -167,20 +166,3 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     own.write(result, aside, files)
     for one in both:
         one.require_unchanged()
-
-
-def _measured(
-    certificate: Certificate, source: GPT, result: GPT, text: Passage, tokenizer: Tokenizer
-) -> Certificate:
-    """Return the certificate, measured again on a text that was held out."""
-    blocks = blocks_of(result, text.ids, TEST_TOKENS, certificate.length)
-    errors = output_errors(source, result, blocks[:1])
-    layers = [
-        replace(layer, output_error=error) for layer, error in zip(certificate.layers, errors, strict=True)
-    ]
-    logits = asdict(compare(source, result, shown(blocks, "comparing with the teacher")))
-    loss = list(logits.pop("losses"))
-    test = Text.of(text, TEST_TOKENS).decoded(text.ids, tokenizer)
-    return replace(
-        certificate, layers=layers, logits=logits, loss=loss, test=test, held_out=True, compared_on="text"
-    )
