@@ -4,7 +4,6 @@ Models trained here also have a tokenizer.json.
 """
 
 import functools
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.checkpoint.files.publish import MANIFEST, publish, verify
-from rehead.checkpoint.files.shards import DTYPES, SINGLE, Shards, strict_json
-from rehead.checkpoint.files.writing import write_weights
+from rehead.checkpoint.files.shards import DTYPES, SINGLE, Shards, require_names, strict_json
+from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig, ModelConfig, decode, encode
@@ -58,7 +57,7 @@ def write(model: LanguageModel, folder: Path, files: Mapping[str, str]) -> None:
     write_weights(folder, {name: weight for name, weight in model.state_dict().items() if name in tied})
     config = {"format": FORMAT, **encode(model.config), "dtype": str(model.head.weight.dtype)[6:]}
     generation = {"do_sample": True, "temperature": 1.0}
-    texts = {"config.json": _json(config), "generation_config.json": _json(generation), **files}
+    texts = {"config.json": json_text(config), "generation_config.json": json_text(generation), **files}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -167,13 +166,7 @@ def assign(
     Names and shapes must match.
     """
     expected = dict(model.named_parameters())
-    for problem, names in (
-        ("lacks", expected.keys() - weights.keys()),
-        ("holds, beyond what its config describes,", weights.keys() - expected.keys()),
-    ):
-        if names:
-            listed = ", ".join(sorted(names)[:10])
-            raise InvalidInput(f"{where} {problem} {len(names)} weights: {listed:.300}.")
+    require_names(where, weights.keys(), expected.keys(), "weights", "config")
     for name, weight in weights.items():
         if weight.shape != expected[name].shape:
             raise InvalidInput(
@@ -217,7 +210,3 @@ def _look_over(model: LanguageModel, saved: Mapping[str, Tensor], folder: Path) 
     if damaged:
         listed = ", ".join(sorted(damaged)[:10])
         warnings.warn(f"{folder}: {len(damaged)} weights hold NaN or infinity: {listed:.300}", stacklevel=2)
-
-
-def _json(table: dict[str, Any]) -> str:
-    return json.dumps(table, indent=2) + "\n"

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,17 @@ def require_regular(path: Path) -> None:
         cached = real.parent.name == "blobs" and parent.parent.name == "snapshots"
         if real.parent != parent and not (cached and real.parent.parent == parent.parent.parent):
             raise InvalidInput(f"{path} is a link out of its folder: put the file itself there.")
+
+
+def require_names(where: object, held: Set[str], wanted: Set[str], what: str, by: str) -> None:
+    """Refuse missing tensors, and others than the `wanted` ones, which the config or metadata (`by`) describes."""
+    for problem, names in (
+        ("lacks", wanted - held),
+        (f"holds, beyond what its {by} describes,", held - wanted),
+    ):
+        if names:
+            listed = ", ".join(sorted(names)[:10])
+            raise InvalidInput(f"{where} {problem} {len(names)} {what}: {listed:.300}.")
 
 
 def _refuse_others(path: Path, begin: bytes) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,11 @@ from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, bytes_of
 MOST_BYTES = 5 * 10**9
 """Maximum size of a file in bytes; a larger model gets several files and an index."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def json_text(table: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file of a model folder."""
+    return json.dumps(table, indent=2) + "\n"
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], most_bytes: int = MOST_BYTES) -> None:
@@ -29,7 +35,7 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], most_bytes: int =
         write_file(folder / name, shard)
         places |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": sum(map(_n_bytes, weights.values()))}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX).write_text(json_text(index), encoding="utf-8")
 
 
 def write_file(path: Path, weights: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from rehead.attention import GroupedConfig
 from rehead.attention.rope import Llama3Scaling
 from rehead.checkpoint.files.deferred import map_deferred
+from rehead.checkpoint.files.shards import require_names
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import Fields, Table, families
@@ -164,14 +165,8 @@ def read_weights(file: File, config: GPTConfig, shapes: Mapping[str, torch.Size]
     """
     family = families[file.facts["general.architecture"]]
     wanted = {named(weight.theirs): weight.ours[0] for weight in family.weights(config)}
-    for problem, names in (
-        ("lacks", wanted.keys() - file.entries.keys()),
-        ("holds, beyond what its metadata describes,", file.entries.keys() - wanted.keys() - {FREQUENCIES}),
-    ):
-        if names:
-            raise InvalidInput(
-                f"{file.path} {problem} {len(names)} tensors: {', '.join(sorted(names)[:10]):.300}."
-            )
+    held = file.entries.keys() - {FREQUENCIES}
+    require_names(file.path, held, wanted.keys(), "tensors", "metadata")
     weights: dict[str, Tensor] = {}
     for name, ours in wanted.items():
         if file.entries[name].shape != shapes[ours]:

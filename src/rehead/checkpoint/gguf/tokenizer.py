@@ -4,13 +4,13 @@ A GGUF file only names its pre-tokenizer (`tokenizer.ggml.pre`), whose regular e
 The pre-tokenizers supported here are copied from the models' own tokenizer.json.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import tokenizers as hf
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from rehead.checkpoint.files.writing import json_text
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.huggingface.base import Table
 from rehead.errors import InvalidInput, ReheadError
@@ -120,7 +120,7 @@ class Vocabulary:
         }
         texts = {
             "tokenizer.json": self._json(),
-            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+            "tokenizer_config.json": json_text(config),
         }
         template = self.file.facts.get("tokenizer.chat_template")
         return texts | ({"chat_template.jinja": template} if isinstance(template, str) else {})

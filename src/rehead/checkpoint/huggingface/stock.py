@@ -1,6 +1,5 @@
 """Model folders of Hugging Face's own classes, read and written without their code."""
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.files.publish import publish
-from rehead.checkpoint.files.shards import Shards, strict_json
-from rehead.checkpoint.files.writing import write_weights
+from rehead.checkpoint.files.shards import Shards, require_names, strict_json
+from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, require_plain
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError, InvalidInput
@@ -54,20 +53,12 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     require_plain(shards.entries, str(folder))
     stored = {known: name for name in shards.entries if (known := family.canonical_name(name)) is not None}
     wanted = {weight.theirs: weight for weight in family.weights(config)}
-    for problem, names in (
-        ("lacks", wanted.keys() - stored.keys()),
-        ("holds, beyond what its config describes,", stored.keys() - wanted.keys()),
-    ):
-        if (
-            names in ({"lm_head.weight"}, {"embed_out.weight"})
-            and problem != "lacks"
-            and config.tie_embeddings
-        ):
-            _require_tied(shards, stored, wanted, *names)
-        elif names:
-            raise InvalidInput(
-                f"{folder} {problem} {len(names)} weights: {', '.join(sorted(names)[:10]):.300}."
-            )
+    head = stored.keys() - wanted.keys()
+    if config.tie_embeddings and head in ({"lm_head.weight"}, {"embed_out.weight"}):
+        require_names(folder, stored.keys() - head, wanted.keys(), "weights", "config")
+        _require_tied(shards, stored, wanted, *head)
+    else:
+        require_names(folder, stored.keys(), wanted.keys(), "weights", "config")
     weights: dict[str, Tensor] = {}
     for theirs, weight in wanted.items():
         tensor = shards.deferred(stored[theirs])
@@ -126,10 +117,10 @@ def write(
     table = family.write(model.config) | {"dtype": dtype} | ids
     write_weights(folder, weights(model, family))
     generation = {"do_sample": True, "temperature": 1.0, **ids}
-    texts = {"config.json": _json(table), "generation_config.json": _json(generation)}
+    texts = {"config.json": json_text(table), "generation_config.json": json_text(generation)}
     if "tokenizer.json" in files:
         own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
-        texts["tokenizer_config.json"] = _json(own | (marks or {}))
+        texts["tokenizer_config.json"] = json_text(own | (marks or {}))
     texts |= files
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -172,10 +163,6 @@ def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
     raise ConfigError(
         reason if len(names) == 1 else f"No format ({', '.join(names)}) can represent this model as it is."
     )
-
-
-def _json(table: Table) -> str:
-    return json.dumps(table, indent=2) + "\n"
 
 
 def _require_tied(shards: Shards, stored: dict[str, str], wanted: Iterable[str], head: str) -> None:
