@@ -10,22 +10,14 @@ from rehead.model import LanguageModel
 from rehead.system.device import synchronize
 
 
-def decode_speed(
-    model: LanguageModel, n_token: int, *, use_cache: bool, repeats: int = 3, batch_size: int = 1
-) -> float:
-    """Return tokens per second of greedy generation of `n_token` tokens after one, the best of `repeats` runs.
-
-    A short run goes first, untimed. The tokens of all rows of the batch count.
-    """
-    ids = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+def decode_speed(model: LanguageModel, n_token: int, *, use_cache: bool) -> float:
+    """Return tokens per second of greedy generation of `n_token` tokens after one. A short run goes first, untimed."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     generate(model, ids, min(n_token, 8), 0, use_cache=use_cache)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        generate(model, ids, n_token, 0, use_cache=use_cache)
-        synchronize(model.device)
-        best = min(best, time.perf_counter() - start)
-    return n_token * batch_size / best
+    start = time.perf_counter()
+    generate(model, ids, n_token, 0, use_cache=use_cache)
+    synchronize(model.device)
+    return n_token / (time.perf_counter() - start)
 
 
 def input_lengths(model: LanguageModel, n_token: int, *, use_cache: bool) -> list[int]:

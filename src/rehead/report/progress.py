@@ -53,11 +53,11 @@ class Board:
         self._lines.forget(title)
 
 
-def watch(records: Iterable[Record], total: int, title: str = "train") -> Iterator[Record]:
+def watch(records: Iterable[Record], total: int) -> Iterator[Record]:
     """Yield the `records` of one run and show its progress."""
     with Board() as board:
         for record in records:
-            board.show(record, total, title)
+            board.show(record, total, "train")
             yield record
 
 

@@ -120,9 +120,7 @@ class _Subject:
     def times(self) -> dict[str, float]:
         """Measure tokens per second and seconds per step once."""
         figures = {
-            f"tokens_per_second_{way}": decode_speed(
-                self.model, self.n_token - 1, use_cache=way == "cached", repeats=1
-            )
+            f"tokens_per_second_{way}": decode_speed(self.model, self.n_token - 1, use_cache=way == "cached")
             for way in self._ways()
         }
         if self.trainer is not None:
