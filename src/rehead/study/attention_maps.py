@@ -10,7 +10,7 @@ from rehead import checkpoint
 from rehead.data import split
 from rehead.measure.attention_maps import attention_maps
 from rehead.model import GPT
-from rehead.study.job import Job
+from rehead.study.job import Job, firsts
 from rehead.study.work import load
 from rehead.tokenizer import load_tokenizer
 from rehead.training.folder import RunFolder
@@ -33,8 +33,7 @@ class Maps:
 
 def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
     """Return the maps by variant, from the first job of each; models without attention are left out."""
-    first = list({job.variant: job for job in reversed(jobs) if job.export is None}.values())[::-1]
-    models = [(job, model) for job in first if isinstance(model := load(job), GPT)]
+    models = [(job, model) for job in firsts(jobs) if isinstance(model := load(job), GPT)]
     tokenizer, tokens = read_text(
         jobs[0].options, RunFolder(jobs[0].folder).tokens, checkpoint.resolve(jobs[0].model)
     )

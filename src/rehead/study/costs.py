@@ -22,7 +22,7 @@ from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
 from rehead.stages import staged
 from rehead.study.begun import read
-from rehead.study.job import Job
+from rehead.study.job import Job, firsts
 from rehead.study.work import load
 from rehead.training.loop import Trainer
 
@@ -45,20 +45,14 @@ def measure_costs(jobs: Sequence[Job], *, serving: bool) -> Record:
     known = {
         "of": _described(jobs),
         "environment": environment(),
-        "costs": costs(_first(jobs), serving=serving),
+        "costs": costs(firsts(jobs), serving=serving),
     }
     write_whole(jobs[0].place / FILE, [json.dumps(known).encode()])
     return known
 
 
-def _first(jobs: Sequence[Job]) -> list[Job]:
-    """Return the first job of every variant that is compared."""
-    compared = [job for job in jobs if job.export is None]
-    return list({job.variant: job for job in reversed(compared)}.values())[::-1]
-
-
 def _described(jobs: Sequence[Job]) -> list[Record]:
-    return [job.description() for job in _first(jobs)]
+    return [job.description() for job in firsts(jobs)]
 
 
 def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -> dict[str, Record]:

@@ -185,6 +185,12 @@ def one_source(jobs: Sequence[Job]) -> Job | None:
     return first if others and derived and first.parent is None else None
 
 
+def firsts(jobs: Sequence[Job]) -> list[Job]:
+    """Return the first job of every variant that is compared, which exports are not."""
+    compared = [job for job in jobs if job.export is None]
+    return list({job.variant: job for job in reversed(compared)}.values())[::-1]
+
+
 def written(value: Any) -> str:
     """Return a value as it is written in a flag."""
     return value if isinstance(value, str) else json.dumps(value)
