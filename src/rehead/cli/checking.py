@@ -94,10 +94,7 @@ def _text(
 
     tokenizer = opened.require_tokenizer()
     if data is None:
-        reader = Reader(
-            source=folder, model=opened.model, tokenizer=tokenizer, length=length, seed=0, scratch=scratch
-        )
-        own = reader.texts((), None)
+        own = Reader(folder, opened, length, 0, scratch).texts((), None)
         text = own.test or next(iter(own.calibration), None)
         if text is not None:
             return f"the {text.name}", text.ids

@@ -53,15 +53,7 @@ class FolderConverter:
         data = run_data(source)
         trained = None if data is None else data.block_size
         window = text_length(require_heads(opened.model), length, trained)
-        reader = Reader(
-            source=source,
-            model=opened.model,
-            tokenizer=self.tokenizer,
-            length=window,
-            seed=seed,
-            scratch=scratch,
-        )
-        self.texts = reader.texts(calibration, test)
+        self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test)
         self.named = bool(calibration)
         made_of = {
             "source": fingerprint(opened.folder),

@@ -14,8 +14,7 @@ from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage
 from rehead.data import TOKENS, Source, named, read_ids, split, tokenize
 from rehead.errors import InvalidInput, ReheadError
-from rehead.model import LanguageModel
-from rehead.tokenizer import Tokenizer
+from rehead.tokenizer import OpenedModel
 
 HELD_OUT = 0.1
 """Share at the end of each calibration text that is measured on where no test text is given."""
@@ -30,13 +29,12 @@ class Texts:
     held_out: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reader:
-    """Encodes texts, for the model in the folder `source`, in windows of `length` tokens."""
+    """Encodes texts, for the model `opened` at `source`, in windows of `length` tokens."""
 
     source: Path
-    model: LanguageModel
-    tokenizer: Tokenizer | None
+    opened: OpenedModel
     length: int
     seed: int
     scratch: Path
@@ -45,7 +43,7 @@ class Reader:
         """Return the named texts: files, folders, corpora, and `self`. A run's own text replaces missing ones."""
         names = list(dict.fromkeys(map(str, calibration)))
         files = [name for name in names if name != SELF]
-        if self.tokenizer is None and (files or test is not None):
+        if self.opened.tokenizer is None and (files or test is not None):
             raise InvalidInput(
                 f"{self.source} has no tokenizer.json: its texts cannot be read. Leave the texts out."
             )
@@ -58,7 +56,7 @@ class Reader:
             name: self._read(named(name, "--calibration"), "calibration", Path(name).name) for name in files
         }
         if len(files) < len(names):
-            found[SELF] = sampled_once(self.model, share, self.length, self.seed)
+            found[SELF] = sampled_once(self.opened.model, share, self.length, self.seed)
         if held is not None:
             return Texts(calibration=list(found.values()), test=held)
         if files:
@@ -72,14 +70,14 @@ class Reader:
             held = self._own().test
             if held is not None:
                 return Texts(calibration=list(found.values()), test=held)
-            held = sampled_once(self.model, share // 10, self.length, self.seed + 1)
+            held = sampled_once(self.opened.model, share // 10, self.length, self.seed + 1)
         return Texts(calibration=list(found.values()), test=held, held_out=True)
 
     def _read(self, text: Source, job: str, name: str) -> Passage:
-        assert self.tokenizer is not None
+        assert self.opened.tokenizer is not None
         store = self.scratch / f"text-{len(list(self.scratch.iterdir()))}"
         try:
-            return Passage(name=name, ids=tokenize(text, self.tokenizer, store).ids)
+            return Passage(name=name, ids=tokenize(text, self.opened.tokenizer, store).ids)
         except InvalidInput as error:
             raise InvalidInput(f"the {job} text: {error}") from error
 
@@ -104,13 +102,13 @@ class Reader:
 
         The file that its config.yaml names is not read: a folder from elsewhere could name any file of this machine.
         """
-        if self.tokenizer is None or not is_run(self.source):
+        if self.opened.tokenizer is None or not is_run(self.source):
             return Texts()
         try:
             data = run_data(self.source)
             assert data is not None
             require_regular(self.source / TOKENS)
-            whole = read_ids(self.source / TOKENS, self.tokenizer)
+            whole = read_ids(self.source / TOKENS, self.opened.tokenizer)
             parts = split(whole, self.length, data.val_fraction)
         except ReheadError as error:
             warnings.warn(

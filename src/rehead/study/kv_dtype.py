@@ -109,14 +109,7 @@ def _blocks_of(conversion: Job) -> list[Batch]:
     test, fitted = reading.get("test"), reading.get("calibration", ())
     files = [text for text in fitted if text != SELF] or fitted
     with TemporaryDirectory() as scratch:
-        reader = Reader(
-            source=source,
-            model=opened.model,
-            tokenizer=opened.tokenizer,
-            length=length,
-            seed=conversion.seed,
-            scratch=Path(scratch),
-        )
+        reader = Reader(source, opened, length, conversion.seed, Path(scratch))
         held = reader.texts(files if test is None else (), test).test
         assert held is not None, "the study has a text"
         return blocks_of(opened.model, held.ids, TOKENS, length)
