@@ -150,7 +150,8 @@ class LatentAttention(Attention):
     ) -> Float[Tensor, "B L H V"]:
         """Rebuild and rotate the keys; sum latents instead of values. No dropout."""
         assert self.rotary is not None
-        key = self.rotary(self._unrotated_keys(latent), key_positions)
+        key = self._unnormed_keys(latent)
+        key = self.rotary(key if self.k_norm is None else self.k_norm(key), key_positions)
         weights = kernels.weights(query, key, mask.dense(query.device), scale=self.scale)
         return self._expand_values(torch.einsum("bkgls,bsr->blkgr", weights, latent).flatten(2, 3), mask)
 
@@ -266,10 +267,6 @@ class LatentAttention(Attention):
         elif config.qk_rope_head_dim:
             key = torch.cat([key, rope.unsqueeze(2).expand(*key.shape[:3], -1)], dim=-1)
         return key, value
-
-    def _unrotated_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
-        key = self._unnormed_keys(latent)
-        return key if self.k_norm is None else self.k_norm(key)
 
     def _unnormed_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
         key = torch.einsum("bsr,knr->bskn", latent, self._ups()[0])
