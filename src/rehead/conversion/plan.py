@@ -106,11 +106,13 @@ def plan(
     except ConfigError as error:
         refused = str(error)
     kind = None if kv_dtype is None else kv_dtypes[kv_dtype]()
-    left_out = 0
+    left_out: list[str] = []
     if kind is not None:
         kind.require(config)
         fit = [variant for variant in variants if not kind.fault(variant.config)]
-        variants, left_out = fit, len(variants) - len(fit)
+        if len(fit) < len(variants):
+            left_out = [f"left out: {len(variants) - len(fit)} whose rows have no format {kind.name}."]
+        variants = fit
     rows = [_row(variant, context, batch_size, dtype, kind, tp) for variant in variants]
     return Plan(
         context=context,
@@ -120,7 +122,7 @@ def plan(
         kv_dtype=kv_dtype or str(dtype).removeprefix("torch."),
         rows=rows,
         advice=refused or _advice(rows, variants),
-        notes=[*_notes(variants, context), *_left_out(left_out, kind), *_of_gpus(rows, variants, tp)],
+        notes=[*_notes(variants, context), *left_out, *_of_gpus(rows, variants, tp)],
     )
 
 
@@ -192,11 +194,6 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
             f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
             "trained for that many."
         )
-
-
-def _left_out(n_variant: int, kind: KVDtype | None) -> Iterator[str]:
-    if n_variant and kind is not None:
-        yield f"left out: {n_variant} whose rows have no format {kind.name}."
 
 
 def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]:
