@@ -66,7 +66,8 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
     count = max(1, tokens // length)
     starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
     seeds = np.random.SeedSequence(seed).generate_state(2 * count, np.uint32)[::2].tolist()
-    model = _in_memory(model)
+    state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
+    model = assembled(model.config, state)  # in memory: every decoded token reads all of it
     rows: list[torch.Tensor] = []
     together = max(1, TOGETHER // length)
     groups = [slice(at, at + together) for at in range(0, count, together)]
@@ -81,9 +82,3 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
                 torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1)
             )
     return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy())
-
-
-def _in_memory(model: LanguageModel) -> LanguageModel:
-    """Return the model with its weights in memory: every decoded token reads all of them."""
-    state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
-    return assembled(model.config, state)

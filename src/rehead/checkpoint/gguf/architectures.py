@@ -68,7 +68,7 @@ class GPT2(Architecture):
     def tensors(self, name: str, weight: Tensor, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight, transposed."""
         linear = name.endswith(".weight") and ".c_" in name
-        yield name, map_deferred(_transposed, weight) if linear else weight
+        yield name, map_deferred(lambda upright: upright.mT, weight) if linear else weight
 
 
 class RmsNormed(Architecture):
@@ -233,10 +233,6 @@ def sizes(config: GPTConfig) -> Keys:
 def neighbours(rows: Tensor, head_dim: int) -> Tensor:
     """Permute the rows of each query or key head from pairs (i, i + E/2) to llama.cpp's (2i, 2i + 1)."""
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.mT
 
 
 def _keys(weight: Tensor, sizes_of: tuple[int, int]) -> Tensor:
