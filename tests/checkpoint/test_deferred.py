@@ -11,27 +11,17 @@ from rehead.attention import GroupedConfig
 from rehead.checkpoint.files.deferred import Deferred, map_deferred, materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_file, write_weights
-from rehead.config import GPTConfig
 from rehead.errors import IntegrityError
 from rehead.model import build
+from small import llama_shaped
 
 
 @pytest.fixture
 def folder(tmp_path):
     torch.manual_seed(0)
     layer = GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=4, rope=True, qkv_bias=True)
-    config = GPTConfig(
-        vocab_size=31,
-        block_size=13,
-        n_embd=20,
-        attention=(layer,) * 2,
-        learned_positions=False,
-        norm="rmsnorm",
-        norm_eps=1e-5,
-        mlp="swiglu",
-        n_hidden=28,
-        mlp_bias=False,
-        tie_embeddings=True,
+    config = llama_shaped(
+        layer, layer, vocab_size=31, block_size=13, n_embd=20, n_hidden=28, tie_embeddings=True
     )
     rehead.save(build(config).double(), tmp_path / "model")
     return tmp_path / "model"

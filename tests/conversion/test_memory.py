@@ -13,8 +13,8 @@ from rehead.attention import GroupedConfig
 from rehead.checkpoint import families, publish
 from rehead.checkpoint.files.deferred import Deferred
 from rehead.checkpoint.files.writing import write_weights
-from rehead.config import GPTConfig
 from rehead.model import skeleton
+from small import llama_shaped
 
 WIDTH, N_LAYER, N_TOKEN = 768, 38, 32_768
 BASE = 300 * 10**6
@@ -47,19 +47,8 @@ pytestmark = [
 def llama(tmp_path_factory):
     """A folder of 0.9 GB in float32 whose largest tensor has 100 MB."""
     layer = GroupedConfig(n_query_head=12, n_kv_head=2, head_dim=64, rope=True)
-    config = GPTConfig(
-        vocab_size=N_TOKEN,
-        block_size=16,
-        n_embd=WIDTH,
-        attention=(layer,) * N_LAYER,
-        learned_positions=False,
-        norm="rmsnorm",
-        norm_eps=1e-5,
-        mlp="swiglu",
-        n_hidden=2 * WIDTH,
-        mlp_bias=False,
-        tie_embeddings=False,
-    )
+    sizes = {"vocab_size": N_TOKEN, "block_size": 16, "n_embd": WIDTH, "n_hidden": 2 * WIDTH}
+    config = llama_shaped(*[layer] * N_LAYER, **sizes)
     shapes = {name: weight.shape for name, weight in skeleton(config).state_dict().items()}
 
     def drawn(shape):

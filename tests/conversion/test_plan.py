@@ -11,11 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
 from rehead.cli import main
-from rehead.config import GPTConfig, RNNConfig
+from rehead.config import RNNConfig
 from rehead.conversion.plan import plan
 from rehead.errors import ConfigError
 from rehead.measure.size import decode_bytes, decode_flops
 from rehead.model import build
+from small import llama_shaped
 
 pytestmark = pytest.mark.heavy
 
@@ -126,19 +127,8 @@ def test_advice_is_a_row_that_pays(attention, gpt):
 
 def shape(n_layer, n_embd, n_query_head, n_kv_head, head_dim):
     attention = GroupedConfig(n_query_head=n_query_head, n_kv_head=n_kv_head, head_dim=head_dim, rope=ROPE)
-    return GPTConfig(
-        vocab_size=49_152,
-        block_size=2048,
-        n_embd=n_embd,
-        attention=(attention,) * n_layer,
-        learned_positions=False,
-        norm="rmsnorm",
-        norm_eps=1e-5,
-        mlp="swiglu",
-        n_hidden=4 * n_embd,
-        mlp_bias=False,
-        tie_embeddings=True,
-    )
+    sizes = {"vocab_size": 49_152, "block_size": 2048, "n_embd": n_embd, "n_hidden": 4 * n_embd}
+    return llama_shaped(*[attention] * n_layer, **sizes, tie_embeddings=True)
 
 
 POINTLESS = {  # DeepSeek's 576 numbers against; fewer layers, which changes no share

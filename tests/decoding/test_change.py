@@ -9,9 +9,9 @@ from torch import nn
 import rehead
 from rehead import decoding
 from rehead.attention import GroupedConfig, RopeConfig
-from rehead.config import GPTConfig
 from rehead.errors import UsageError
 from rehead.model import build
+from small import llama_shaped
 
 V, D = 23, 24
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7, rope=RopeConfig())
@@ -20,11 +20,7 @@ IDS = torch.tensor([1, 2])
 
 def gpt(*attention):
     torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=V, block_size=64, n_embd=D, attention=attention, learned_positions=False, norm="rmsnorm",
-        norm_eps=1e-5, mlp="swiglu", n_hidden=17, mlp_bias=False,
-    )  # fmt: skip
-    return build(config).eval().float()
+    return build(llama_shaped(*attention, vocab_size=V, n_embd=D, n_hidden=17)).eval().float()
 
 
 def three_tokens(model, decode):

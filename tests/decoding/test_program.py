@@ -21,6 +21,7 @@ from rehead.decoding.native_program import NativeProgram
 from rehead.decoding.torch_engine import registers
 from rehead.errors import InvalidInput, UsageError
 from rehead.model import GPT, build
+from small import llama_shaped
 
 B, V, D = 3, 23, 24
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=10, v_head_dim=7, rope=RopeConfig())
@@ -91,11 +92,8 @@ class Direct(Attention):
 
 
 def gpt(*attention, **other):
-    settings = {
-        "vocab_size": V, "block_size": 64, "n_embd": D, "attention": attention, "learned_positions": False,
-        "norm": "rmsnorm", "norm_eps": 1e-5, "mlp": "swiglu", "n_hidden": 17, "mlp_bias": False,
-    }  # fmt: skip
-    model = build(GPTConfig(**settings | other)).eval().float()
+    config = llama_shaped(*attention, **{"vocab_size": V, "n_embd": D, "n_hidden": 17} | other)
+    model = build(config).eval().float()
     for weight in model.parameters():
         weight.data.add_(torch.randn_like(weight), alpha=0.3)
     return model

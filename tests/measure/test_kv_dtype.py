@@ -15,12 +15,12 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.cli import main
 from rehead.cli.app import KVFormat
-from rehead.config import GPTConfig
 from rehead.conversion.plan import plan
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, evaluate_text, kv_bytes_per_token
 from rehead.measure.kv_dtype import RoundedCache, kv_dtypes
 from rehead.model import build
+from small import llama_shaped
 
 D, B, L = 24, 2, 21
 HEADS = {"n_query_head": 4, "head_dim": 32}
@@ -249,10 +249,7 @@ def test_the_loss_is_transformers_with_such_a_cache(kind, theirs, tmp_path):
 
 
 def gpt(layer, n_layer=2):
-    return GPTConfig(
-        vocab_size=29, block_size=64, n_embd=D, attention=(layer,) * n_layer, learned_positions=False, norm="rmsnorm",
-        norm_eps=1e-6, mlp="swiglu", n_hidden=32, mlp_bias=False,
-    )  # fmt: skip
+    return llama_shaped(*[layer] * n_layer, vocab_size=29, n_embd=D, n_hidden=32, norm_eps=1e-6)
 
 
 BYTES = {

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from rehead.attention import GroupedConfig
-from rehead.config import GPTConfig
 from rehead.measure.served import SAFE, Verdict, compared, verdicts
 from rehead.measure.stored import rounded
 from rehead.model import build
 from rehead.report.served import line
+from small import llama_shaped
 
+HEADS = GroupedConfig(n_query_head=2, n_kv_head=2, head_dim=32, rope=True)
 IDS = np.arange(150) * 7919 % 31
 KINDS = ("fp16", "bf16", "q8_0")
 
@@ -20,21 +21,8 @@ def model():
     """Two layers, 64 wide, in float32, with weights large enough to matter."""
     torch.manual_seed(2)
     torch.set_default_dtype(torch.float32)
-    made = build(
-        GPTConfig(
-            vocab_size=32,
-            block_size=24,
-            n_embd=64,
-            attention=(GroupedConfig(n_query_head=2, n_kv_head=2, head_dim=32, rope=True),) * 2,
-            learned_positions=False,
-            norm="rmsnorm",
-            norm_eps=1e-5,
-            mlp="swiglu",
-            n_hidden=96,
-            mlp_bias=False,
-            tie_embeddings=False,
-        )
-    ).eval()
+    config = llama_shaped(*[HEADS] * 2, vocab_size=32, block_size=24, n_embd=64, n_hidden=96)
+    made = build(config).eval()
     for weight in made.parameters():
         weight.data *= 4 if weight.ndim > 1 else 1
     return made

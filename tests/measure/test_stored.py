@@ -12,32 +12,22 @@ import transformers
 from gguf import GGMLQuantizationType, quants
 
 from rehead.attention import GroupedConfig
-from rehead.config import GPTConfig
 from rehead.errors import NumericError
 from rehead.measure.stored import as_stored, lost_rows, rounded
 from rehead.model import build
+from small import llama_shaped
 
+HEADS = GroupedConfig(n_query_head=2, n_kv_head=2, head_dim=32, rope=True)
 TEXT = "the quick brown fox jumps over the lazy dog " * 6
 
 
 def gpt(*, tied=False):
     """A model of two layers, 64 wide."""
     torch.manual_seed(2)
-    return build(
-        GPTConfig(
-            vocab_size=31,
-            block_size=16,
-            n_embd=64,
-            attention=(GroupedConfig(n_query_head=2, n_kv_head=2, head_dim=32, rope=True),) * 2,
-            learned_positions=False,
-            norm="rmsnorm",
-            norm_eps=1e-5,
-            mlp="swiglu",
-            n_hidden=32,
-            mlp_bias=False,
-            tie_embeddings=tied,
-        )
+    config = llama_shaped(
+        *[HEADS] * 2, vocab_size=31, block_size=16, n_embd=64, n_hidden=32, tie_embeddings=tied
     )
+    return build(config)
 
 
 @pytest.mark.parametrize("size", [1.0, 2.0**-40, 3e4])
