@@ -307,7 +307,7 @@ REFUSED = {
     "scaled rope (YarnScaling)": ("Qwen3", gguf_models.rope("yarn", beta_fast=16.0)),
     "qkv_bias, o_bias": ("Qwen3", {"attention_bias": True}),
     "rope_layout=half-split": ("DeepseekV3", gguf_models.MLA | {"rope_interleave": False}),
-    "No format (gpt2, llama, qwen2, qwen3, deepseek_v3, deepseek_v2)": ("Mistral", {"sliding_window": 9}),
+    "no format can represent this model as it is. window=9": ("Mistral", {"sliding_window": 9}),
 }
 
 

@@ -160,9 +160,7 @@ def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
             reason = str(error)
             continue
         return families[name]
-    raise ConfigError(
-        reason if len(names) == 1 else f"No format ({', '.join(names)}) can represent this model as it is."
-    )
+    raise ConfigError(reason if len(names) == 1 else "no format can represent this model as it is.")
 
 
 def _require_tied(shards: Shards, stored: dict[str, str], wanted: Iterable[str], head: str) -> None:

@@ -97,10 +97,10 @@ def require_sayable(config: GPTConfig) -> None:
         has = ", ".join(
             f"{name}={getattr(config, name)}"
             for name in ("norm", "mlp", "mlp_bias", "learned_positions", *odd)
+            if name in odd or getattr(config, name) not in ("rmsnorm", "swiglu", False)
         )
         raise CannotConvert(
-            "DeepseekV3ForCausalLM has RMSNorm, SwiGLU without biases and no learned positions; this model has "
-            f"{has}, which no conversion changes: {way}.",
+            f"DeepseekV3ForCausalLM cannot represent {has}, which no conversion changes: {way}.",
             f"{has}, which no conversion changes",
         )
 
@@ -211,7 +211,8 @@ def read_by(engine: Engine, layer: LatentConfig) -> LatentConfig:
 def _require_representable(layer: AttentionConfig) -> None:
     if layer.window is not None:
         raise ConfigError(
-            f"window={layer.window}: DeepseekV3ForCausalLM has no window. Use --format mistral."
+            f"window={layer.window}: DeepseekV3ForCausalLM has no window. MistralForCausalLM has one, of the same "
+            "size in every layer, for heads with rope and without biases: --format mistral."
         )
     if isinstance(layer, LatentConfig) and layer.qk_norm_eps is not None:
         raise ConfigError(
