@@ -223,3 +223,14 @@ def test_where_there_is_no_way(source, target, says, silent):
     assert message.startswith(f"no conversion leads from {source.name} to {target.name}: ")
     assert all(part in message for part in says), message
     assert not any(part in message for part in silent), message
+
+
+def test_the_first_obstacles_are_named_and_those_of_the_source_first():
+    """Ten conversions refuse a norm on keys; the reader needs to hear it once or twice."""
+    source = replace(GQA, rope=ROPE, qk_norm_eps=1e-6)
+    target = replace(MLA, latent_norm=True, qk_rope_head_dim=8, rope=ROPE)
+    with pytest.raises(ConfigError) as caught:
+        path(source, target, D)
+    refusals = str(caught.value).removeprefix("no conversion leads from gqa to mla: ").split("; ")
+    assert len(refusals) == 3
+    assert refusals[0] == "decouple: qk_norm_eps: MLA's rotary part has no norm"

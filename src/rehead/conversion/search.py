@@ -11,6 +11,8 @@ from rehead.conversion.steps.latent import full_rank, rank_on_the_way
 
 NARROWEST = -(10**18)
 """Negated numbers per token while no approximation has been made."""
+MOST_OBSTACLES = 3
+"""That a message names, the first ones."""
 KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 """Fields that no conversion changes."""
 
@@ -44,7 +46,7 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 way = (least, lossy, len(steps) + 1, next(order), result, [*steps, step])
                 heapq.heappush(frontier, way)
     obstacles = _obstacles(source, target, set(done), d_model)
-    texts = [f"{step}: {why}" if step else why for step, why in obstacles]
+    texts = [f"{step}: {why}" if step else why for step, why in obstacles[:MOST_OBSTACLES]]
     raise CannotConvert(
         f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.",
         reason=texts[0],
@@ -61,10 +63,10 @@ def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[st
 def _obstacles(
     source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
 ) -> list[tuple[str, str]]:
-    """Return why there is no path: pairs of the refusing conversion, if any, and its reason."""
+    """Return why there is no path: pairs of the refusing conversion, if any, and its reason; the source's first."""
     if not any(isinstance(source, conversions[name].takes) for name in conversions):
         return [("", "no conversion starts from it. Keep it as it is")]
-    source = source.equivalent()
+    start, source = source, source.equivalent()
     there = {field.name: getattr(target, field.name) for field in fields(target)}
     for name in KEPT:
         if name in there and getattr(source, name, there[name]) != there[name]:
@@ -72,13 +74,13 @@ def _obstacles(
     tied = getattr(source, "tie_kv", False) or there.get("tie_kv", False)
     on_the_way = [config for config in reached if tied or not getattr(config, "tie_kv", False)]
     refused = {
-        (name, why)
+        (config not in (start, source), name, why)
         for config in on_the_way
         for name, conversion in _starting(config, target)
         if (why := conversion.refusal(config))
     }
     if refused:
-        return sorted(refused)
+        return list(dict.fromkeys((name, why) for _, name, why in sorted(refused)))
     if isinstance(source, GroupedConfig) and rank_on_the_way(target) > full_rank(source, d_model):
         full = full_rank(source, d_model)
         hold = f"{full} numbers hold all its keys and values, {rank_on_the_way(target)} would hold zeros"

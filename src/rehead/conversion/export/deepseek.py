@@ -220,6 +220,11 @@ def _require_representable(layer: AttentionConfig) -> None:
             "Use it with rehead (generate, eval), or convert its source to gqa or mqa, heal that and export it with "
             "--format qwen3."
         )
+    if isinstance(layer, GroupedConfig) and layer.qk_norm_eps is not None:
+        raise ConfigError(
+            "DeepseekV3ForCausalLM has no norms on queries and keys, and this model has. Export it as a class with "
+            "norms there, such as --format qwen3."
+        )
     if isinstance(layer, LatentConfig) and layer.rebuilds_keys:
         raise ConfigError(
             f"{layer.describe()}: no engine has a class whose keys are rebuilt from a latent and then rotated. Use it "
