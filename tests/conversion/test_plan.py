@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
+from rehead.checkpoint import families, own
+from rehead.checkpoint.huggingface import stock
 from rehead.cli import main
 from rehead.config import RNNConfig
 from rehead.conversion.plan import plan
@@ -341,3 +343,52 @@ def test_what_one_of_several_gpus_caches(tmp_path, capsys):
     for wrong in ("0", "5000"):
         assert main([*words, "--tp", wrong]) == 2
         assert f"--tp {wrong}. Use 1 to 4,096." in capsys.readouterr().err
+
+
+FIELDS = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 53, "hidden_size": 24,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
+    "head_dim": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def planned(capsys, *words):
+    assert main(["plan", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["plan", *words]) == 0
+    assert f", batch 1, {found['dtype']}" in capsys.readouterr().out  # said above the table
+    return found["dtype"], found["rows"][0]["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_bytes_are_those_of_the_folders_dtype(kind, tmp_path, capsys):
+    """As the cache of the loaded model holds them; --dtype counts in another."""
+    config = own.read_config(table(tmp_path / "config.json", FIELDS))
+    rehead.save(build(config).to(kind), tmp_path / "own")
+    model = rehead.load(tmp_path / "own")
+    wanted = str(kind)[6:], cache_held(model, 7, 1) / 7
+    assert planned(capsys, str(tmp_path / "own")) == wanted
+    stock.export(model, tmp_path / "stock", families["llama"], {})
+    assert planned(capsys, str(tmp_path / "stock")) == wanted
+    named = json.loads((tmp_path / "stock/config.json").read_text())
+    assert named.pop("dtype") == wanted[0]
+    (tmp_path / "stock/MANIFEST.json").unlink()  # as others write it
+    for fields in (named, named | {"dtype": None}):  # of the weights
+        table(tmp_path / "stock/config.json", fields)
+        assert planned(capsys, str(tmp_path / "stock")) == wanted
+    for key in ("dtype", "torch_dtype"):
+        table(tmp_path / "config.json", FIELDS | {key: wanted[0]})
+        assert planned(capsys, str(tmp_path / "config.json")) == wanted
+    assert planned(capsys, str(tmp_path / "own"), "--dtype", "fp32") == ("float32", 2 * 2 * 8 * 4)
+
+
+def test_without_a_dtype_or_weights_bytes_are_float32s(tmp_path, capsys):
+    table(tmp_path / "config.json", FIELDS)
+    (tmp_path / "quiz.yaml").write_text("model: {n_layer: 2, n_query_head: 3, n_embd: 24}")
+    for place in (tmp_path, tmp_path / "config.json", tmp_path / "quiz.yaml"):
+        assert planned(capsys, str(place))[0] == "float32"
+
+
+def table(path, fields):
+    path.write_text(json.dumps(fields))
+    return path

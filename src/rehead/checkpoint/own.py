@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.checkpoint.files.publish import MANIFEST, publish, verify
-from rehead.checkpoint.files.shards import DTYPES, SINGLE, Shards, require_names, strict_json
+from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, Shards, require_names, strict_json
 from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock
@@ -115,6 +115,21 @@ def read_config(folder: Path) -> ModelConfig:
         verify(folder, only="config.json")
     path = folder if folder.suffix == ".json" else folder / "config.json"
     return _config(_table(path), str(path))
+
+
+def read_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype that config.json names or, without one, the widest of the weights; None without weights."""
+    path = folder if folder.suffix == ".json" else folder / "config.json"
+    table = _table(path)
+    named = table.get("dtype") or table.get("torch_dtype")
+    if named is not None:
+        _require_dtype("dtype", named, str(path))
+        return next(kind for kind in DTYPES.values() if str(kind)[6:] == str(named).removeprefix("torch."))
+    if not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
+        return None
+    entries = {name: entry for name, entry in Shards(folder).entries.items() if not keeps_dtype(name)}
+    dtypes = [entry.dtype for entry in entries.values() if entry.dtype.is_floating_point]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -18,7 +18,10 @@ def plan(
         int | None, Parameter(help="tokens in the cache [default: the model's block_size]")
     ] = None,
     batch: Annotated[int, Parameter(help="sequences decoded at once")] = 1,
-    dtype: Annotated[Dtype, Parameter(help="number format of the weights and the cache")] = "fp32",
+    dtype: Annotated[
+        Dtype | None,
+        Parameter(help="number format of the weights and the cache [default: the folder's own, or fp32]"),
+    ] = None,
     kv_dtype: Annotated[
         KVFormat | None, Parameter(help="number format of the cache alone, scales counted [default: --dtype]")
     ] = None,
@@ -41,13 +44,14 @@ def plan(
         rehead plan out/run --context 8192 --dtype bf16
         rehead plan out/run --context 8192 --dtype bf16 --kv-dtype fp8
     """
-    from rehead.conversion.folder import read_plannable
+    from rehead.conversion.folder import plannable_dtype, read_plannable
     from rehead.conversion.plan import plan as make
     from rehead.report.conversion import present_parts, present_plan
 
     config = read_plannable(model)
     context = config.block_size if context is None else context
-    found = make(config, context, batch, torch_dtype(dtype), tp, kv_dtype)
+    counted = plannable_dtype(model) if dtype is None else torch_dtype(dtype)
+    found = make(config, context, batch, counted, tp, kv_dtype)
     if json:
         say(asdict(found), "", json)
     else:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
 from rehead.checkpoint.find import run_data
@@ -174,6 +176,14 @@ def read_plannable(path: Path) -> ModelConfig:
             f"{path} is a file: expected a model or run folder, a config.json, or a YAML of options."
         )
     return own.read_config(path) if path.is_file() else read_at(path, own.read_config)
+
+
+def plannable_dtype(path: Path) -> torch.dtype:
+    """Return the dtype of what `read_plannable` reads; float32 where nothing names one."""
+    if path.suffix in (".yaml", ".yml"):
+        return torch.float32
+    found = own.read_dtype(path) if path.is_file() else read_at(path, own.read_dtype)
+    return found or torch.float32
 
 
 def require_apart(source: Path, destination: Path) -> None:
