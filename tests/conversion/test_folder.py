@@ -668,3 +668,39 @@ def test_ids_are_those_of_the_text(run, capfd):
     table = json.loads(capfd.readouterr().out)
     ids = Tokenizer.load(Path("new")).encode(TEXT * 12).astype(np.int64)
     assert table["test"]["sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("0.5", "9 numbers: 50 %"),
+        ("0.6", "10 numbers: 55.56 %: 60 % rounded down to a whole rank"),
+        ("0.01", "1 numbers: 5.556 %: 1 % rounded up to a whole rank"),
+    ],
+)
+def test_the_share_that_was_reached_is_told(asked, said, model, capfd):
+    """Of 18 numbers per token and layer, 4 bytes each, in 2 layers."""
+    words = ["convert", model, "out", "--to", "mla", "--kv-fraction", asked, "--allow-loss"]
+    assert main(words) == 0
+    numbers, _, share = said.partition(" numbers: ")
+    n_layer = rehead.load("out").config.n_layer
+    assert f"{72 * n_layer} -> {4 * int(numbers) * n_layer} bytes per token, float32 ({share})\n" in (
+        capfd.readouterr().out
+    )
+    reached = share.partition(":")[0]
+    assert f"| KV cache, share of the source's | 100 % | {reached} |" in Path("out/CONVERSION.md").read_text()
+
+
+def test_an_exact_latent_that_is_smaller_than_asked_for(capfd):
+    wide = [
+        "model.n_embd=12",
+        "model.n_query_head=2",
+        "model.n_layer=1",
+        "trainer.max_iters=0",
+        "model.head_dim=9",
+    ]
+    Path("text.txt").write_text(TEXT * 12)
+    assert main(["train", "data.path=text.txt", "data.block_size=16", "system.work_dir=run", *wide]) == 0
+    capfd.readouterr()
+    assert main(["convert", "run", "out", "--to", "mla", "--kv-fraction", "1"]) == 0
+    assert "(33.33 %: an exact latent needs less than the 100 % asked for)" in capfd.readouterr().out

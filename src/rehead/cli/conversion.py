@@ -193,4 +193,4 @@ def convert(
     if json:
         say(asdict(certificate), "", json)
     else:
-        present_certificate(certificate, destination)
+        present_certificate(certificate, destination, kv_fraction)

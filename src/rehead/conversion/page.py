@@ -54,8 +54,10 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _figures(certificate: Certificate) -> list[tuple[str, str, str]]:
+    old, new = certificate.kv_bytes_per_token
     rows = [
-        ("KV cache, bytes per token", *(f"{size:,}" for size in certificate.kv_bytes_per_token)),
+        ("KV cache, bytes per token", f"{old:,}", f"{new:,}"),
+        ("KV cache, share of the source's", "100 %", f"{100 * new / old:.4g} %"),
         ("parameters", *(f"{size:,}" for size in certificate.parameters)),
     ]
     if certificate.loss is not None:

@@ -51,15 +51,14 @@ def present_parts(plan: Plan) -> None:
     show(f"One layer's attention over {plan.context:,} tokens", PARTS, rows, notes)
 
 
-def present_certificate(certificate: Certificate, folder: Path) -> None:
-    """Print a conversion's certificate in a few lines."""
+def present_certificate(certificate: Certificate, folder: Path, asked: float | None = None) -> None:
+    """Print a conversion's certificate in a few lines; `asked` is the share of the cache that was asked for."""
     first, logits = certificate.layers[0], certificate.logits
     before, after = certificate.kv_bytes_per_token
     kind = "exact" if certificate.exact else "approximate"
     print(f"{first.source} -> {first.result}: {kind}")
-    print(
-        f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({100 * after / before:.0f} %)"
-    )
+    share = f"{100 * after / before:.0f} %" if asked is None else _reached(certificate, asked)
+    print(f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})")
     if certificate.loss is not None:
         old, new = certificate.loss
         print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
@@ -72,6 +71,17 @@ def present_certificate(certificate: Certificate, folder: Path) -> None:
         f"on {where})"
     )
     print(f"certificate   {folder / PAGE}")
+
+
+def _reached(certificate: Certificate, asked: float) -> str:
+    """Return the new cache as a share of the source's, and why it is not the one asked for."""
+    before, after = certificate.kv_bytes_per_token
+    reached, wanted = (f"{100 * share:.4g} %" for share in (after / before, asked))
+    if reached == wanted:
+        return reached
+    if certificate.exact:
+        return f"{reached}: an exact latent needs less than the {wanted} asked for"
+    return f"{reached}: {wanted} rounded {'down' if after < asked * before else 'up'} to a whole rank"
 
 
 def _filled(line: str, width: int, indent: str) -> str:
