@@ -326,6 +326,24 @@ def test_two_phases_layers_first_and_then_the_predictions(latent, capsys):
     assert "Taught is that error" in (resolve(Path("phases-taught")) / "CONVERSION.md").read_text()
 
 
+def test_each_text_has_its_own_windows(trained):
+    """Those of the conversion, and those of the lessons."""
+    fitted = ["--to", "mla", "--kv-fraction", "0.2", "--allow-loss", "--length", "12"]
+    assert main(["convert", "source", "mla-12", *fitted]) == 0
+    lessons = ["--teach", "1", "--length", "9", *QUICK, "trainer.max_iters=1", "system.work_dir=nine"]
+    assert main(["heal", "mla-12", "--teacher", "source", *lessons]) == 0
+    assert [text["length"] for text in certificate("nine-taught")["calibration"]] == [None, 9]
+    for folder in ("nine-taught", "nine"):
+        page = (resolve(Path(folder)) / "CONVERSION.md").read_text()
+        windows = re.findall(
+            r"of the [\w,]+ tokens of ([^(]*) .*?in windows of (\d+)", page.partition("Fitted to")[2]
+        )
+        assert windows == [
+            ("training part of the run's text", "12"),
+            ("training part of the healing text", "9"),
+        ]
+
+
 def test_interrupted_lessons_go_on(latent, monkeypatch, capsys):
     """Killed in the second layer, and in the second phase: the same bytes as without. Other passes are refused."""
     words = ["trainer.max_iters=4", "trainer.save_every=2"]

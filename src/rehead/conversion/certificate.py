@@ -43,8 +43,8 @@ class Text:
     """A text by its name and tokens: how many, the sha256 of their ids, and how many of them were read.
 
     `name` is that of the file or folder, `self` of text sampled from the model, `ids` where Python gave ids. `bytes`
-    and `text_sha256` are of what the ids decode to, in UTF-8, where a tokenizer could tell.
-    """
+    and `text_sha256` are of what the ids decode to, in UTF-8, where a tokenizer could tell. `length` is that of its
+    windows; None means the certificate's."""
 
     name: str
     tokens: int
@@ -52,6 +52,7 @@ class Text:
     read: int
     bytes: int | None = None
     text_sha256: str = ""
+    length: int | None = None
 
     @classmethod
     def of(cls, passage: Passage, limit: int) -> "Text":
@@ -118,9 +119,9 @@ class Certificate:
     `exact` is True where every step is exact by its promise, or changed no weight of the keys and
     values beyond rounding. `logits` are compared as in `rehead.measure.fidelity`, on the `test` text or,
     without one, on random tokens; `loss` is in nats per token of the test text. Pairs are before and
-    after. `calibration` is what approximations were fitted to, in windows of `length` tokens like the
-    test; `held_out` is True where the test text is a part held out of what the model was fitted or healed
-    to, and so of its kind. `teach` is the number of passes in which attentions were taught by the source's.
+    after. `calibration` is what approximations were fitted to; the windows of all texts have `length` tokens,
+    unless a text has its own. `held_out` is True where the test text is a part held out of what the model was fitted
+    or healed to, and so of its kind. `teach` is the number of passes in which the source's attentions taught.
     """
 
     format: str = FORMAT

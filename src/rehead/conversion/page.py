@@ -154,8 +154,10 @@ def _healing(certificate: Certificate) -> list[tuple[str, ...]]:
 
 def _where(certificate: Certificate) -> str:
     facts = ", ".join(f"{escaped(name)} {escaped(value)}" for name, value in certificate.environment.items())
-    texts = [
-        f"{text.read:,} of the {text.tokens:,} tokens of {_named(text)}" for text in certificate.calibration
-    ]
-    fitted = f"{', and '.join(texts)}, in windows of {certificate.length:,}" if texts else "no text"
+    texts: dict[int, list[str]] = {}
+    for text in certificate.calibration:
+        part = f"{text.read:,} of the {text.tokens:,} tokens of {_named(text)}"
+        texts.setdefault(text.length or certificate.length, []).append(part)
+    windows = [f"{', and '.join(parts)}, in windows of {length:,}" for length, parts in texts.items()]
+    fitted = ", and ".join(windows) or "no text"
     return f"Fitted to {fitted}; seed {certificate.seed}; weights in {escaped(certificate.dtype)}; {facts}."
