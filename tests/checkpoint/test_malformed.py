@@ -6,12 +6,18 @@ import shutil
 
 import pytest
 import torch
-from corpus import CORPUS, native_folder, sharded_folder, stock_folder
+from corpus import CORPUS, file_of, native_folder, one, sharded_folder, stock_folder
 from safetensors.torch import load_file, save_file
 
 import rehead
-from rehead.checkpoint import read_config
+from rehead.checkpoint import families, read_config
+from rehead.checkpoint.files import opened, shards
+from rehead.checkpoint.files.publish import sha256
+from rehead.checkpoint.huggingface import stock
+from rehead.config import ModelOptions
 from rehead.errors import IntegrityError, InvalidInput, NumericError
+from rehead.model import build
+from rehead.stages import listening
 
 
 @pytest.fixture
@@ -142,6 +148,104 @@ def test_an_index_says_how_much_there_is(tmp_path):
     del table["metadata"]
     index.write_text(json.dumps(table))
     assert rehead.load(tmp_path / "model").config.n_layer == 1
+
+
+def test_a_missing_file_of_an_index_is_named(tmp_path):
+    sharded_folder(tmp_path / "model")
+    (tmp_path / "model" / "model-00002-of-00002.safetensors").unlink()
+    refused(
+        tmp_path / "model",
+        "index.json names model-00002-of-00002.safetensors, which does not exist: download",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data_offsets": [0, 24, 48]}, "data_offsets [0, 24, 48]: expected a beginning and an end"),
+        ({"data_offsets": []}, "data_offsets []: expected a beginning and an end"),
+        ({"stride": [3, 1]}, "'a': expected dtype, shape and data_offsets"),
+    ],
+)
+def test_what_a_tensor_says_of_itself(change, words, folder):
+    (folder / "model.safetensors").write_bytes(file_of(one(**change), bytes(24)))
+    refused(folder, words, kinds=InvalidInput)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((5, 16, 48), "c_attn.weight has shape [5, 16, 48], expected 3 equal parts"),
+        ((6, 16, 48), "q_proj.weight has shape [2, 16, 48], the config says [16, 16]"),
+        ((16, 47), "c_attn.weight has shape [16, 47], expected 3 equal parts"),
+        ((48,), "q_proj.weight has shape [16], the config says [16, 16]"),
+        ((), "c_attn.weight has shape [], expected 3 equal parts"),
+    ],
+)
+def test_a_stacked_tensor_of_another_shape_is_refused(shape, words, tmp_path):
+    """GPT-2's queries, keys and values are one tensor, which is transposed."""
+    config = ModelOptions(n_layer=1, n_embd=16, n_query_head=2).resolve(11, 16)
+    stock.export(build(config).float(), tmp_path / "model", families["gpt2"], {})
+    (tmp_path / "model" / "MANIFEST.json").unlink()
+    path = tmp_path / "model" / "model.safetensors"
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert load_file(path)[name].shape == (16, 48)
+    save_file(load_file(path) | {name: torch.zeros(shape)}, path)
+    refused(tmp_path / "model", words, kinds=InvalidInput)
+
+
+def test_whole_numbers_are_no_weights(folder):
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    save_file(whole | {name: whole[name].long()}, path)
+    refused(folder, f"{name} holds 'I64'", "nothing quantised", kinds=InvalidInput)
+
+
+def test_the_reading_of_large_files_is_shown(tmp_path, monkeypatch):
+    sharded_folder(tmp_path / "model")
+    digests = {file: sha256(file) for file in sorted((tmp_path / "model").glob("*.safetensors"))}
+    assert len(digests) == 2
+    weights = shards.Shards(tmp_path / "model")
+    for least, shown in ((2**28, []), (2, [f"checking {tmp_path / 'model'}"])):
+        monkeypatch.setattr(shards, "LONG", least)
+        stages = []
+        with listening(stages.append):
+            assert weights.digests() == digests
+        assert [stage.title for stage in stages if stage.state == "begun"] == shown
+        assert [stage.done for stage in stages if stage.state == "ended"] == [2] * len(shown)
+
+
+def test_more_files_than_are_open_at_once(folder, tmp_path):
+    """Each tensor in a file of its own; all are read, in both directions, and one that changes is noticed."""
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    parts = {f"{name}.{row}": one for name, weight in whole.items() for row, one in enumerate(weight)}
+    assert len(parts) > 2 * opened.MOST_OPEN
+    for name, weight in parts.items():
+        save_file({name: weight.contiguous()}, folder / f"{name}.safetensors")
+    places = {name: f"{name}.safetensors" for name in parts}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    before = len(os.listdir("/proc/self/fd"))
+    weights = shards.Shards(folder)
+    for name in [*parts, *reversed(parts)]:
+        assert torch.equal(weights.read(name), parts[name])
+    assert len(os.listdir("/proc/self/fd")) == before + opened.MOST_OPEN
+    last = [*parts][-1]
+    save_file({last: parts[last].new_zeros(parts[last].shape)}, folder / "other")
+    os.utime(folder / "other", ns=(1, 1))
+    (folder / "other").rename(folder / f"{last}.safetensors")
+    for name in [*parts][:-1]:
+        weights.read(name)
+    with pytest.raises(IntegrityError, match=f"{last}.safetensors changed while it was read"):
+        weights.read(last)
+    first = next(iter(parts))
+    (folder / f"{first}.safetensors").unlink()
+    assert torch.equal(weights.read(first), parts[first])  # open since the beginning
+    gone = [*parts][-2]
+    (folder / f"{gone}.safetensors").unlink()
+    with pytest.raises(IntegrityError, match=f"{gone}.safetensors cannot be read: No such file or directory"):
+        weights.read(gone)
 
 
 def test_a_cast_that_overflows_is_no_damage(folder, tmp_path):

@@ -62,7 +62,7 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     weights: dict[str, Tensor] = {}
     for theirs, weight in wanted.items():
         tensor = shards.deferred(stored[theirs])
-        side = -1 if weight.transposed else 0
+        side = -1 if weight.transposed and tensor.dim() == 2 else 0
         parts = sum(weight.rows) or len(weight.ours) * weight.groups
         if not tensor.shape or (tensor.shape[side] != parts if weight.rows else tensor.shape[side] % parts):
             rule = f"{parts} rows" if weight.rows else f"{parts} equal parts"
