@@ -10,13 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 import rehead
 from rehead.checkpoint import publish, read_at, verify
+from rehead.checkpoint.files import exchange as exchanging
+from rehead.checkpoint.files.exchange import exchange
 from rehead.checkpoint.files.publish import BEFORE, MANIFEST
 from rehead.data.files import write_whole
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.model import both_seen
+from rehead.stages import listening
 from rehead.system.aside import ASIDE
 
 publishing = sys.modules["rehead.checkpoint.files.publish"]  # of which the function hides the name
@@ -225,6 +229,90 @@ def test_damage_is_found(case, tmp_path):
     damage(tmp_path / "model")
     with pytest.raises(IntegrityError, match=named):
         verify(tmp_path / "model")
+
+
+def test_a_config_added_later_is_found_without_the_rest(tmp_path):
+    """What reads the config alone, as `rehead plan` does, asks the manifest for that one file."""
+    put(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "b.safetensors").unlink()
+    assert set(verify(tmp_path / "model", only="a.json")["files"]) == set(TEXTS)
+    with pytest.raises(
+        IntegrityError, match=r"config\.json is not recorded in MANIFEST\.json: it was added later"
+    ):
+        verify(tmp_path / "model", only="config.json")
+
+
+def test_a_path_through_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ResourceError, match=r"file is a file\. Choose a path in a folder\.$"):
+        put(tmp_path / "file" / "deep" / "model")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_parents_that_cannot_all_be_created_leave_none(tmp_path, monkeypatch):
+    mkdir, made = os.mkdir, []
+
+    def second_fails(path, *mode):
+        if Path(path) == tmp_path / "new" / "parents":
+            made.append((tmp_path / "new").exists())
+        if made == [False, True]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", second_fails)
+    with pytest.raises(ResourceError, match=r"No space left on device\. Free some space"):
+        put(tmp_path / "new" / "parents" / "model")
+    assert made == [False, True]
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_of_safetensors_is_a_resource_error(tmp_path):
+    """It has the system's number in its text alone."""
+
+    def write(number):
+        with publish(tmp_path / "model"):
+            raise SafetensorError(f"Error while serializing: I/O error: No matter what (os error {number})")
+
+    with pytest.raises(ResourceError, match=r"No space left on device\. Free some space"):
+        write(errno.ENOSPC)
+    with pytest.raises(ResourceError, match=r"Read-only file system\. Choose a folder you may write to\.$"):
+        write(errno.EROFS)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_check_of_a_large_folder_is_shown(tmp_path, monkeypatch):
+    put(tmp_path / "model")
+    for least, shown in ((4, []), (3, [(f"checking {tmp_path / 'model'}", 3)])):  # of TEXTS' 3 bytes
+        monkeypatch.setattr(publishing, "LONG", least)
+        stages = []
+        with listening(stages.append):
+            verify(tmp_path / "model")
+        assert [(stage.title, stage.total) for stage in stages if stage.state == "begun"] == shown
+        assert [stage.done for stage in stages if stage.state == "ended"] == [3] * len(shown)
+
+
+def test_two_folders_exchange_their_names(tmp_path):
+    put(tmp_path / "one", {"a.txt": "1"})
+    put(tmp_path / "other", {"a.txt": "2"})
+    exchange(tmp_path / "one", tmp_path / "other")
+    assert contents(tmp_path / "one") == {"a.txt": "2"}
+    assert contents(tmp_path / "other") == {"a.txt": "1"}
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*one"):
+        exchange(tmp_path / "one", tmp_path / "none")
+    assert contents(tmp_path / "one") == {"a.txt": "2"}
+
+
+def test_a_system_that_cannot_exchange_renames(tmp_path, monkeypatch):
+    """As a C library without `renameat2`."""
+    monkeypatch.setattr(exchanging, "FUNCTION", "renameat_of_another_system")
+    put(tmp_path / "model", {"a.txt": "1"})
+    put(tmp_path / "other", {"a.txt": "2"})
+    with pytest.raises(OSError, match="Function not implemented"):
+        exchange(tmp_path / "model", tmp_path / "other")
+    put(tmp_path / "model", {"a.txt": "3"}, overwrite=True)
+    assert contents(tmp_path / "model") == {"a.txt": "3"}
+    assert sorted(os.listdir(tmp_path)) == ["model", "other"]
 
 
 def test_a_readme_may_be_added(tmp_path):

@@ -106,8 +106,8 @@ def _parents_of(folder: Path) -> Iterator[None]:
             raise _resource(folder, error) from error
         yield
     except BaseException:
-        with suppress(OSError):
-            for parent in new:
+        for parent in new:
+            with suppress(OSError):
                 parent.rmdir()
         raise
 
