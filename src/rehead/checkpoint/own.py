@@ -188,8 +188,6 @@ def assign(
                 f"{where}: {name} has shape {list(weight.shape)}, the config says "
                 f"{list(expected[name].shape)}."
             )
-        if not weight.is_floating_point():
-            raise InvalidInput(f"{where}: {name} holds {weight.dtype}, expected floating point.")
     dtypes = (weight.dtype for name, weight in weights.items() if not keeps_dtype(name))
     held = dtype or functools.reduce(torch.promote_types, dtypes)
     if in_memory:
