@@ -110,6 +110,13 @@ def test_rnns_of_every_kind_survive(changes):
     assert through_json(replace(config, **changes)) == replace(config, **changes)
 
 
+def test_factors_of_every_pair_survive():
+    scaling = {"rope_type": "longrope", "factors": [1.0, 1.5, 2.0, 8.0], "attention_factor": 1.25}
+    config = ModelOptions(n_layer=1, rope=True, head_dim=8, rope_scaling=scaling).resolve(65, 17)
+    assert config.attention[0].rope.scaling.factors == (1.0, 1.5, 2.0, 8.0)
+    assert through_json(config) == config
+
+
 def test_equal_layers_are_written_once():
     assert [group["layers"] for group in encode(MIXED)["attention"]] == [[0, 3], [1, 4], [2]]
     assert through_json(MIXED) == MIXED
@@ -166,6 +173,20 @@ REFUSED = [  # change of a good table, what the message must name
     (put(["n_embd"], None), ["config.n_embd=None", "expected a whole number"]),
     (put(["n_embd"], [40]), ["config.n_embd=[40]", "expected a whole number"]),
     (put(["n_embd"], 0), ["n_embd=0", "at least 1"]),
+    (put(["n_embd"], 2**63), ["config.n_embd=9223372036854775808 has more than 64 bits"]),
+    (put(["block_size"], -(2**63)), ["config.block_size=-9223372036854775808 has more than 64 bits"]),
+    (
+        put(["attention", 0, "rope", "scaling"], {"rope_type": "longrope", "factors": []}),
+        ["factors=[]", "a list of"],
+    ),
+    (
+        put(["attention", 0, "rope", "scaling"], {"rope_type": "longrope", "factors": "1"}),
+        ["factors='1'", "a list of"],
+    ),
+    (
+        put(["attention", 0, "rope", "scaling"], {"rope_type": "longrope", "factors": [1, "2"]}),
+        ["config.attention.rope.scaling.factors='2': expected a number"],
+    ),
     (put(["block_size"], -1), ["block_size=-1", "at least 1"]),
     (put(["learned_positions"], 1), ["config.learned_positions=1", "expected True or False"]),
     (put(["norm_eps"], float("nan")), ["config.norm_eps=nan", "expected a number"]),

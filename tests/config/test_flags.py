@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rehead.attention import variants
-from rehead.config.flags import OPTIONS, read, write
+from rehead.config.flags import OPTIONS, read, values, write
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 
 HOMEWORK = {  # seeds B17, Table 1
@@ -79,6 +79,9 @@ READ = [
     ("data.path=１_０", "１_０"),
     ("trainer.device=cuda:1", "cuda:1"),
     ("model.layers=[{window: 3}, {}]", [{"window": 3}, {}]),
+    ("trainer.report_to=wandb", ["wandb"]),
+    ("trainer.report_to=[wandb, trackio]", ["wandb", "trackio"]),
+    ("trainer.report_to=none", None),
 ]
 
 
@@ -145,6 +148,13 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
     (["system.seed=-1"], "system.seed=-1", "0 up to 4294967295"),
     (["system.seed=9223372036854775808"], "9223372036854775808", "more than 64 bits"),
     (["trainer.max_iters=18446744073709551616"], "18446744073709551616", "more than 64 bits"),
+    (
+        ["trainer.max_iters=[1"],
+        "trainer.max_iters=[1",
+        "expected a whole number. Write trainer.max_iters=600",
+    ),
+    (["trainer.report_to=wand"], "trainer.report_to=wand", "several as [tensorboard, trackio], or none."),
+    (["trainer.report_to"], "trainer.report_to has no value", "write trainer.report_to=tensorboard"),
 ]
 
 
@@ -178,6 +188,14 @@ FILES = [  # bytes of a YAML file, error, what the message must name
     ),
     (b"model: {n_layer: ! 3}", InvalidInput, "a tag (!)"),
     (b"model: !!python/object/apply:os.getcwd []", InvalidInput, "run.yaml is not YAML"),
+    (
+        b"model: &here {n_kv_head: 3}\ndata: *here",
+        InvalidInput,
+        "a reference; write the value itself in line 2",
+    ),
+    (b"data: {}\nmodel: {n_kv_head: 3,\n  n_kv_head: 2}", InvalidInput, "a key appears twice in line 2"),
+    (b"model: {}\ndata: {path: 2024-13-45}", InvalidInput, "month must be in 1..12"),
+    (b"model: " + b"[" * 5000, InvalidInput, "recursion"),
 ]
 
 
@@ -302,6 +320,29 @@ def test_wrong_values_inside_tables(flag, rule):
     with pytest.raises(ConfigError) as caught:
         read([flag, "model.rope=True"]).model.resolve(65, 8)
     assert rule in str(caught.value)
+
+
+def test_values_of_a_list_are_read_for_any_key():
+    """A study gives several values of an option, one per run."""
+    assert values(["model.n_kv_head=[1, 2]", "data.path=[a, 07]", "--trainer.max_iters=7"]) == {
+        "model.n_kv_head": [1, 2],
+        "data.path": ["a", 7],
+        "trainer.max_iters": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        ("model.n_kv_head=[1, 2", "model.n_kv_head=[1, 2: expected"),
+        ("model.n_kv_head=[]", "model.n_kv_head=[]: the list is empty. Give one value or more."),
+        ("model.n_kv_head", "model.n_kv_head has no value"),
+    ],
+)
+def test_refused_lists_of_values(flag, named):
+    with pytest.raises(ConfigError) as caught:
+        values([flag])
+    assert named in str(caught.value)
 
 
 def test_entries_of_a_table_come_one_by_one(tmp_path):

@@ -1,10 +1,12 @@
 """Flags to a model: the homework's defaults and sizes, and nothing given that is not used."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from rehead.attention import LatentConfig, RopeConfig
+from rehead.attention.rope import LinearScaling
+from rehead.attention.summed import SummedConfig
 from rehead.config import ModelOptions, RNNConfig, TrainerOptions
 from rehead.config.flags import read
 from rehead.errors import ConfigError
@@ -239,6 +241,12 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
     ("model.type=rnn model.layers=[{}]", "model.layers=[{}]", "Leave it out"),
     ("model.type=rnn model.n_layer=0", "n_layer=0", "Use 1 to 1024"),
     ("model.type=rnn model.n_hidden=0", "n_hidden=0", "at least 1"),
+    ("data.block_size=16777217", "block_size=16777217 is too large", "16,777,216"),
+    ("model.n_query_head=4098 model.head_dim=2", "n_query_head=4098 is too large", "at most 4096"),
+    ("model.layers=[{rope_scaling: {rope_type: linear, factor: 3}}]", "model.rope_scaling=", "Leave it out"),
+    ("model.attention=gqa_sum model.n_kv_head=2 model.score=additive", "model.score=additive has no", "gqa_sum. Leave"),
+    ("model.attention=gqa_sum", "gqa_sum has no default for n_kv_head", "Set model.n_kv_head."),
+    ("model.folder=out/a", "model.folder=out/a has a config of its own", "load it"),
 ]  # fmt: skip
 
 
@@ -246,6 +254,50 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
 def test_refused(flags, named, remedy):
     with pytest.raises(ConfigError) as caught:
         resolve(*flags.replace(" model.", "\nmodel.").splitlines())
+    assert named in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_a_layer_has_a_scaling_of_its_own():
+    config = resolve(
+        "model.rope=True", "model.n_layer=3", "model.layers=[{rope_scaling: {rope_type: linear, factor: 3}}, {}]"
+    )  # fmt: skip
+    assert [layer.rope.scaling for layer in config.attention] == [
+        LinearScaling(factor=3.0),
+        None,
+        LinearScaling(factor=3.0),
+    ]
+
+
+def test_flags_of_a_variant_are_its_fields():
+    config = resolve("model.attention=gqa_sum", "model.n_kv_head=2", "model.rope=True", "model.bias=False")
+    assert set(config.attention) == {
+        SummedConfig(n_query_head=6, n_kv_head=2, head_dim=32, rope=RopeConfig(), attn_pdrop=0.1)
+    }
+
+
+GPT = [  # fields, the value the message must name, the remedy
+    ({"vocab_size": 2**22 + 1}, "vocab_size=4194305 is too large", "at most 4,194,304"),
+    ({"embd_pdrop": -0.5}, "embd_pdrop=-0.5 is not a dropout probability", "0 or more, below 1"),
+    ({"norm_eps": 1.0}, "norm_eps=1.0 is not between 0 and 1", "1e-5"),
+    ({"embed_scale": 0.0}, "embed_scale=0.0 is not a positive number", "Use 1 for no scaling"),
+    ({"residual_scale": float("nan")}, "residual_scale=nan", "Use 1 for no scaling"),
+    ({"logit_scale": float("inf")}, "logit_scale=inf", "Use 1 for no scaling"),
+    ({"logit_softcap": 0.0}, "logit_softcap=0.0 is not a positive number", "Use 30, or None"),
+    ({"logit_softcap": float("inf")}, "logit_softcap=inf", "Use 30, or None"),
+    (
+        {"parallel_residual": True, "norm_position": "post"},
+        "parallel_residual=True with norm_position=post",
+        "norm_position=pre or both",
+    ),
+    ({"attention": ()}, "n_layer=0", "1 to 1024"),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "remedy"), GPT)
+def test_refused_fields_of_a_model(values, named, remedy):
+    with pytest.raises(ConfigError) as caught:
+        replace(resolve(), **values)
     assert named in str(caught.value)
     assert remedy in str(caught.value)
 
@@ -272,6 +324,16 @@ TRAINER = [  # fields, the value the message must name, the remedy
     ({"beta2": -0.5}, "beta2=-0.5", "below 1"),
     ({"weight_decay": -1.0}, "weight_decay=-1.0", "0 or more"),
     ({"grad_norm_clip": 0.0}, "grad_norm_clip=0.0", "above 0"),
+    ({"grad_norm_clip": float("nan")}, "grad_norm_clip=nan", "above 0"),
+    ({"distillation": 1.5}, "distillation=1.5 is not a share", "0 to 1"),
+    ({"compile": True, "recompute": True}, "compile=True and trainer.recompute=True", "use one of them"),
+    ({"compile": True, "parallel": "ddp"}, "compile=True and trainer.parallel=ddp", "use one of them"),
+    ({"report_to": ["wandb", "wandb"]}, "report_to=['wandb', 'wandb'] names one twice", "Leave it out"),
+    ({"sample_tokens": 1_000_001}, "sample_tokens=1000001", "0 to 1,000,000"),
+    ({"sample_tokens": -1}, "sample_tokens=-1", "0 or more"),
+    ({"sample_temperature": float("inf")}, "sample_temperature=inf", "0 or more"),
+    ({"sample_top_k": 0}, "sample_top_k=0", "1 or more, or null for all"),
+    ({"sample_prompt": ""}, "sample_prompt is empty", "or null to use the validation text"),
 ]
 
 
