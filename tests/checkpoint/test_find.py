@@ -10,7 +10,7 @@ import pytest
 
 import rehead
 from rehead.checkpoint import find, newest_step, publish, read_at, resolve
-from rehead.checkpoint.find import steps
+from rehead.checkpoint.find import run_data, steps
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.model import both_seen
 
@@ -127,6 +127,48 @@ def test_a_listing_that_misses_what_is_renamed_is_made_again(run, monkeypatch):
     real, answers = find.steps, [[], [], []]
     monkeypatch.setattr(find, "steps", lambda run: answers.pop() if answers else real(run))
     assert newest_step(run).name == "step-000200"
+
+
+def test_a_link_out_of_a_step_is_refused_not_skipped(run, tmp_path):
+    """Somebody put it there; training on from an older step would hide it."""
+    weights = run / "checkpoints" / "step-000200" / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere.safetensors")
+    weights.symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(InvalidInput, match=r"step-000200/model\.safetensors is a link out of its folder"):
+        newest_step(run)
+
+
+@pytest.mark.parametrize("path", [3, None, b"model", ["model"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(
+        InvalidInput, match=r"path is .* \((int|NoneType|bytes|list)\): expected a text or a pathlib"
+    ):
+        rehead.load(path)
+
+
+def test_a_work_folder_of_mingpt_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.pt").write_bytes(b"\x80\x02")
+    for path in (tmp_path, tmp_path / "model.pt"):
+        with pytest.raises(InvalidInput, match=r"is a work folder of minGPT.*model\.pt is a pickle"):
+            resolve(path)
+    save(tmp_path / "model")
+    (tmp_path / "model" / "model.pt").write_bytes(b"\x80\x02")
+    assert resolve(tmp_path / "model") == tmp_path / "model"
+
+
+def test_a_run_names_its_text(run, tmp_path):
+    (run / "config.yaml").write_text("data: {path: mine.txt, block_size: 7}")
+    for path in (run, run / "checkpoints" / "step-000010"):
+        assert (run_data(path).path, run_data(path).block_size) == ("mine.txt", 7)
+    save(tmp_path / "model")
+    (tmp_path / "model" / "config.yaml").write_text("data: {path: secret.txt}")
+    assert run_data(tmp_path / "model") is None
+    elsewhere = tmp_path / "elsewhere.yaml"
+    (run / "config.yaml").rename(elsewhere)
+    (run / "config.yaml").symlink_to(elsewhere)
+    with pytest.raises(InvalidInput, match=r"config\.yaml is a link out of its folder"):
+        run_data(run)
 
 
 def test_a_named_step_is_that_step_or_an_error(run):

@@ -1,5 +1,7 @@
 """GGUF files become stock folders: the same numbers, logits and token ids as transformers' own loader of such files."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -240,6 +242,22 @@ UNKNOWN = {
     "bos": ({}, {"bos_token_id": 10**6}, {}, "bos_token_id=1000000"),
     "no bos": ({}, {"bos_token_id": None, "add_bos_token": True}, {}, "bos_token_id is missing"),
     "a blank before": ({}, {"add_space_prefix": True}, {}, "add_space_prefix=True"),
+    "merges that are a text": ({}, {"merges": "t h"}, {}, "merges='t h': expected list"),
+    "a whole number for a bool": ({}, {"add_bos_token": 1}, {}, "add_bos_token=1: expected bool"),
+    "a name that the library reads as another": (
+        {},
+        {"tokens": ["<be:gin>", *TOKENS[1:]], "add_bos_token": True},
+        {},
+        "The library `tokenizers` does not accept it",
+    ),
+    "few divisors": ({}, {}, {"rope_freqs.weight": np.ones(5)}, "differently from Llama 3.1"),
+    "divisors below 1": ({}, {}, {"rope_freqs.weight": np.full(8, 0.5)}, "differently from Llama 3.1"),
+    "scaled twice": (
+        {"llama.rope.scaling.factor": 4.0},
+        {},
+        {"rope_freqs.weight": np.ones(8)},
+        "differently from Llama 3.1",
+    ),
 }
 
 
@@ -280,6 +298,7 @@ def test_damaged_files(plain, tmp_path):
         (put(shape, b"\x41"), "a hole or an overlap"),
         (put(shape + 8, b"\x63"), "type 99 of ggml"),
         (put(shape + 8, b"\x02"), "hole"),
+        (put(shape + 8, b"\x0c"), "has rows of 64: Q4_K has blocks of 256"),
         (put(shape + 12, huge), "a hole or an overlap"),
         (data + bytes(64), "64 bytes follow"),
         (data[:-1], "cut short"),
@@ -308,6 +327,34 @@ def test_alignment_and_arrays(plain, tmp_path):
     ):
         bad.write_bytes(data[:where] + what + data[where + len(what) :])
         refused(bad, tmp_path / "out", words)
+    flag = data.index(b"tokenizer.ggml.add_bos_token") + 28 + 4
+    bad.write_bytes(data[:flag] + b"\x02" + data[flag + 1 :])
+    refused(bad, tmp_path / "out", "tokenizer.ggml.add_bos_token is a bool of 2: expected 0 or 1")
+
+
+def test_a_header_is_no_longer_than_its_limit(plain, tmp_path):
+    """A name of 64 MiB, in a file that is as long: nothing of it is read."""
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(plain[1][:24] + (2**26).to_bytes(8, "little"))
+    os.truncate(bad, 2**26 + 1000)
+    refused(bad, tmp_path / "out", "its header has more than 67,108,864 bytes", kinds=InvalidInput)
+
+
+def test_a_file_that_is_cut_or_cannot_be_opened(plain, tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(plain[1])
+    file = gguf_file.File(path)
+    end = file.entries["token_embd.weight"].offset
+    os.truncate(path, end + 1)
+    with pytest.raises(IntegrityError, match=r"m\.gguf was cut short while it was read"):
+        file.read("token_embd.weight")
+
+    def unreadable(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", unreadable)
+    with pytest.raises(InvalidInput, match=r"m\.gguf: Permission denied: expected a GGUF file\.$"):
+        gguf_file.File(path)
 
 
 @settings(max_examples=40)

@@ -4,6 +4,7 @@ llama.cpp itself reads such files in tests/serving.
 """
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ import tokenizers as hf
 import torch
 import transformers
 from gguf_models import GQA, LETTERS, MODELS, MQA
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 import rehead
 from rehead.checkpoint import own
 from rehead.checkpoint.files import publish
-from rehead.checkpoint.gguf import writing
+from rehead.checkpoint.gguf import tokenizer, writing
 from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.conversion.export import gguf as export_gguf
@@ -345,6 +346,20 @@ def no_end():
     return inner
 
 
+def taking_spaces():
+    inner = hf.Tokenizer.from_str(published())
+    inner.add_tokens([hf.AddedToken("<mask>", lstrip=True)])
+    return inner
+
+
+def two_before():
+    inner = hf.Tokenizer.from_str(published())
+    inner.post_processor = processors.TemplateProcessing(
+        "<|end|> <|end|> $A", special_tokens=[("<|end|>", 0)]
+    )
+    return inner
+
+
 @pytest.mark.parametrize(
     ("made", "why"),
     [
@@ -352,6 +367,8 @@ def no_end():
         (other_cut, "a pre-tokenizer other than those of gpt-2, smollm, llama-bpe, qwen2"),
         (space_first, "a pre-tokenizer other than those of"),
         (suffixed, "BPE with end_of_word_suffix"),
+        (taking_spaces, "tokens that take the spaces beside them, such as '<mask>'"),
+        (two_before, "2 tokens around every text"),
         (no_end, "no token that ends a text: llama.cpp would end it at token 11"),
     ],
 )
@@ -360,6 +377,48 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused(made, why, capsys):
         Path("model"), "Llama", GQA | {"vocab_size": 300, "eos_token_id": None}, made().to_str()
     )
     refused(capsys, f"the tokenizer has {why}", "data.tokenizer=bpe")
+
+
+def test_letters_beyond_ascii_are_refused(capsys):
+    gguf_models.write(Path("model"), "Llama", GQA, train("char", "aéz").to_json())
+    refused(capsys, "characters beyond ASCII, such as 'é'")
+
+
+def test_a_normalizer_is_left_out_with_a_warning(capsys):
+    inner = hf.Tokenizer.from_str(published())
+    tokenizer.CUTS["qwen2"](inner)
+    gguf_models.write(Path("model"), "Llama", GQA | {"vocab_size": 261, "eos_token_id": 0}, inner.to_str())
+    assert value(export(), "tokenizer.ggml.pre") == "qwen2"
+    assert "does not normalize a text before reading it (NFC)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_scaled_angles_of_llama_are_divisors_and_a_factor(kind):
+    """Those of transformers' own table, which llama.cpp divides its angles by."""
+    theirs = gguf_models.write(Path("model"), *MODELS[f"llama, {kind}"])
+    angles = theirs.model.rotary_emb.inv_freq.double()
+    plain = 10_000.0 ** -(torch.arange(0, 16, 2).double() / 16)
+    reader = export()
+    divisors = next(tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    torch.testing.assert_close(torch.tensor(divisors), (plain / angles).float(), rtol=1e-5, atol=0)
+    factor = value(reader, "llama.rope.scaling.attn_factor")
+    assert factor == pytest.approx(theirs.model.rotary_emb.attention_scaling)
+    assert factor == pytest.approx(1.1 if kind == "longrope" else 1 + 0.1 * math.log(4.0))
+    assert "llama.rope.scaling.type" not in reader.fields
+
+
+def test_yarn_of_qwen_is_llama_cpps_own():
+    """llama.cpp multiplies 1 + 0.1 ln(factor) itself."""
+    for name, factor in (("qwen2, yarn", 1.0), ("qwen3, yarn", 1.2 / (1 + 0.1 * math.log(4.0)))):
+        kind, fields = MODELS[name]
+        gguf_models.write(Path(name), kind, fields)
+        reader = export(source=name, file=f"{name}.gguf")
+        arch = value(reader, "general.architecture")
+        assert value(reader, f"{arch}.rope.scaling.type") == "yarn"
+        assert value(reader, f"{arch}.rope.scaling.factor") == 4.0
+        assert value(reader, f"{arch}.rope.scaling.original_context_length") == 32
+        assert value(reader, f"{arch}.rope.scaling.attn_factor") == pytest.approx(factor)
+        assert "rope_freqs.weight" not in {tensor.name for tensor in reader.tensors}
 
 
 def test_four_ends_and_no_tokenizer_are_refused(capsys):
