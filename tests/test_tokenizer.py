@@ -9,7 +9,7 @@ import pytest
 import tokenizers as hf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from rehead.errors import ConfigError, InvalidInput
 from rehead.tokenizer import FILE, KINDS, Tokenizer, train
@@ -117,6 +117,24 @@ def test_training_from_chunks_is_training_from_the_whole(kind):
     lines = re.split(r"(?<=[a-z])(?=\n| )", SAMPLE)
     assert len(lines) > 20
     assert train(kind, iter(lines), size).to_json() == trained(kind).to_json()
+
+
+@pytest.mark.parametrize(("around", "begins"), [("<s> $A </s>", True), ("$A </s>", False), (None, False)])
+@pytest.mark.parametrize("kind", ["char", "bpe", "words without <unk>"])
+def test_the_token_before_every_text(kind, around, begins):
+    """As the file says it, whatever it can read; one after the text is none."""
+    inner = (
+        hf.Tokenizer(models.WordLevel({"7": 0}))
+        if kind[0] == "w"
+        else hf.Tokenizer.from_str(trained(kind).to_json())
+    )
+    inner.add_special_tokens(["<s>", "</s>"])
+    if around:
+        special = [(token, inner.token_to_id(token)) for token in ("<s>", "</s>")]
+        inner.post_processor = processors.TemplateProcessing(single=around, special_tokens=special)
+    found = Tokenizer.from_json(inner.to_str())
+    assert found.bos == (inner.token_to_id("<s>") if begins else None)
+    assert trained("byte").bos is None
 
 
 @pytest.mark.parametrize("tokenizer", EVERY)

@@ -4,17 +4,23 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers as hf
 import torch
+import torch.nn.functional as F
+from tokenizers.processors import TemplateProcessing
 
 import rehead
 from rehead.attention import GroupedConfig
+from rehead.cli import main
 from rehead.conversion import sampled as sampled_module
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.converter import Converter
+from rehead.conversion.page import page
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage, passages, sampled
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.generation import generate
+from rehead.tokenizer import train
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
 LOSSY = {"to": "mla", "kv_rank": 7}
@@ -157,3 +163,56 @@ def test_a_text_sampled_before_is_read_again(gpt, monkeypatch, tmp_path):
             file.write_bytes(damaged)
         assert np.array_equal(sampled_once(model, 100, 16, 3).ids, first.ids)
     assert len(drawn) == 7
+
+
+def test_windows_begin_with_the_token_before_every_text(gpt, words):
+    """As if it stood in the text where each window begins: the same weights, and the loss of a loop by hand."""
+    model, fit, test, bos = gpt(GQA, n_step=20, std=0.2), words(161), words(97, seed=1), 5
+    edited = fit.copy()
+    edited[:-1:16] = bos
+    with_bos, certificate = rehead.convert(model, calibration=fit, test=test, bos=bos, **LOSSY)
+    stood, _ = rehead.convert(model, calibration=edited, **LOSSY)
+    without, _ = rehead.convert(model, calibration=fit, **LOSSY)
+    for (name, one), same, other in zip(
+        with_bos.named_parameters(), stood.parameters(), without.parameters(), strict=True
+    ):
+        assert torch.equal(one, same), name
+        assert "kv_" not in name or not torch.equal(one, other)
+    text = torch.from_numpy(test)
+    inputs, targets = text[:-1].reshape(6, 16).clone(), text[1:]
+    inputs[:, 0] = bos
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets)
+    assert certificate.loss[0] == pytest.approx(loss.item(), rel=1e-6)
+    assert [text.bos for text in (*certificate.calibration, certificate.test)] == [bos, bos]
+    assert "each window begins with token 5" in page(certificate)
+    rows = sampled(model, 100, 16, seed=3, bos=bos).ids.reshape(6, 16)
+    assert (rows[:, 0] == bos).all()
+    assert len({tuple(row) for row in rows.tolist()}) > 1
+
+
+def test_as_typed_with_a_tokenizer_that_begins_every_text(gpt, tmp_path, monkeypatch):
+    """Conversions and healing read what the tokenizer says; so does the text sampled from the model."""
+    monkeypatch.chdir(tmp_path)
+    text = "it droppeth as the gentle rain from heaven upon the place beneath. it is twice blest. " * 30
+    inner = hf.Tokenizer.from_str(train("char", text).to_json())
+    inner.add_special_tokens(["<s>"])
+    bos = inner.token_to_id("<s>")
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    model = gpt(GQA, vocab_size=bos + 1).float()
+    rehead.save(model, tmp_path / "model", files={"tokenizer.json": inner.to_str()})
+    for name in ("fit", "test"):
+        (tmp_path / f"{name}.txt").write_text(text if name == "fit" else text[::-1])
+
+    def begins(folder):
+        table = json.loads((tmp_path / folder / "conversion.json").read_text())
+        return [text["bos"] for text in (*table["calibration"], table["test"])]
+
+    lossy = ["--to", "mla", "--kv-rank", "7", "--allow-loss", "--calibration", "fit.txt"]
+    assert main(["convert", "model", "out", *lossy, "--calibration", "self", "--test", "test.txt"]) == 0
+    assert begins("out") == [bos] * 3
+    steps = ["trainer.max_iters=1", "trainer.batch_size=2", "data.path=fit.txt", "system.work_dir=healed"]
+    assert main(["heal", "out", "--teacher", "model", "--teach", "1", *steps]) == 0
+    run = max((tmp_path / "healed" / "checkpoints").iterdir()).relative_to(tmp_path)
+    assert begins(run) == [bos] * 4
+    assert main(["convert", "model", "half", *lossy]) == 0  # the last tenth is held out
+    assert begins("half") == [bos] * 2

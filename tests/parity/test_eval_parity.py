@@ -1,13 +1,16 @@
 """`rehead eval` against a plain loop over transformers' own model: at a length, sliding, in a dtype."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+import tokenizers as hf
 import torch
 import torch.nn.functional as F
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from rehead import tokenizer
 from rehead.cli import main
@@ -37,23 +40,26 @@ def stock(tmp_path_factory):
     return model, torch.from_numpy(words.encode(TEXT)).long(), place
 
 
-def plain(model, ids, length, stride):
+def plain(model, ids, length, stride, bos=None):
     """Mean loss, and how many tokens: windows moved by hand, each token where it is first read."""
     losses, done = [], 0
     for start in range(0, len(ids), stride):
         if done == len(ids) - 1:
             break
         stop = min(start + length, len(ids) - 1)
+        window = ids[None, start:stop].clone()
+        if bos is not None:
+            window[:, 0] = bos
         with torch.no_grad():
-            logits = model(ids[None, start:stop]).logits[0, done - start :].float()
+            logits = model(window).logits[0, done - start :].float()
         losses.append(F.cross_entropy(logits, ids[done + 1 : stop + 1], reduction="none"))
         done = stop
     return torch.cat(losses).mean().item(), sum(map(len, losses))
 
 
-def typed(place, *words):
+def typed(place, *words, model="llama"):
     done = subprocess.run(
-        [sys.executable, "-m", "rehead", "eval", "llama", "--data", "text.txt", *map(str, words), "--json"],
+        [sys.executable, "-m", "rehead", "eval", model, "--data", "text.txt", *map(str, words), "--json"],
         cwd=place, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -107,3 +113,23 @@ def test_in_another_dtype(stock, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["results"]
     assert main(["generate", "llama", "--prompt", "it", "--dtype", "int4"]) == 2
     assert "--dtype int4" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_blocks_begin_as_every_text_does(stock):
+    """With the token that transformers' own tokenizer puts before a text, which the file says; not if asked not to."""
+    torch.set_default_dtype(torch.float32)
+    model, ids, place = stock
+    shutil.copytree(place / "llama", place / "begun")
+    inner = hf.Tokenizer.from_file(str(place / "llama" / "tokenizer.json"))
+    inner.add_special_tokens(["<s>", "</s>"])
+    around = [(token, inner.token_to_id(token)) for token in ("<s>", "</s>")]
+    inner.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=around)
+    inner.save(str(place / "begun" / "tokenizer.json"))
+    bos = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place / "begun" / "tokenizer.json"))("it")
+    bos = bos["input_ids"][0]
+    for words, expected in ([], plain(model, ids, 50, 17, bos)), (["--no-bos"], plain(model, ids, 50, 17)):
+        found = typed(place, "--length", 50, "--stride", 17, *words, model="begun")
+        assert (found["loss"], found["tokens"]) == (pytest.approx(expected[0], abs=1e-5), expected[1])
+        assert found.get("bos") == (None if words else "<s>")
+    assert abs(plain(model, ids, 50, 17, bos)[0] - expected[0]) > 1e-3

@@ -67,7 +67,7 @@ def check(
         run = run_data(folder)
         length = text_length(opened.model.config, length, None if run is None else run.block_size)
         name, ids = _text(folder, opened, data, length, Path(scratch))
-        found = verdicts(opened.model, kinds, ids, length)
+        found = verdicts(opened.model, kinds, ids, length, opened.require_tokenizer().bos)
     tokens = compared(ids, length)
     document = {
         "model": str(folder),

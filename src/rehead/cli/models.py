@@ -151,6 +151,13 @@ def eval(
             "predicted [default: the length]"
         ),
     ] = None,
+    bos: Annotated[
+        bool,
+        Parameter(
+            help="begin every block with the token that the tokenizer puts before a text, if it has one, as all "
+            "that the model is given does"
+        ),
+    ] = True,
     batch_size: Annotated[
         int | None,
         Parameter(
@@ -236,14 +243,16 @@ def eval(
         exact = model
         if stored_as is not None:
             model = as_stored(exact, stored_as)
+        first = tokenizer.bos if bos else None
         sizes = {"length": length, "stride": stride, "batch_size": batch_size}
-        found = evaluate_text(model, tokens.ids, **sizes, kv_dtype=kv_dtype)
-        change = {} if stored_as is None else changed(exact, model, tokens.ids, length, stride)
+        found = evaluate_text(model, tokens.ids, **sizes, kv_dtype=kv_dtype, bos=first)
+        change = {} if stored_as is None else changed(exact, model, tokens.ids, length, stride, first)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
         **scores(found.loss, found.tokens, tokens.n_bytes),
         "length": found.length,
         "stride": found.stride,
+        **({} if first is None else {"bos": tokenizer.token(first)}),
         "dtype": str(model.head.weight.dtype)[6:],
         **({} if kv_dtype is None else {"kv_dtype": kv_dtype}),
         **({} if stored_as is None else {"stored_as": stored_as, **change}),

@@ -29,13 +29,21 @@ def require_windows(model: LanguageModel, length: int) -> None:
 
 
 def blocks_of(
-    model: LanguageModel, ids: Ids, limit: int = CALIBRATION_TOKENS, length: int | None = None
+    model: LanguageModel,
+    ids: Ids,
+    limit: int = CALIBRATION_TOKENS,
+    length: int | None = None,
+    bos: int | None = None,
 ) -> list[Batch]:
-    """Return blocks of `length`, by default as in `text_length`, at most `limit` tokens spread over a text."""
+    """Return blocks of `length`, by default as in `text_length`, at most `limit` tokens spread over a text.
+
+    `bos` is as in `evaluation_blocks`.
+    """
     require_vocabulary(ids, model.config.vocab_size)
     length = text_length(model.config, length)
     most = min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocab_size)
-    return list(evaluation_blocks(ids, length, max(1, most // length), max(1, limit // length)))
+    rows, many = max(1, most // length), max(1, limit // length)
+    return list(evaluation_blocks(ids, length, rows, many, bos=bos))
 
 
 def random_blocks(config: GPTConfig, seed: int, length: int | None = None) -> list[Batch]:

@@ -44,7 +44,7 @@ class Text:
 
     `name` is that of the file or folder, `self` of text sampled from the model, `ids` where Python gave ids. `bytes`
     and `text_sha256` are of what the ids decode to, in UTF-8, where a tokenizer could tell. `length` is that of its
-    windows; None means the certificate's."""
+    windows; None means the certificate's. `bos` is the token that each window begins with, if any."""
 
     name: str
     tokens: int
@@ -53,13 +53,15 @@ class Text:
     bytes: int | None = None
     text_sha256: str = ""
     length: int | None = None
+    bos: int | None = None
 
     @classmethod
     def of(cls, passage: Passage, limit: int) -> "Text":
         """Describe a passage of which at most `limit` tokens are read, spread over it."""
         ids = passage.ids
         digest = hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
-        return cls(name=passage.name, tokens=len(ids), sha256=digest, read=min(limit, len(ids)))
+        read = min(limit, len(ids))
+        return cls(name=passage.name, tokens=len(ids), sha256=digest, read=read, bos=passage.bos)
 
     def decoded(self, ids: Ids, tokenizer: Tokenizer | None) -> "Text":
         """Return the description with `bytes` and `text_sha256`; unchanged without a tokenizer or of a sampled text."""

@@ -53,20 +53,21 @@ def convert(
     length: int | None = None,
     teach: int = 0,
     seed: int = 0,
+    bos: int | None = None,
     scratch: Path | None = None,
     **options: Any,
 ) -> tuple[LanguageModel, Certificate]:
     """Turn every layer of a GPT into the attention asked for; the source is left as it is.
 
-    `to` is a config for all layers, one per layer, a model config, or a name: mha, gqa, mqa, mla or
-    reduced, with the fields of `Target` (`n_kv_head`, `kv_rank`, `kv_fraction`, `target`, `rope_dim`, `head_map`,
-    `rope_layout`) beside it. `calibration` and `test` are token ids (N,); approximations fit themselves to
-    the first, the certificate measures on the second (without it, logits on random tokens). Instead of
-    ids, `calibration` may be "self", a text sampled from the model, or a list of texts, read in equal
-    shares. Both are read in windows of `length` tokens, 2,048 unless the model reads fewer. `method` is
-    one of `rehead.conversion.methods()`; without it the best that has what it needs. With `teach` passes over
-    the calibration, attentions that lost something then learn from those of the source, layer by layer. In a folder
-    `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
+    `to` is a config for all layers, one per layer, a model config, or a name: mha, gqa, mqa, mla or reduced, with the
+    fields of `Target` (`n_kv_head`, `kv_rank`, `kv_fraction`, `target`, `rope_dim`, `head_map`, `rope_layout`) beside
+    it. `calibration` and `test` are token ids (N,); approximations fit themselves to the first, the certificate
+    measures on the second (without it, logits on random tokens). Instead of ids, `calibration` may be "self", a text
+    sampled from the model, or a list of texts, read in equal shares. Both are read in windows of `length` tokens, 2,048
+    unless the model reads fewer, which begin with `bos`, the token that a tokenizer puts before a text, if given.
+    `method` is one of `rehead.conversion.methods()`; without it the best that has what it needs. With `teach` passes
+    over the calibration, attentions that lost something then learn from those of the source, layer by layer. In a
+    folder `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
@@ -74,11 +75,11 @@ def convert(
     require_seed(seed)
     config, window = require_heads(model), text_length(model.config, length)
     layers = layers_of(config, to, options)
-    texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed)
+    texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed, bos)
     converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
     if isinstance(to, str):
         layers = converter.attentions(Target(to=to, **options))
-    measured = None if test is None else passage(test, model)
+    measured = None if test is None else passage(test, model, bos)
     return converter.convert(layers, measured, teach=teach)
 
 
@@ -136,7 +137,7 @@ class Converter:
     def read(self, limit: int) -> list[Batch]:
         """Return equal shares of all calibration texts, at most `limit` tokens together."""
         share = limit // max(1, len(self.calibration))
-        parts = [blocks_of(self.model, text.ids, share, self.length) for text in self.calibration]
+        parts = [blocks_of(self.model, text.ids, share, self.length, text.bos) for text in self.calibration]
         return [block for part in parts for block in part]
 
     def convert(
@@ -165,7 +166,7 @@ class Converter:
             records = self._taught(shared, records, teach)
         blocks = random_blocks(self.config, self.seed, self.length)
         if test is not None:
-            blocks = blocks_of(self.model, test.ids, TEST_TOKENS, self.length)
+            blocks = blocks_of(self.model, test.ids, TEST_TOKENS, self.length, test.bos)
         fitted = ranked or any(record.fitted or record.taught for record in records)
         result = copy.deepcopy(shared)
         return result, certify(

@@ -93,10 +93,11 @@ def _measured(certificate: Certificate) -> str:
 
 
 def _named(text: Text) -> str:
-    name = escaped(text.name)
+    name, first = escaped(text.name), "a random token" if text.bos is None else "that token"
     if name == SELF:
-        name = "self (sampled from the source, at temperature 1, each window after a random token)"
-    return f"{name} (sha256 of its ids {escaped(text.sha256[:12])}...)"
+        name = f"self (sampled from the source, at temperature 1, each window after {first})"
+    begins = "" if text.bos is None else f"; each window begins with token {text.bos}"
+    return f"{name} (sha256 of its ids {escaped(text.sha256[:12])}...{begins})"
 
 
 def _logits(certificate: Certificate) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +31,21 @@ class Texts:
 
 @dataclass(frozen=True)
 class Reader:
-    """Encodes texts, for the model `opened` at `source`, in windows of `length` tokens."""
+    """Encodes texts, for the model `opened` at `source`, in windows of `length` tokens.
+
+    Windows begin with the token that its tokenizer puts before a text, as every text does that the model is given.
+    """
 
     source: Path
     opened: OpenedModel
     length: int
     seed: int
     scratch: Path
+
+    @property
+    def bos(self) -> int | None:
+        """The token that each window begins with."""
+        return None if self.opened.tokenizer is None else self.opened.tokenizer.bos
 
     def texts(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
         """Return the named texts: files, folders, corpora, and `self`. A run's own text replaces missing ones."""
@@ -56,7 +64,7 @@ class Reader:
             name: self._read(named(name, "--calibration"), "calibration", Path(name).name) for name in files
         }
         if len(files) < len(names):
-            found[SELF] = sampled_once(self.opened.model, share, self.length, self.seed)
+            found[SELF] = sampled_once(self.opened.model, share, self.length, self.seed, self.bos)
         if held is not None:
             return Texts(calibration=list(found.values()), test=held)
         if files:
@@ -65,19 +73,20 @@ class Reader:
                 found[name], tail = self._held_back(name, found[name])
                 tails.append(tail)
             ids = tails[0].ids if len(tails) == 1 else np.concatenate([tail.ids for tail in tails])
-            held = Passage(name=" and ".join(tail.name for tail in tails), ids=ids)
+            held = Passage(name=" and ".join(tail.name for tail in tails), ids=ids, bos=self.bos)
         else:
             held = self._own().test
             if held is not None:
                 return Texts(calibration=list(found.values()), test=held)
-            held = sampled_once(self.opened.model, share // 10, self.length, self.seed + 1)
+            held = sampled_once(self.opened.model, share // 10, self.length, self.seed + 1, self.bos)
         return Texts(calibration=list(found.values()), test=held, held_out=True)
 
     def _read(self, text: Source, job: str, name: str) -> Passage:
         assert self.opened.tokenizer is not None
         store = self.scratch / f"text-{len(list(self.scratch.iterdir()))}"
         try:
-            return Passage(name=name, ids=tokenize(text, self.opened.tokenizer, store).ids)
+            ids = tokenize(text, self.opened.tokenizer, store).ids
+            return Passage(name=name, ids=ids, bos=self.bos)
         except InvalidInput as error:
             raise InvalidInput(f"the {job} text: {error}") from error
 
@@ -93,8 +102,8 @@ class Reader:
                 f"than one window of {self.length:,} tokens and the token after it. Give a longer text, --test "
                 f"TEXT{smaller}."
             ) from error
-        return Passage(name=text.name, ids=parts.train), Passage(
-            name=f"the last tenth of {text.name}", ids=parts.val
+        return replace(text, ids=parts.train), replace(
+            text, ids=parts.val, name=f"the last tenth of {text.name}"
         )
 
     def _own(self) -> Texts:
@@ -115,6 +124,7 @@ class Reader:
                 f"the run's own text cannot be read, so nothing is measured on it: {error}", stacklevel=2
             )
             return Texts()
-        fitted = Passage(name="training part of the run's text", ids=parts.train)
-        held = Passage(name="validation part of the run's text", ids=parts.val) if len(parts.val) else None
-        return Texts(calibration=[fitted], test=held, held_out=held is not None)
+        fitted = Passage(name="training part of the run's text", ids=parts.train, bos=self.bos)
+        held = replace(fitted, name="validation part of the run's text", ids=parts.val)
+        some = len(parts.val) > 0
+        return Texts(calibration=[fitted], test=held if some else None, held_out=some)

@@ -24,18 +24,20 @@ LONG = 5.0
 """Seconds after which a text is worth keeping."""
 
 
-def sampled_once(model: LanguageModel, tokens: int, length: int, seed: int) -> Passage:
+def sampled_once(
+    model: LanguageModel, tokens: int, length: int, seed: int, bos: int | None = None
+) -> Passage:
     """Return the text of `sampled`, from an earlier time if the same model, arguments and machine gave one."""
-    made_of = [_digest(model), tokens, length, seed, environment()]
+    made_of = [_digest(model), tokens, length, seed, environment(), *([] if bos is None else [bos])]
     name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
     file = cache_folder() / "sampled" / f"{name}.npy"
     with suppress(OSError, ValueError, EOFError):  # none yet, or damaged
         ids = np.load(file)
         require_vocabulary(ids, model.config.vocab_size)
         log.info("self: the text sampled from this model before, %s", file)
-        return Passage(name=SELF, ids=ids)
+        return Passage(name=SELF, ids=ids, bos=bos)
     begin = time.monotonic()
-    text = sampled(model, tokens, length, seed)
+    text = sampled(model, tokens, length, seed, bos)
     if time.monotonic() - begin > LONG:
         with suppress(OSError):  # a home that cannot be written to: sampled again next time
             written = io.BytesIO()

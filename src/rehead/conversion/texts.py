@@ -24,27 +24,30 @@ TOGETHER = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """Token ids (N,) and what a certificate calls them."""
+    """Token ids (N,) and what a certificate calls them; `bos` is the token that each window of them begins with."""
 
     name: str
     ids: Ids
+    bos: int | None = None
 
 
-def passages(texts: Any, model: LanguageModel, tokens: int, length: int, seed: int) -> list[Passage]:
+def passages(
+    texts: Any, model: LanguageModel, tokens: int, length: int, seed: int, bos: int | None = None
+) -> list[Passage]:
     """What `rehead.convert` is given for `calibration`: None, ids, "self", or several of the last two."""
     if texts is None:
         return []
     one = not isinstance(texts, list | tuple) or all(isinstance(text, Integral) for text in texts)
     several = [texts] if one else texts
     return [
-        sampled(model, tokens // len(several), length, seed)
+        sampled(model, tokens // len(several), length, seed, bos)
         if isinstance(text, str) and text == SELF
-        else passage(text, model)
+        else passage(text, model, bos)
         for text in several
     ]
 
 
-def passage(ids: Any, model: LanguageModel) -> Passage:
+def passage(ids: Any, model: LanguageModel, bos: int | None = None) -> Passage:
     """Return ids given in Python as a passage. Raises UsageError or InvalidInput for anything but token ids."""
     if isinstance(ids, str):
         raise UsageError(f"calibration={ids!r}: give token ids, or 'self' for text sampled from the model.")
@@ -55,16 +58,19 @@ def passage(ids: Any, model: LanguageModel) -> Passage:
             "model's tokenizer."
         )
     require_vocabulary(found, model.config.vocab_size)
-    return Passage(name="ids", ids=found)
+    return Passage(name="ids", ids=found, bos=bos)
 
 
-def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passage:
+def sampled(model: LanguageModel, tokens: int, length: int, seed: int, bos: int | None = None) -> Passage:
     """Sample `tokens` tokens from the model, at least one window of `length`.
 
-    Each window starts with a random token; the rest is drawn at temperature 1. The same seed gives the same text.
+    Each window starts with `bos` or, without one, with a random token; the rest is drawn at temperature 1. The same
+    seed gives the same text.
     """
     count = max(1, tokens // length)
     starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
+    if bos is not None:
+        starts[:] = bos
     seeds = np.random.SeedSequence(seed).generate_state(2 * count, np.uint32)[::2].tolist()
     state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
     model = assembled(model.config, state)  # in memory: every decoded token reads all of it
@@ -81,4 +87,4 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int) -> Passag
             rows.append(
                 torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1)
             )
-    return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy())
+    return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy(), bos=bos)

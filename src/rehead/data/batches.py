@@ -59,15 +59,21 @@ def _targets(batch: Pair) -> int:
 
 
 def evaluation_blocks(
-    ids: Ids, block_size: int, batch_size: int, limit: int | None = None, stride: int | None = None
+    ids: Ids,
+    block_size: int,
+    batch_size: int,
+    limit: int | None = None,
+    stride: int | None = None,
+    bos: int | None = None,
 ) -> Iterator[Batch]:
     """Yield inputs and targets (B, L) of consecutive blocks: every token but the first is a target once.
 
     The last block is padded with inputs 0 and targets IGNORE; the last batch may have fewer rows. `limit`
     selects that many blocks, evenly spread over the text. With a `stride` below `block_size` blocks overlap: each
     begins `stride` tokens after the one before, and only its last `stride` tokens, all in the first block, are
-    targets, so that the others have at least `block_size - stride` tokens before them. Raises InvalidInput for
-    fewer than two tokens.
+    targets, so that the others have at least `block_size - stride` tokens before them. With `bos` every block begins
+    with that token in place of its first one, as a text does that a model is given. Raises InvalidInput for fewer than
+    two tokens.
     """
     if len(ids) < 2:
         raise InvalidInput(f"a text of {len(ids)} tokens leaves nothing to predict: use a longer one.")
@@ -86,7 +92,10 @@ def evaluation_blocks(
         windows = taken(ids, np.minimum(at, len(ids) - 1))
         beyond = torch.from_numpy(at >= len(ids))
         seen = torch.from_numpy((at[:, :1] > 0) & (np.arange(block_size) < block_size - stride))
+        inputs = windows[:, :-1].masked_fill(beyond[:, :-1], 0)
+        if bos is not None:
+            inputs[:, 0] = bos
         yield (
-            windows[:, :-1].masked_fill(beyond[:, :-1], 0),
+            inputs,
             windows[:, 1:].masked_fill(beyond[:, 1:] | seen, IGNORE),
         )

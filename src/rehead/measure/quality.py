@@ -38,12 +38,14 @@ def evaluate_text(
     stride: int | None = None,
     batch_size: int | None = None,
     kv_dtype: str | None = None,
+    bos: int | None = None,
 ) -> TextLoss:
     """Return how well a model predicts token ids (N,): each but the first, once.
 
     The text is read in blocks of `length` tokens, by default as in `text_length`. Blocks follow one another, or, with a
     `stride` below `length`, overlap: each begins `stride` tokens after the one before, and only tokens that none
-    before it had are predicted. Without a `batch_size`, as many blocks are read at once as suit the memory.
+    before it had are predicted. With `bos`, the id that a tokenizer puts before a text (`Tokenizer.bos`), each begins
+    with that in place of its first token. Without a `batch_size`, as many blocks are read at once as suit the memory.
 
     With a `kv_dtype`, a name of `kv_dtypes`, every query reads keys and values, or latents, rounded to that format, as
     from an engine's cache.
@@ -58,7 +60,7 @@ def evaluate_text(
     many, parts = batch_of(model.config, length, dtype, free_memory(device), batch_size)
     way_out = "Use a smaller --length." if many == 1 else "Use a smaller --batch-size or --length."
     require_memory(f"reading {many} x {length:,} tokens at once", parts, way_out, device)
-    blocks = evaluation_blocks(text, length, many, stride=stride)
+    blocks = evaluation_blocks(text, length, many, stride=stride, bos=bos)
     kind = None if kv_dtype is None else kv_dtypes[kv_dtype]()
     if kind is not None:
         kind.require(model.config)

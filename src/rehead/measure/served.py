@@ -53,8 +53,10 @@ def compared(ids: Ids, length: int) -> int:
     return min(len(ids) - 1, max(1, TOKENS // length) * length)
 
 
-def verdicts(exact: LanguageModel, kinds: Sequence[Storage], ids: Ids, length: int) -> list[Verdict]:
-    """Return for each format whether a model can be served in it, measured on a text read in blocks of `length`.
+def verdicts(
+    exact: LanguageModel, kinds: Sequence[Storage], ids: Ids, length: int, bos: int | None = None
+) -> list[Verdict]:
+    """Return for each format whether a model can be served in it, measured on a text in the blocks of `evaluate_text`.
 
     `exact` should be in float32. Raises ResourceError for blocks that do not fit the memory.
     """
@@ -63,21 +65,27 @@ def verdicts(exact: LanguageModel, kinds: Sequence[Storage], ids: Ids, length: i
     require_memory(f"reading {many} x {length:,} tokens at once", parts, "Use a smaller --length.", device)
     lost = lost_rows(exact, *kinds)
     return [
-        _verdict(exact, kind, ids, length, {name: share[kind] for name, share in lost.items() if share[kind]})
+        _verdict(
+            exact, kind, ids, length, bos, {name: share[kind] for name, share in lost.items() if share[kind]}
+        )
         for kind in kinds
     ]
 
 
-def _verdict(exact: LanguageModel, kind: Storage, ids: Ids, length: int, lost: dict[str, float]) -> Verdict:
+def _verdict(
+    exact: LanguageModel, kind: Storage, ids: Ids, length: int, bos: int | None, lost: dict[str, float]
+) -> Verdict:
     try:
         stored = as_stored(exact, kind)
-        found = comparison(exact, stored, ids, length, TOKENS)
+        found = comparison(exact, stored, ids, length, TOKENS, bos=bos)
     except NumericError as error:
         return Verdict(dtype=kind, tokens=compared(ids, length), lost=lost, problem=str(error))
     computed, problem = None, _problem(found, "")
     if kind in COMPUTES:
         try:
-            rounded = comparison(exact, stored.to(COMPUTES[kind]), ids, min(length, COMPUTED), COMPUTED)
+            rounded = comparison(
+                exact, stored.to(COMPUTES[kind]), ids, min(length, COMPUTED), COMPUTED, bos=bos
+            )
         except NumericError:
             problem = problem or f"computed in {kind}, its predictions are not finite."
         else:

@@ -61,14 +61,19 @@ def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
 
 
 def changed(
-    exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int, stride: int | None = None
+    exact: LanguageModel,
+    stored: LanguageModel,
+    ids: Ids,
+    length: int,
+    stride: int | None = None,
+    bos: int | None = None,
 ) -> dict[str, float]:
     """Return by how much storage changes the predictions on a whole text, read in the blocks of `evaluate_text`.
 
     `kl` is the mean of KL(exact || stored) in nats, `argmax_flips` the share of tokens whose likeliest successor
     differs, `loss_exact` the loss before.
     """
-    found = comparison(exact, stored, ids, length, stride=stride)
+    found = comparison(exact, stored, ids, length, stride=stride, bos=bos)
     return {"kl": found.kl, "argmax_flips": found.argmax_flips, "loss_exact": found.losses[0]}
 
 
@@ -79,13 +84,14 @@ def comparison(
     length: int,
     tokens: int | None = None,
     stride: int | None = None,
+    bos: int | None = None,
 ) -> Comparison:
-    """Compare the predictions of two models on a text read in blocks of `length` that move by `stride`.
+    """Compare the predictions of two models on a text read in the blocks of `evaluate_text`.
 
     With `tokens`, blocks are spread over the text, at most one or as many as have that many tokens.
     """
     limit = None if tokens is None else max(1, tokens // length)
-    blocks = evaluation_blocks(ids, length, max(1, BATCH // length), limit, stride)
+    blocks = evaluation_blocks(ids, length, max(1, BATCH // length), limit, stride, bos)
     total = len(ids) - 1 if limit is None else None
     return compare(exact, stored, shown(blocks, "comparing with the exact weights", total))
 

@@ -112,4 +112,4 @@ def _blocks_of(conversion: Job) -> list[Batch]:
         reader = Reader(source, opened, length, conversion.seed, Path(scratch))
         held = reader.texts(files if test is None else (), test).test
         assert held is not None, "the study has a text"
-        return blocks_of(opened.model, held.ids, TOKENS, length)
+        return blocks_of(opened.model, held.ids, TOKENS, length, held.bos)

@@ -69,7 +69,7 @@ class Tokenizer:
             if np.array_equal(ids[: len(head)], head):
                 return ids[len(head) :]
         if self.kind not in UNITS:
-            return self._encoded(valid_text(text), special_tokens)
+            return np.array(self._encoding(valid_text(text), special_tokens).ids, dtype=np.int64)
         codec, dtype = UNITS[self.kind]
         units = np.frombuffer(valid_text(text).encode(codec), dtype=dtype)
         ids = np.asarray(self._table[np.minimum(units, len(self._table) - 1)])
@@ -81,13 +81,12 @@ class Tokenizer:
             )
         return ids
 
-    def _encoded(self, text: str, special_tokens: bool | Literal["read"]) -> Int64[np.ndarray, "N"]:
-        """Return the ids that the library gives."""
+    def _encoding(self, text: str, special_tokens: bool | Literal["read"]) -> hf.Encoding:
+        """Return what the library makes of a text."""
         way = "Leave out what its vocabulary lacks, or use another tokenizer"
         self._inner.encode_special_tokens = not special_tokens
         with _guard("the tokenizer cannot read this text", way):
-            encoding = self._inner.encode(text, add_special_tokens=special_tokens is True)
-        return np.array(encoding.ids, dtype=np.int64)
+            return self._inner.encode(text, add_special_tokens=special_tokens is True)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text of ids (N,); bytes that are not UTF-8 become U+FFFD.
@@ -107,6 +106,13 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """Return the id of a token spelled as in the vocabulary, such as `</s>`; None if there is none."""
         return self._inner.token_to_id(token)
+
+    @property
+    def bos(self) -> int | None:
+        """The id that the file puts before a text (`encode(..., special_tokens=True)`); None if it puts none there."""
+        ordinary = sorted(self._ids - self.special_ids)[:1]
+        encoding = self._encoding(self._text(ordinary), True)
+        return encoding.ids[0] if encoding.ids and encoding.sequence_ids[0] is None else None
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -167,7 +167,7 @@ def measured_again(
     tokenizer: Tokenizer,
 ) -> Certificate:
     """Return a certificate with the losses and logits of a trained model against its teacher, on a held-out text."""
-    blocks = blocks_of(model, held_out.ids, TEST_TOKENS, certificate.length)
+    blocks = blocks_of(model, held_out.ids, TEST_TOKENS, certificate.length, held_out.bos)
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     loss = list(logits.pop("losses"))
     test = Text.of(held_out, TEST_TOKENS).decoded(held_out.ids, tokenizer)
@@ -186,7 +186,7 @@ def healed_files(
     tokenizer: Tokenizer,
 ) -> dict[str, str]:
     """Return the certificate `before`, measured again against the teacher, as files by name."""
-    text = Passage(name="validation part of the run's text", ids=held_out)
+    text = Passage(name="validation part of the run's text", ids=held_out, bos=tokenizer.bos)
     after = measured_again(before, teacher, model, text, tokenizer)
     assert after.test is not None
     assert after.loss is not None

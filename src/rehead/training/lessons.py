@@ -130,7 +130,8 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     both = [Source(one.model, one.folder) for one in (teacher, opened)]
     text = tokenize(source_of(options.data), opened.require_tokenizer(), scratch / "text")
     parts = split(text.ids, length, options.data.val_fraction)
-    fitted = Passage(name="training part of the healing text", ids=parts.train)
+    bos = opened.require_tokenizer().bos
+    fitted = Passage(name="training part of the healing text", ids=parts.train, bos=bos)
     work = place_of(
         scratch,
         folders=[fingerprint(one.folder) for one in (teacher, opened)],
@@ -142,14 +143,14 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         seed=options.system.seed,
         environment=environment(),
     )
-    blocks = blocks_of(result, parts.train, CALIBRATION_TOKENS, length)
+    blocks = blocks_of(result, parts.train, CALIBRATION_TOKENS, length, bos)
     errors = teach(source, result, lossy, blocks, work, passes=passes, seed=options.system.seed)
     taught = [
         replace(layer, taught=[errors[index].before, errors[index].after]) if index in errors else layer
         for index, layer in enumerate(before.layers)
     ]
-    held_out = Passage(name="validation part of the healing text", ids=parts.val)
-    test_blocks = blocks_of(result, held_out.ids, TEST_TOKENS, before.length)
+    held_out = Passage(name="validation part of the healing text", ids=parts.val, bos=bos)
+    test_blocks = blocks_of(result, held_out.ids, TEST_TOKENS, before.length, bos)
     output = output_errors(source, result, test_blocks[:1])
     after = replace(
         measured_again(before, source, result, held_out, opened.require_tokenizer()),
