@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 
 import rehead
 from rehead.cli.entry import main
-from rehead.training import state
+from rehead.config import flags
+from rehead.errors import ResourceError
+from rehead.model import skeleton
+from rehead.system import memory
+from rehead.training import start, state
 
 TEXT = "A process that is lost is named; what it computed is not. " * 200
 ONE = ["trainer.batch_size=8", "trainer.max_iters=20", "trainer.eval_every=10", "trainer.eval_batches=2"]
@@ -152,6 +156,7 @@ import sys
 from pathlib import Path
 from safetensors.torch import save_file
 from rehead.checkpoint import own
+from rehead.checkpoint.files.deferred import materialise
 from rehead.config import flags
 from rehead.training import state
 from rehead.training.ranks import ranks_of
@@ -165,16 +170,22 @@ with ranks_of(options) as ranks:
         run = Run(options, ranks, folder, checkpoint)
         model, optimizer = run.trainer.model, run.trainer.optimizer
         whole = ranks.gathered(model)
-        tensors = state.tensors_of(model, optimizer, run.sampler.state(), {}, ranks.whole)
+        tensors = state.tensors_of(model, optimizer, run.sampler.state(), {}, ranks.deferred)
         held = sum(weight.to_local().nbytes for weight in model.parameters())
         held_moments = sum(
             (value.to_local() if hasattr(value, "to_local") else value).nbytes
             for one in optimizer.state.values() for key, value in one.items() if key != "step"
         )
-        if ranks.rank == 0:
-            out.mkdir()
-            own.write(whole, out, {})
-            save_file({n: t for n, t in tensors.items() if n.startswith("optimizer.")}, out / "moments.safetensors")
+
+
+        def write():
+            if ranks.rank == 0:
+                out.mkdir()
+                own.write(whole, out, {})
+                moments = {n: materialise(t) for n, t in tensors.items() if n.startswith("optimizer.")}
+                save_file(moments, out / "moments.safetensors")
+
+        ranks.reading(write)
         run.trainer.advance(run.sampler.next)  # in place: the weights of one process are those gathered
         gradients = sum(weight.grad.to_local().nbytes for weight in model.parameters())
         if ranks.rank == 0:
@@ -197,6 +208,132 @@ def test_each_process_holds_its_share():
     for ranks in (2, 4):
         for share, whole in zip(held[ranks], held[1], strict=True):
             assert whole / ranks <= share <= whole / ranks * 1.02
+
+
+GRADIENTS = """
+import sys
+import torch
+from safetensors.torch import save_file
+from rehead.config import flags
+from rehead.data import BatchSampler
+from rehead.training import loop
+from rehead.training.ranks import ranks_of
+from rehead.training.start import start_model
+
+out, every, models = sys.argv[1], sys.argv[2].split(), [one.split() for one in sys.argv[3:]]
+loop.build_optimizer = lambda model, options: torch.optim.SGD(model.parameters(), lr=options.learning_rate)
+found = {}
+with ranks_of(flags.read(every)) as ranks:
+    for model_flags in models:
+        options = flags.read([*every, *model_flags])
+        model = start_model(options.model, 31, options.data.block_size, 0)
+        trainer = loop.Trainer(model, options.trainer, None, ranks)
+        ids = torch.randint(31, (4000,), generator=torch.Generator().manual_seed(1)).numpy()
+        batches = BatchSampler(ids, options.data.block_size, options.trainer.batch_size, 0)
+        for step in range(20):
+            trainer.advance(batches.next)
+            for name, weight in model.named_parameters():
+                found[f"{model_flags}.{step}.{name}"] = ranks.deferred(weight.grad.clone())
+
+    def write():
+        if ranks.rank == 0:
+            save_file({name: value + 0 for name, value in found.items()}, out)
+
+    ranks.reading(write)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_gradients_of_sgd_are_those_of_one_process():
+    """N20: every gradient of 20 steps, by at most 1e-6 of its tensor's norm; of one process to the bit."""
+    Path("gradients.py").write_text(GRADIENTS)
+    every = "trainer.batch_size=8 data.block_size=16 trainer.device=cpu trainer.learning_rate=0.1"
+    models = [" ".join(model) for model in MODELS.values()]
+    run(sys.executable, "gradients.py", "plain", every, *models)
+    plain = load_file("plain")
+    assert len({name.partition("]")[0] for name in plain}) == len(MODELS)
+    for way in ("fsdp", "ddp"):
+        for ranks in (1, 2, 4):
+            run(*torchrun(ranks, "gradients.py", way, f"{every} trainer.parallel={way}", *models))
+            found = load_file(way)
+            assert found.keys() == plain.keys()
+            worst = max(float((found[n] - plain[n]).norm() / plain[n].norm()) for n in plain)
+            assert worst == 0 if ranks == 1 else worst <= 1e-6
+
+
+WATCHED = """
+import sys
+import time
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from rehead.checkpoint.files.deferred import Deferred
+from rehead.cli.entry import main
+from rehead.training import distributed
+
+full, wrap, shard = DTensor.full_tensor, distributed.Group.wrap, distributed.fully_shard
+gathered, model = [], []
+
+def gather(tensor):
+    whole = full(tensor)
+    if whole.dim():
+        end = time.monotonic() + 10  # a thread of gloo may hold it a moment longer
+        while not all(before.expired() for before in gathered):
+            assert time.monotonic() < end, "another tensor is whole"
+            time.sleep(0.01)
+        gathered.append(StorageWeakRef(whole.untyped_storage()))
+    return whole
+
+def begin(group, objective):
+    model.append(objective.model)
+    return wrap(group, objective)
+
+def share(module, **given):
+    if model[0] is not getattr(module, "model", None):
+        read = {id(w) for w in model[0].parameters() if not isinstance(w, (Deferred, DTensor))}
+        assert read == {id(w) for w in module.parameters()}, "another layer has been read"
+    return shard(module, **given)
+
+DTensor.full_tensor = gather
+if "trainer.resume=True" in sys.argv:
+    distributed.Group.wrap, distributed.fully_shard = begin, share
+code = main(sys.argv[1:])
+assert len(gathered) > 20
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_process_holds_more_than_one_tensor_whole():
+    """Neither to save, nor to resume."""
+    Path("watched.py").write_text(WATCHED)
+    words = [*MODELS["gqa"], "trainer.parallel=fsdp", "system.work_dir=run", "trainer.sample_every=0"]
+    for more in ("trainer.max_iters=10", "trainer.resume=True"):
+        run(*torchrun(2, "watched.py", "train", *changed(*words, more)))
+
+
+def test_a_gpu_needs_memory_for_its_share(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * 10**7)
+    options = flags.read([*changed("trainer.batch_size=64"), "model.n_embd=192"])
+    model = skeleton(options.model.resolve(31, 32))
+    start.require_step(options, model, torch.device("cuda"), 8, sharded=True)
+    for device, world, sharded in (("cuda", 1, True), ("cuda", 8, False), ("cpu", 8, True)):
+        with pytest.raises(ResourceError, match="a step of"):
+            start.require_step(options, model, torch.device(device), world, sharded=sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bfloat16_is_that_of_one_process():
+    words = [*RUN, *MODELS["gqa"], "trainer.dtype=bfloat16", "trainer.recompute=True"]
+    typed("train", *words, "system.work_dir=plain")
+    for ranks in (1, 2):
+        run(*torchrun(ranks, "train", *words, "trainer.parallel=fsdp", f"system.work_dir={ranks}"))
+    assert equal(weights("plain"), weights("1"))
+    assert equal(moments("plain"), moments("1"))
+    assert all(weight.dtype == torch.float32 for weight in weights("2").values())
+    assert [a["loss"] for a in steps("plain")] == pytest.approx([b["loss"] for b in steps("2")], abs=2e-3)
 
 
 LONG = changed("trainer.max_iters=200", "trainer.eval_every=200", "trainer.sample_every=0")

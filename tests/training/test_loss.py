@@ -76,3 +76,29 @@ def test_a_step_takes_it_where_logits_are_many(monkeypatch, share, cap):
     assert taken == [1]
     for name in ("loss", "grad_norm"):
         assert records[0][name] == pytest.approx(records[1][name], rel=1e-5)
+
+
+def bfloat16_step(*, recompute, n_layer=8):
+    """Return a model of `n_layer` layers, 66 wide, and what computes its loss on few tokens."""
+    sizes = ModelOptions(n_layer=n_layer, n_embd=66, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    model, ids = build(sizes.resolve(19, 8)).float(), torch.randint(19, (1, 3))
+    step = objective.Objective(model, TrainerOptions(dtype="bfloat16", recompute=recompute))
+    return model, lambda: step(ids, ids)
+
+
+def test_recomputed_layers_leave_no_weights_in_bfloat16():
+    model, loss_of = bfloat16_step(recompute=True)
+    layer = 2 * sum(weight.numel() for weight in model.layers[0].parameters())
+    assert peak_allocated(loss_of) < 2 * layer
+
+
+def test_recomputed_layers_give_the_same_bits_in_bfloat16():
+    model, loss_of = bfloat16_step(recompute=True)
+    other, wanted = bfloat16_step(recompute=False)
+    mine, theirs = loss_of(), wanted()
+    assert torch.equal(mine, theirs)
+    mine.backward()
+    theirs.backward()
+    for ours, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, its.grad)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rehead.checkpoint import own
+from rehead.checkpoint.files.deferred import in_memory
 from rehead.config import RunOptions
 from rehead.data import IGNORE, Batch, Tokens, read_ids
 from rehead.errors import ConfigError, Interrupted
@@ -28,10 +29,11 @@ from rehead.system.device import choose_device
 from rehead.system.torchrun import Torchrun
 from rehead.tokenizer import Tokenizer
 from rehead.training.folder import RunFolder
+from rehead.training.gathering import Gathering
 from rehead.training.heartbeat import PATIENCE, Heartbeat
 from rehead.training.interrupt import Abandoned, Stop
 from rehead.training.objective import Objective
-from rehead.training.ranks import OneProcess
+from rehead.training.ranks import OneProcess, Result
 from rehead.training.shared_folder import SharedFolder
 from rehead.training.start import read_text
 
@@ -46,8 +48,9 @@ class Group(OneProcess):
         self.rank, self.world, self.job = job.rank, job.world, job
         self._store = store
         self._told = 0
-        self._sharded = options.trainer.parallel == "fsdp"
+        self.sharded = options.trainer.parallel == "fsdp"
         self._device = torch.device("cpu")
+        self._gathering = Gathering(self.rank, self._device)
         size = options.trainer.batch_size
         if size % job.world:
             raise ConfigError(
@@ -66,7 +69,7 @@ class Group(OneProcess):
                 raise ConfigError(f"trainer.device={name} names one GPU for all processes: use cuda.")
             chosen = choose_device(f"cuda:{self.job.local_rank}")
             torch.cuda.set_device(chosen)
-        self._device = chosen
+        self._device, self._gathering = chosen, Gathering(self.rank, chosen)
         return chosen
 
     def folder(self, path: Path) -> RunFolder:
@@ -99,15 +102,17 @@ class Group(OneProcess):
         return tokenizer, tokens
 
     def wrap(self, objective: Objective) -> nn.Module:
-        """Shard the model and its teacher layer by layer, or copy the model to all processes."""
-        if not self._sharded:
+        """Shard the model and its teacher layer by layer, as they are read, or copy the model to all processes."""
+        if not self.sharded:
             return DistributedDataParallel(objective)
         mesh = init_device_mesh(self._device.type, (self.world,))
-        for layer in _layers(objective.model):
-            fully_shard(layer, mesh=mesh)
-        if objective.teacher is not None:
-            for layer in _layers(objective.teacher):
-                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        for model in filter(None, (objective.model, objective.teacher)):
+            for layer in _layers(model):
+                in_memory(layer)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # moves it to the device
+            in_memory(model)
+            model.tie()
+            model.to(self._device)
         fully_shard(objective, mesh=mesh)
         register_fsdp_forward_method(objective, "apart")
         return objective
@@ -131,17 +136,22 @@ class Group(OneProcess):
         """Return the mean of a number over the processes."""
         return self._summed(number)[0] / self.world
 
-    def every(self, condition: bool) -> bool:
-        """Return whether a condition holds in every process."""
-        return self._summed(float(not condition))[0] == 0
+    def finite(self, model: LanguageModel) -> bool:
+        """Return whether all weights are finite in every process, each of which looks at what it holds."""
+        held = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
+        return self._summed(float(not all(bool(one.isfinite().all()) for one in held)))[0] == 0
 
     def number(self, value: Tensor) -> float:
-        """Return a scalar, which may be sharded."""
-        return float(self.whole(value))
+        """Return a scalar, which may be sharded; all processes must ask at once."""
+        return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
-    def whole(self, value: Tensor) -> Tensor:
-        """Return a whole tensor from one that may be sharded; all processes must ask at once."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
+    def deferred(self, value: Tensor) -> Tensor:
+        """Return a tensor, which may be sharded, as one that the first process reads whole within `reading`."""
+        return self._gathering.deferred(value)
+
+    def reading(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, during which the other processes take part in what the first one reads."""
+        return self._gathering.reading(work)
 
     def like(self, weight: Tensor, value: Tensor) -> Tensor:
         """Return a whole tensor as `weight` is: on its device, and sharded if it is."""
@@ -165,12 +175,8 @@ class Group(OneProcess):
         return mean_loss(total, round(count))[0]
 
     def gathered(self, model: LanguageModel) -> LanguageModel | None:
-        """Return the model with whole weights, on the CPU, in the first process; None in the others."""
-        weights = {}
-        for name, weight in model.named_parameters():
-            whole = self.whole(weight.detach())
-            if self.rank == 0:
-                weights[name] = whole.cpu()
+        """Return the model in the first process, with deferred weights where they are sharded; None in the others."""
+        weights = {name: self.deferred(weight.detach()) for name, weight in model.named_parameters()}
         if self.rank:
             return None
         plain = skeleton(model.config)

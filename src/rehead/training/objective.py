@@ -66,13 +66,18 @@ class Objective(nn.Module):
         return distillation(head, hidden, targets, self.teacher.logits, taught, share, n_token)
 
     def _hidden(self, inputs: Tensor) -> Tensor:
-        """Return the input of the head; with `recompute` only the inputs of layers are kept for the backward pass."""
+        """Return the input of the head; with `recompute` only the inputs of layers are kept for the backward pass.
+
+        Nor are the weights in bfloat16, which autocast would cache until the end of the forward pass.
+        """
         if not self.options.recompute:
             return self.model.hidden(inputs)
         assert isinstance(self.model, GPT)
         x = self.model.embed(inputs)
-        for layer in self.model.layers:
-            x = checkpoint(layer, x, None, None, use_reentrant=False)
+        low, kind = self.options.dtype == "bfloat16", inputs.device.type
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=low, cache_enabled=False):
+            for layer in self.model.layers:
+                x = checkpoint(layer, x, None, None, use_reentrant=False)
         return self.model.finish(x)
 
     @torch.no_grad()

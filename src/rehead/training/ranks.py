@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,15 @@ from rehead.training.interrupt import Stop
 from rehead.training.objective import Objective
 from rehead.training.start import read_text
 
+Result = TypeVar("Result")
+
 
 class OneProcess:
     """One process, which does everything itself: what several share out, and what the first of them does alone."""
 
     rank, world = 0, 1
+    sharded = False
+    """Whether each process keeps only a share of the weights."""
 
     def stop(self) -> Stop:
         """Return what receives the signals of this process."""
@@ -62,17 +66,21 @@ class OneProcess:
         """Return the mean of a number over the processes."""
         return number
 
-    def every(self, condition: bool) -> bool:
-        """Return whether a condition holds in every process."""
-        return condition
+    def finite(self, model: LanguageModel) -> bool:
+        """Return whether all weights are finite."""
+        return all(bool(weight.isfinite().all()) for weight in model.parameters())
 
     def number(self, value: Tensor) -> float:
         """Return a scalar, which may be sharded."""
         return float(value)
 
-    def whole(self, value: Tensor) -> Tensor:
-        """Return a whole tensor from one that may be sharded."""
+    def deferred(self, value: Tensor) -> Tensor:
+        """Return a tensor, which may be sharded, as one that the first process reads whole within `reading`."""
         return value
+
+    def reading(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, in which only the first process reads what `deferred` and `gathered` return."""
+        return work()
 
     def like(self, weight: Tensor, value: Tensor) -> Tensor:
         """Return a whole tensor as `weight` is: on its device, and sharded if it is."""
@@ -87,7 +95,7 @@ class OneProcess:
         return evaluate(model, blocks)[0]
 
     def gathered(self, model: LanguageModel) -> LanguageModel | None:
-        """Return the model with whole weights in the first process, None in the others."""
+        """Return the model in the first process, which reads its weights within `reading`; None in the others."""
         return model
 
     def random_states(self) -> dict[str, Tensor]:

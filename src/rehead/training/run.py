@@ -71,7 +71,7 @@ class Run:
         checkpoint: Path | None,
     ) -> None:
         self.options, self.ranks, self.folder = options, ranks, folder
-        self.saver = Saver(folder, options.trainer.keep)
+        self.saver = Saver(folder, options.trainer.keep, ranks)
         device = ranks.device(options.trainer.device)
         numbers = None if checkpoint is None else state.read_numbers(checkpoint)
         before = [] if numbers is None else folder.recorded(numbers["step"])
@@ -81,10 +81,12 @@ class Run:
         self.tokenizer, self.tokens = ranks.text(options, folder, checkpoint)
         self.split: Split = split(self.tokens.ids, data.block_size, data.val_fraction)
         if checkpoint is None:
-            model = start_model(options.model, self.tokenizer.vocab_size, data.block_size, seed)
+            model = start_model(
+                options.model, self.tokenizer.vocab_size, data.block_size, seed, in_memory=not ranks.sharded
+            )
         else:
             require_same_run(checkpoint, folder.config, options, self.tokens.sha256)
-            model = own.load(checkpoint)
+            model = own.load(checkpoint, in_memory=not ranks.sharded)
         self.carried = carried_files(options.model, checkpoint)
         self.prompt = self._prompt(model.config.context_limit)
         self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
@@ -94,10 +96,11 @@ class Run:
         self.saved = None if numbers is None else numbers["step"]
         if self.owed:
             before = [one for one in before if one["step"] < self.saved or "loss" in one]
-        model = model.to(device)
+        if not ranks.sharded:  # else layer by layer, as they are sharded
+            model = model.to(device)
         freeze(model, options.trainer)
         teacher, self.certificate = read_teacher(options, model, device), certificate_of(options, model)
-        require_step(options, model)
+        require_step(options, model, device, ranks.world, sharded=ranks.sharded)
         self.trainer = Trainer(model, options.trainer, teacher, ranks)
         ranks.begin_dropout(seed)
         if checkpoint is not None and numbers is not None:
@@ -258,15 +261,14 @@ class Run:
     def _snapshot(self, certificate: dict[str, str] | None = None, *, owed: bool = False) -> Snapshot:
         """Return what a checkpoint of this moment holds. Raises NumericError if the weights are not finite."""
         trainer = self.trainer
-        model, optimizer = self.ranks.gathered(trainer.model), trainer.optimizer
-        random, draws = self.ranks.random_states(), self.sampler.state()
-        tensors = state.tensors_of(trainer.model, optimizer, draws, random, self.ranks.whole)
-        finite = model is None or all(bool(weight.isfinite().all()) for weight in model.parameters())
-        if not self.ranks.every(finite):
+        if not self.ranks.finite(trainer.model):
             raise NumericError(
                 f"step {trainer.step}: weights are not finite and were not saved; "
                 "lower trainer.learning_rate."
             )
+        model, optimizer = self.ranks.gathered(trainer.model), trainer.optimizer
+        random, draws = self.ranks.random_states(), self.sampler.state()
+        tensors = state.tensors_of(trainer.model, optimizer, draws, random, self.ranks.deferred)
         numbers = {
             "step": trainer.step,
             "best_val_loss": self.best,

@@ -13,11 +13,15 @@ from rehead.checkpoint import own
 from rehead.model import LanguageModel, skeleton
 from rehead.training import state
 from rehead.training.folder import RunFolder
+from rehead.training.ranks import OneProcess
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A model, None in all processes but the first; the rest of the run's state; and texts by file name."""
+    """A model, None in all processes but the first; the rest of the run's state; and texts by file name.
+
+    Sharded tensors are deferred: the first process gathers them as it writes or copies.
+    """
 
     model: LanguageModel | None
     tensors: dict[str, Tensor]
@@ -31,24 +35,26 @@ class Snapshot:
         state.write(folder, self.tensors, self.numbers)
 
     def copied(self) -> "Snapshot":
-        """Return one on the CPU that training does not change."""
-        model, tensors = self.model, {name: value.clone() for name, value in self.tensors.items()}
-        if model is not None:
-            weights = {name: one.detach().to("cpu", copy=True) for name, one in model.named_parameters()}
-            model = skeleton(model.config)
-            own.assign(model, weights, "the model", in_memory=False)
+        """Return one on the CPU that training does not change; the same where there is no model."""
+        if self.model is None:
+            return self
+        tensors = {name: value.to("cpu", copy=True) for name, value in self.tensors.items()}
+        weights = {name: one.detach().to("cpu", copy=True) for name, one in self.model.named_parameters()}
+        model = skeleton(self.model.config)
+        own.assign(model, weights, "the model", in_memory=False)
         return replace(self, model=model, tensors=tensors)
 
 
 @dataclass
 class Saver:
-    """Publishes snapshots as checkpoints in `folder`, of which it keeps the newest `keep`.
+    """Publishes snapshots of what `ranks` train as checkpoints in `folder`, of which it keeps the newest `keep`.
 
     Only one is being published at a time. At the end of the block nothing is.
     """
 
     folder: RunFolder
     keep: int
+    ranks: OneProcess
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rehead-save"))
     _begun: Future[dict[str, Any]] | None = None
 
@@ -63,14 +69,14 @@ class Saver:
     def save(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
         """Publish a snapshot; yield the record of one that was begun before it, and its own."""
         yield from self.finish()
-        record = self._publish(snapshot)
+        record = self.ranks.reading(lambda: self._publish(snapshot))
         self.folder.meet()
         yield record
 
     def begin(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
         """Copy a snapshot and begin to publish it; yield the record of one that was begun before it."""
         yield from self.finish()
-        self._begun = self._pool.submit(self._publish, snapshot.copied())
+        self._begun = self._pool.submit(self._publish, self.ranks.reading(snapshot.copied))
 
     def finished(self) -> Iterator[dict[str, Any]]:
         """Yield the record of a snapshot that has been published. Raises what went wrong."""

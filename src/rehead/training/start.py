@@ -58,16 +58,21 @@ def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tupl
     return tokenizer, tokenize(text, tokenizer, store)
 
 
-def start_model(options: ModelOptions, vocab_size: int, block_size: int, seed: int) -> LanguageModel:
+def start_model(
+    options: ModelOptions, vocab_size: int, block_size: int, seed: int, *, in_memory: bool = True
+) -> LanguageModel:
     """Return a model with fresh weights from `seed`, or with those of `pretrained_folder`.
 
     With `pretrained_folder` the vocabulary has that model's size, which may be padded beyond the
-    tokenizer's. With `folder` the result is the model in that folder.
+    tokenizer's. With `folder` the result is the model in that folder, of which `in_memory=False` leaves the weights
+    there.
     """
     torch.manual_seed(seed)
     if options.folder is not None:
         options.require_folder_only()
-        model = load(options.folder, dtype=torch.float32)  # bfloat16 would round most steps away
+        model = load(
+            options.folder, dtype=torch.float32, in_memory=in_memory
+        )  # bfloat16 would round most steps away
         limit = model.config.block_size
         if block_size > limit:
             raise ConfigError(
@@ -98,15 +103,18 @@ def carried_files(options: ModelOptions, checkpoint: Path | None) -> dict[str, s
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:
-    """Load the teacher, if there is one, in eval mode; beside a partly frozen model only what differs from it."""
+    """Load the teacher, if there is one, in eval mode; beside a partly frozen model only what differs from it.
+
+    The weights of one that will be sharded are left in their files.
+    """
     place = options.trainer.teacher
     if place is None:
         return None
-    partly = (
-        options.trainer.train != "all" and options.trainer.parallel != "fsdp"
-    )  # shares have other tensors
+    sharded = options.trainer.parallel == "fsdp"
+    partly = options.trainer.train != "all" and not sharded  # shares have other tensors
     dtype = torch.float32 if partly else None
-    teacher = load(place, device="cpu" if partly else device, dtype=dtype, in_memory=not partly)
+    later = partly or sharded
+    teacher = load(place, device="cpu" if later else device, dtype=dtype, in_memory=not later)
     require_same_vocabulary(model, teacher, place)
     if partly:
         share_frozen(model, teacher)
@@ -154,23 +162,30 @@ def _require_memory(config: ModelConfig) -> None:
     )
 
 
-def require_step(options: RunOptions, model: LanguageModel) -> None:
-    """Raise ResourceError, before the first step, for batches that do not fit the memory beside the weights."""
+def require_step(
+    options: RunOptions, model: LanguageModel, device: torch.device, world: int = 1, *, sharded: bool = False
+) -> None:
+    """Raise ResourceError, before the first step, for batches that do not fit the memory beside the weights.
+
+    A GPU has one of `world` shares of the batch and, `sharded`, of the weights; processes on a CPU have one memory.
+    """
     config, size, length = model.config, options.trainer.batch_size, options.data.block_size
     if not isinstance(config, GPTConfig):
         return
+    shares = 1 if device.type == "cpu" else world
+    size //= shares
     n_parameter = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     recompute = options.trainer.recompute
     require_memory(
         f"a step of {size} x {length:,} tokens",
         {
-            "gradients and moments": n_parameter * (TRAINING_BYTES - FLOAT),
+            "gradients and moments": n_parameter * (TRAINING_BYTES - FLOAT) / (shares if sharded else 1),
             "activations": step_bytes(config, size, length, recompute=recompute),
             "logits": 2 * loss_bytes(config, size * length, torch.float32),
         },
         "Use " + "trainer.recompute=True, or " * (not recompute) + "a smaller trainer.batch_size (with "
         "trainer.grad_accumulation for as many tokens) or data.block_size.",
-        model.device,
+        device,
     )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rehead.checkpoint.files.shards import read_header, strict_json
+from rehead.checkpoint.files.writing import write_file
 from rehead.errors import IntegrityError, InvalidInput
 
 TENSORS, NUMBERS = "state.safetensors", "state.json"
@@ -27,22 +28,22 @@ def tensors_of(
     optimizer: torch.optim.Optimizer,
     draws: Tensor,
     random: dict[str, Tensor],
-    whole: Callable[[Tensor], Tensor],
+    deferred: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
     """Return optimizer moments by weight name, random states, and the batch sampler's `draws`, as `write` wants them.
 
-    `whole` makes a whole tensor of one that may be sharded.
+    `deferred` returns a moment, which may be sharded, as one that can be written.
     """
     tensors = {**random, "rng.batches": draws}
     for name, weight in model.named_parameters():
         for key, value in optimizer.state.get(weight, {}).items():
-            tensors[f"optimizer.{key}.{name}"] = whole(value.detach()).cpu().contiguous()
+            tensors[f"optimizer.{key}.{name}"] = deferred(value.detach())
     return tensors
 
 
 def write(folder: Path, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
     """Write `tensors_of` a run, and `numbers`."""
-    save_file(tensors, folder / TENSORS)
+    write_file(folder / TENSORS, tensors)
     (folder / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from rehead.checkpoint.files.deferred import materialise
-from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, bytes_of
+from rehead.checkpoint.files.shards import DTYPES, INDEX, OTHERS, SINGLE, bytes_of
 
 MOST_BYTES = 5 * 10**9
 """Maximum size of a file in bytes; a larger model gets several files and an index."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in (DTYPES | OTHERS).items()}
 
 
 def json_text(table: Mapping[str, Any]) -> str:
