@@ -246,7 +246,10 @@ with ranks_of(flags.read(every)) as ranks:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_gradients_of_sgd_are_those_of_one_process():
-    """N20: every gradient of 20 steps, by at most 1e-6 of its tensor's norm; of one process to the bit."""
+    """N20: every gradient of 20 steps, within 1e-6 of its norm; of one process to the bit.
+
+    That of a bias of keys is 0 but for rounding, so 1e-9 is allowed besides.
+    """
     Path("gradients.py").write_text(GRADIENTS)
     every = "trainer.batch_size=8 data.block_size=16 trainer.device=cpu trainer.learning_rate=0.1"
     models = [" ".join(model) for model in MODELS.values()]
@@ -258,8 +261,9 @@ def test_gradients_of_sgd_are_those_of_one_process():
             run(*torchrun(ranks, "gradients.py", way, f"{every} trainer.parallel={way}", *models))
             found = load_file(way)
             assert found.keys() == plain.keys()
-            worst = max(float((found[n] - plain[n]).norm() / plain[n].norm()) for n in plain)
-            assert worst == 0 if ranks == 1 else worst <= 1e-6
+            for name, wanted in plain.items():
+                allowed = 0 if ranks == 1 else 1e-6 * float(wanted.norm()) + 1e-9
+                assert float((found[name] - wanted).norm()) <= allowed, name
 
 
 WATCHED = """
@@ -485,6 +489,7 @@ def test_one_process_imports_nothing_of_it():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_processes_save_beside_their_training(parallel):
     flags = [*RUN, *MODELS["gqa"], f"trainer.parallel={parallel}"]
