@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from corpus import CORPUS, file_of, native_folder, one, sharded_folder, stock_fo
 from safetensors.torch import load_file, save_file
 
 import rehead
+from rehead.attention.score import ScaledDot
 from rehead.checkpoint import families, read_config
 from rehead.checkpoint.files import opened, shards
 from rehead.checkpoint.files.publish import sha256
 from rehead.checkpoint.huggingface import stock
 from rehead.config import ModelOptions
-from rehead.errors import IntegrityError, InvalidInput, NumericError
+from rehead.errors import ConfigError, IntegrityError, InvalidInput, NumericError
 from rehead.model import build
 from rehead.stages import listening
 
@@ -192,6 +195,70 @@ def test_a_stacked_tensor_of_another_shape_is_refused(shape, words, tmp_path):
     assert load_file(path)[name].shape == (16, 48)
     save_file(load_file(path) | {name: torch.zeros(shape)}, path)
     refused(tmp_path / "model", words, kinds=InvalidInput)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rms_norm_eps": 10**400}, "is too large. Use at most 1.7976931348623157e+308."),
+        ({"attention_dropout": -(10**400)}, "is too large. Use at most"),
+        ({"rope_theta": 10**400}, "rope_theta=1000000000000000000000000000000000000000 is too large"),
+        (
+            {"rope_parameters": {"rope_theta": 10**400}},
+            "rope_theta=1000000000000000000000000000000000000000: expected",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 10**400}},
+            "expected a number",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5000.0}, "rope_theta": 6000.0},
+            "5000.0 in rope_parameters and 6000.0 out",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "rope_type default with factor"),
+        (
+            {"rope_parameters": {"rope_type": ["linear"], "rope_theta": 1e4}},
+            "rope_type=['linear']: rehead knows",
+        ),
+        ({"hidden_size": 2**24 + 1}, "hidden_size=16777217 is too large. Use at most 16,777,216."),
+        ({"rms_norm_eps": None}, "rms_norm_eps=null, which the stock class does not read"),
+        ({"max_position_embeddings": 3.0}, "max_position_embeddings=3.0: expected int"),
+    ],
+)
+def test_numbers_of_a_stock_config(change, words, folder):
+    """JSON has whole numbers that no float holds."""
+    table = json.loads((folder / "config.json").read_text())
+    if "rope_parameters" in change:
+        table.pop("rope_theta", None)
+    (folder / "config.json").write_text(json.dumps(table | change))
+    refused(folder, words, kinds=InvalidInput)
+
+
+ENDS = {  # of the floats: a model with such a scale, and the classes that can represent it
+    "score 1e-160": ("mha", {}, 1e-160, {"granite"}),
+    "score 5e-324": ("mha", {}, 5e-324, {"granite"}),
+    "score 1e300": ("mha", {}, 1e300, {"granite"}),
+    "logits 1e308": ("mla", {"logit_scale": 1e308}, None, set()),
+    "residual 5e-324": ("mla", {"residual_scale": 5e-324}, None, {"minicpm3"}),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_scale_at_the_ends_of_the_floats_is_written_or_refused(name):
+    """`export` asks one class after the other."""
+    attention, changes, score, classes = ENDS[name]
+    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    flags = ModelOptions(shape="llama", n_layer=1, n_embd=16, n_query_head=2, attention=attention, **dropout)
+    config = replace(flags.resolve(11, 16), **changes)
+    if score is not None:
+        config = replace(config, attention=(replace(config.attention[0], score=ScaledDot(scale=score)),))
+    written = set()
+    for kind in families:
+        with suppress(ConfigError):
+            table = json.loads(json.dumps(families[kind].write(config), allow_nan=False))
+            assert stock.read_config(table, kind) == config
+            written.add(kind)
+    assert written == classes
 
 
 def test_whole_numbers_are_no_weights(folder):

@@ -1,5 +1,6 @@
 """The contract of a family of stock models: configs in both directions, and the names of weights."""
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -118,12 +119,13 @@ class Fields:
             if null is ... and (default is ... or default):
                 self._refuse_null(name)
             return default if null is ... else null
+        most = sys.float_info.max if kind is float else LARGEST
+        if type(value) is int and kind in (int, float) and abs(value) > most:
+            raise InvalidInput(f"{self.where}: {name}={value!s:.40} is too large. Use at most {most:,}.")
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
             raise InvalidInput(f"{self.where}: {name}={value!r:.80}: expected {kind.__name__}.")
-        if isinstance(value, int) and abs(value) > LARGEST:
-            raise InvalidInput(f"{self.where}: {name}={value!s:.40} is too large. Use at most {LARGEST:,}.")
         return value
 
     def layers(self, name: str) -> int:

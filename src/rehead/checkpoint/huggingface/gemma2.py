@@ -12,6 +12,9 @@ from rehead.checkpoint.huggingface.granite import score_of
 from rehead.checkpoint.huggingface.llama import WINDOW, LlamaLike, which_slide, window_words, windowed
 from rehead.config import GPTConfig
 
+SMALLEST = 1e-150
+"""A smaller factor of the scores has no scalar: its square is beyond the numbers."""
+
 
 class Gemma2(LlamaLike):
     """Embeddings times the root of the width; scores over the root of `query_pre_attn_scalar`."""
@@ -99,7 +102,7 @@ def capped(scalar: float, cap: float | None, head_dim: int) -> ScoreConfig:
 
 def scalar_of(layer: GroupedConfig) -> int:
     """Return `query_pre_attn_scalar`, a whole number in this format."""
-    return max(1, round(layer.scale**-2))
+    return max(1, round(layer.scale**-2)) if layer.scale > SMALLEST else 1
 
 
 families.add("gemma2")(Gemma2())

@@ -12,6 +12,9 @@ from rehead.config import GPTConfig
 DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
 """The class's defaults of missing keys in config.json; null means no scale."""
 
+MOST = 2**53
+"""A larger `dim_model_base` is written as this, which is then another scale."""
+
 
 class MiniCPM3(LatentLike):
     """MLA with three scales.
@@ -69,7 +72,7 @@ class MiniCPM3(LatentLike):
 
 def _base(config: GPTConfig) -> int:
     """Return `dim_model_base`: the logit scale times the width."""
-    return round(config.logit_scale * config.n_embd)
+    return round(min(config.logit_scale * config.n_embd, MOST))
 
 
 families.add("minicpm3")(MiniCPM3())

@@ -1,6 +1,7 @@
 """Rotary embeddings in config.json, in the words of transformers 5 and of earlier releases."""
 
 import math
+import sys
 from typing import NamedTuple
 
 from rehead.attention import RopeConfig, scalings
@@ -74,7 +75,8 @@ def rope_of(table: Table, length: int, keys: RopeKeys, where: str) -> RopeConfig
             table = _one_list(table, length, where)
         scaling = decode(RopeScaling, {"rope_type": kind, **table}, f"{where}: rope")
     for name, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value <= sys.float_info.max:
             raise InvalidInput(f"{where}: {name}={value!r:.40}: expected a positive number.")
     return RopeConfig(
         theta=float(theta), scaling=scaling, layout=keys.layout, partial_rotary_factor=float(partial)
