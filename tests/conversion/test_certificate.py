@@ -1,5 +1,6 @@
 """The certificate: the same fields for all, and every number what it says."""
 
+import functools
 import json
 from dataclasses import asdict, fields, replace
 
@@ -233,6 +234,50 @@ def test_what_is_no_certificate(text, tmp_path):
     (tmp_path / CERTIFICATE).write_text(text)
     with pytest.raises(InvalidInput, match="is not a conversion certificate"):
         Certificate.read(tmp_path)
+
+
+HUGE = 10**400
+"""A whole number that no float holds."""
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"logits": {"tokens": 3, "max_error": 0, "relative_error": 0, "kl": HUGE, "argmax_flips": 0}},
+            "out of bounds",
+        ),
+        ({"seed": 2**63}, "the number 9223372036854775808 is out of bounds"),
+        ({"kv_bytes_per_token": [-(2**63), 1]}, "the number -9223372036854775808 is out of bounds"),
+        ({"loss": [1.0, float("inf")]}, "the number inf is out of bounds"),
+        (
+            {"source": {"a": functools.reduce(lambda inner, _: [inner], range(40), 1)}},
+            "more than 32 tables and lists",
+        ),
+        (
+            {"source": functools.reduce(lambda inner, _: {"a": inner}, range(800), 1)},
+            "more than 32 tables and lists",
+        ),
+        ({"layers": []}, "without layers"),
+        ({"loss": [1.0]}, "not a pair: before and after"),
+        ({"logits": {"tokens": 3.0}}, "its logits lack argmax_flips"),
+        (
+            {"format": "rehead-certificate-2"},
+            "format 'rehead-certificate-2', expected 'rehead-certificate-1'",
+        ),
+    ],
+)
+def test_a_certificate_of_somebody_else_is_held_to_bounds(change, why, gpt, tmp_path):
+    """Its numbers are computed with and written: those that cannot be end in one line."""
+    _, certificate = rehead.convert(gpt(GQA), to="mha")
+    table = json.loads(certificate.to_json())
+    (tmp_path / CERTIFICATE).write_text(json.dumps(table | {"seed": 2**63 - 1}))
+    assert Certificate.read(tmp_path).seed == 2**63 - 1
+    (tmp_path / CERTIFICATE).write_text(json.dumps(table | change).replace("Infinity", "1e999"))
+    with pytest.raises(InvalidInput, match="is not a conversion certificate") as caught:
+        Certificate.read(tmp_path)
+    assert why in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_no_certificate_at_all(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from rehead.checkpoint.files.shards import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
+from rehead.conversion.bounds import bounded
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.teaching import Taught
 from rehead.conversion.texts import SELF, Passage
@@ -151,7 +152,7 @@ class Certificate:
         """Read the certificate in a converted model's folder. Raises InvalidInput if it is missing or damaged."""
         path = folder / CERTIFICATE
         try:
-            table = strict_json(path, LARGEST)
+            table = bounded(strict_json(path, LARGEST))
             parts = {
                 "layers": [Layer(**layer) for layer in table["layers"]],
                 "calibration": [Text(**text) for text in table["calibration"]],
