@@ -10,8 +10,9 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope import LongRopeScaling
+from rehead.attention.rope import LinearScaling, LongRopeScaling
 from rehead.conversion.base import Statistics
+from rehead.conversion.fit import turns as gathered
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.turns import Directions, Turns, sensitivity
 from rehead.conversion.steps.narrow import Narrow
@@ -351,6 +352,55 @@ def test_a_latent_beside_a_rotary_part_is_fitted_where_it_is(gpt, text):
 def test_targets_that_make_no_sense(options, message):
     with pytest.raises(ConfigError, match=message):
         Target(**{"to": "mla", "target": "uneven"} | options).attention(GQA, WIDTH)
+
+
+def test_a_rotary_part_beside_a_rank_is_a_third_of_both():
+    made = Target(to="mla", target="uneven", kv_rank=9).attention(GQA, WIDTH)
+    assert (made.kv_lora_rank, made.qk_rope_head_dim) == (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope": RopeConfig(partial_rotary_factor=0.75)},
+            r"heads of which 48 numbers rotate have no angles of .* 64",
+        ),
+        ({"head_dim": 96}, r"heads of which 96 numbers rotate have no angles of a rotary part of 64"),
+        (
+            {"qkv_bias": True},
+            r"biases, which vLLM's and SGLang's .* leave out. Use --target uneven, for transformers",
+        ),
+        (
+            {"rope": RopeConfig(scaling=LinearScaling(factor=2.0))},
+            r"scaled rope: native MLA kernels compute other",
+        ),
+    ],
+)
+def test_what_is_not_canonical_is_refused(changes, message):
+    source = GroupedConfig(n_query_head=4, n_kv_head=4, head_dim=64, rope=ROPE)
+    target = Target(to="mla", target="canonical", kv_fraction=0.5)
+    assert target.attention(source, 200).qk_rope_head_dim == 64
+    with pytest.raises(ConfigError, match=message):
+        target.attention(replace(source, **changes), 200)
+
+
+def test_layers_that_rotate_in_different_ways_share_no_rotary_part(gpt, text):
+    model = gpt(GQA, replace(GQA, rope=RopeConfig(theta=77.0)))
+    with pytest.raises(ConfigError, match=r"layers rotate in different ways.* Use --target rebuilt"):
+        rehead.convert(model, "mla", target="uneven", kv_rank=9, calibration=text)
+
+
+def test_turns_are_counted_up_to_their_limit(gpt, text, monkeypatch):
+    """Whole texts: the first that reaches the limit is the last."""
+    attention = gpt(GQA).layers[0].self_attn
+    inputs, pull = torch.randn(4, 5, WIDTH), torch.randn(4, 5, 30)
+    monkeypatch.setattr(gathered, "TOKENS", 8)
+    limited, two = Turns(), Turns()
+    limited.add(attention, inputs, pull)
+    two.add(attention, inputs[:2], pull[:2])
+    assert limited.count == two.count == 10
+    assert torch.equal(limited.total, two.total)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Target, targets
+from rehead.conversion.target import layers_of
 from rehead.errors import ConfigError
 
 D = 23
@@ -95,3 +96,38 @@ def test_mha_is_no_gqa_as_it_is():
         ConfigError, match=r"--to gqa needs --n-kv-head: how many KV heads\? Use one of \[2, 3\]"
     ):
         Target(to="gqa").attention(replace(GQA, n_kv_head=6), D)
+
+
+def test_between_one_and_two_heads_is_no_gqa():
+    two = GroupedConfig(n_query_head=2, n_kv_head=1, head_dim=4)
+    for options in ({}, {"n_kv_head": 2}):
+        with pytest.raises(
+            ConfigError, match=r"between one and 2 KV heads there is none. Use --to mqa or --to mha"
+        ):
+            Target(to="gqa", **options).attention(two, D)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "says"),
+    [
+        (MLA, {"kv_rank": 3}, "kv_rank beside a config, which already defines it. Give one of them."),
+        (3, {}, "to=3: expected a name (mha, mqa, gqa, mla, reduced), an attention's config"),
+        ([MLA, "mla"], {}, "expected a name (mha, mqa, gqa, mla, reduced)"),
+        ([MLA, MLA, MLA], {}, "3 attentions for 2 layers: give one per layer, or one."),
+        ([], {}, "0 attentions for 2 layers"),
+        ("mla", {"kv_rnk": 3}, "unknown option 'kv_rnk'. Did you mean 'kv_rank'"),
+    ],
+)
+def test_what_is_no_target(to, options, says, gpt):
+    with pytest.raises(ConfigError) as caught:
+        layers_of(gpt(GQA).config, to, options)
+    assert says in str(caught.value)
+
+
+def test_configs_for_one_or_all_layers(gpt):
+    config = gpt(GQA).config
+    assert list(layers_of(config, MLA, {})) == [MLA, MLA]
+    assert list(layers_of(config, [MLA, GQA], {})) == [MLA, GQA]
+    assert layers_of(config, replace(config, attention=(GQA, MLA)), {}) == (GQA, MLA)
+    with pytest.raises(ConfigError, match="the two models differ beyond their attention"):
+        layers_of(config, replace(config, n_hidden=3), {})
