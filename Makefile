@@ -1,11 +1,11 @@
 # make setup | demo | quick | test | check | docs | bench                         (Python >= 3.11; set PYTHON to choose one)
-# also torch-oldest | torch-newest | test-slow | test-reliability | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
+# also torch-oldest | torch-newest | test-slow | test-reliability | coverage | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability test-serving serving-env llama-cpp-env mlx-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
+.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability coverage test-serving serving-env llama-cpp-env mlx-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,11 @@ test-slow: $(STAMP)
 # What must hold whatever happens, attacked at full size (docs/reliability.md); ARGS=--nightly is twenty times as long.
 test-reliability: $(STAMP)
 	$(BIN)/python -m pytest -m reliability --durations=15 $(ARGS)
+
+# Branches of the code for configs, checkpoints and conversions that `make test` does not run; as long as that twice.
+coverage: $(STAMP)
+	$(BIN)/coverage run -m pytest -m 'not slow and not serving and not checkpoint and not release' $(ARGS)
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered --show-missing
 
 # vLLM's CPU build, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 2 GB, or 6 where pip takes torch with CUDA.
 serving-env: $(STAMP)
