@@ -1,0 +1,143 @@
+"""What cannot go out as DeepSeek's class is refused with the way around it."""
+
+from dataclasses import replace
+
+import pytest
+
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention.rope import LinearScaling
+from rehead.config import ExpertsConfig, ModelOptions
+from rehead.conversion.base import CannotConvert
+from rehead.conversion.export.deepseek import own_target, require_sayable, stock_target, to_deepseek
+from rehead.errors import ConfigError
+from rehead.model import build
+
+WIDTH = 3000
+ROPE = RopeConfig(theta=100.0)
+MQA = GroupedConfig(n_query_head=4, n_kv_head=1, head_dim=32, rope=ROPE)
+STILL = GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=128)
+MLA = LatentConfig(
+    n_query_head=4, kv_lora_rank=256, qk_nope_head_dim=7, qk_rope_head_dim=16, v_head_dim=9, rope=ROPE
+)
+EXPERTS = ExpertsConfig(layers=(0,), n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+SCALED = replace(ROPE, scaling=LinearScaling(factor=2.0))
+
+
+def test_sizes_are_those_of_kernels():
+    """64 rotated numbers, heads of 128, and a latent of 512; beside a rotary part one of 256, if it fits."""
+    for layer, rank in (
+        (MQA, 512),
+        (STILL, 512),
+        (replace(MQA, head_dim=64), 512),
+        (replace(MQA, head_dim=144, v_head_dim=9, rope=RopeConfig(partial_rotary_factor=1 / 9)), 512),
+        (MLA, 256),
+        (replace(MLA, kv_lora_rank=257), 512),
+        (replace(MLA, kv_lora_rank=512), 512),
+    ):
+        made = stock_target(layer, WIDTH)
+        assert (made.kv_lora_rank, made.qk_nope_head_dim, made.qk_rope_head_dim, made.v_head_dim) == (
+            rank,
+            128,
+            64,
+            128,
+        )
+
+
+REFUSED = {  # an attention, what the message must name, the way around it
+    "biases": (replace(STILL, o_bias=True), "its attention has biases", "--for transformers or mlx"),
+    "biases of queries": (replace(MQA, qkv_bias=True), "its attention has biases", "--for transformers or mlx"),
+    "biases of a latent": (replace(MLA, down_bias=True), "its attention has biases", "--for transformers or mlx"),
+    "a width": (replace(MQA, head_dim=24), "head_dim=24 with rope", "Use heads of 64, 32 or 16"),
+    "a large width": (replace(MQA, head_dim=128), "head_dim=128 with rope", "Use heads of 64, 32 or 16"),
+    "numbers that stand still": (
+        replace(MQA, head_dim=160, rope=RopeConfig(partial_rotary_factor=0.1)),
+        "head_dim=160, of which 144 do not rotate",
+        "Use --for transformers",
+    ),
+    "scaled rope": (replace(MQA, rope=SCALED), "computes other angles", "--for transformers, or --format llama"),
+    "many numbers": (replace(STILL, n_kv_head=4), "need 1024 numbers a token, engines take 512", "convert it first"),
+    "a wide latent": (replace(MLA, kv_lora_rank=513), "need 513 numbers", "convert it first"),
+    "frequencies of a latent": (replace(MLA, rope=SCALED), "frequencies of its own", "--target canonical"),
+    "a rotary part": (replace(MLA, qk_rope_head_dim=24), "frequencies of its own", "--target canonical"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_kernels_do_not_know_is_refused(name):
+    layer, named, remedy = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        stock_target(layer, WIDTH)
+    assert named in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+NO_CLASS = {
+    "a window": (replace(MQA, window=5), "window=5: DeepseekV3ForCausalLM has no window", "--format mistral"),
+    "norms": (
+        replace(MLA, qk_rope_head_dim=0, qk_norm_eps=1e-6, rope=None),
+        "with norms on queries and keys: no engine has a class",
+        "--format qwen3",
+    ),
+    "rebuilt keys": (
+        replace(MLA, qk_rope_head_dim=0, qk_nope_head_dim=8),
+        "whose keys are rebuilt from a latent and then rotated",
+        "--target uneven",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_CLASS)
+@pytest.mark.parametrize("target", [stock_target, own_target])
+def test_what_no_class_has_is_refused_for_every_engine(name, target):
+    layer, named, remedy = NO_CLASS[name]
+    with pytest.raises(ConfigError) as caught:
+        target(layer, WIDTH)
+    assert named in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def llama(**changes):
+    return replace(
+        ModelOptions(shape="llama", n_layer=1, n_query_head=2, n_embd=32).resolve(11, 16), **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "remedy"),
+    [
+        (llama(mlp="gelu"), "norm=rmsnorm, mlp=gelu, mlp_bias=False", "train it with model.shape=llama"),
+        (llama(mlp_bias=True), "mlp_bias=True", "train it with model.shape=llama"),
+        (llama(logit_softcap=30.0), "logit_softcap=30.0", "train it with model.shape=llama"),
+        (
+            ModelOptions(n_layer=1).resolve(11, 16),
+            "norm=layernorm, mlp=gelu, mlp_bias=True, learned_positions=True",
+            "--to mha for --format gpt2",
+        ),
+        (
+            llama(experts=EXPERTS),
+            "Experts go out as those of their own family",
+            "convert its source to gqa or mqa",
+        ),
+    ],
+)  # fmt: skip
+def test_what_conversions_do_not_change_is_refused(config, named, remedy):
+    require_sayable(llama())
+    with pytest.raises(CannotConvert) as caught:
+        require_sayable(config)
+    assert named in str(caught.value)
+    assert remedy in str(caught.value)
+    assert caught.value.reason.endswith("which no conversion changes")
+
+
+def test_float16_cannot_hold_an_identity_norm():
+    model = build(llama(attention=(MQA,))).half()
+    with pytest.raises(ConfigError, match=r"float16 cannot hold .* use bfloat16 or float32"):
+        to_deepseek(model)
+
+
+def test_heads_that_rotate_by_themselves_are_not_exact():
+    model = build(llama(attention=(replace(MQA, n_kv_head=2),))).eval()
+    with pytest.raises(
+        ConfigError, match=r"every KV head rotates in its own way.* Use --for transformers, or convert"
+    ):
+        to_deepseek(model)
