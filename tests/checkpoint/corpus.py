@@ -226,6 +226,8 @@ CONFIGS = {
             "hidden_act": "gelu",
         }.items()
     },
+    "C16 eps of 400 digits": json.dumps(CONFIG | {"rms_norm_eps": 10**400}),
+    "C16 dropout of 400 digits": json.dumps(CONFIG | {"attention_dropout": 10**400}),
     "C31 another architecture": json.dumps(CONFIG | {"model_type": "gpt_oss"}),
     **{name: json.dumps(table).replace("Infinity", "1e400") for name, table in kinds.bad_configs()},
 }

@@ -150,3 +150,11 @@ def test_methods_that_are_of_no_use(gpt):
         rehead.convert(model, modular, method="mean")
     with pytest.raises(ConfigError, match=r"method='mean' is of pool-heads, not of .*Leave it out"):
         rehead.convert(model, model.config.attention[0], method="mean")
+
+
+def test_a_method_that_norms_forbid(gpt):
+    """A turned key is another one once it is multiplied by the norm's weight."""
+    normed = GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=4, qk_norm_eps=1e-6)
+    with pytest.raises(ConfigError, match=r"method='procrustes' with qk_norm_eps: .* Use mean or first\.$"):
+        rehead.convert(gpt(normed), "mqa", method="procrustes")
+    assert not rehead.convert(gpt(normed), "mqa", method="mean")[1].exact

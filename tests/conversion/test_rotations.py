@@ -381,6 +381,8 @@ def test_what_is_not_canonical_is_refused(changes, message):
     source = GroupedConfig(n_query_head=4, n_kv_head=4, head_dim=64, rope=ROPE)
     target = Target(to="mla", target="canonical", kv_fraction=0.5)
     assert target.attention(source, 200).qk_rope_head_dim == 64
+    given = Target(to="mla", target="canonical", kv_rank=20).attention(source, 200)
+    assert (given.kv_lora_rank, given.qk_rope_head_dim) == (20, 64)
     with pytest.raises(ConfigError, match=message):
         target.attention(replace(source, **changes), 200)
 
