@@ -16,6 +16,7 @@ import rehead
 from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.conversion.kept import Order
+from rehead.data.hold import hold
 from rehead.model import build
 from rehead.tokenizer.tokenizer import train
 
@@ -26,6 +27,9 @@ CHILD = """
 import os, signal, sys
 wanted = sys.argv.pop(1)
 def watch(event, values):
+    if event == "shutil.rmtree" and "clearing" == wanted and os.path.exists("killed"):
+        if ".unfinished" in os.fspath(values[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
     if event == "os.rename":
         place = os.path.basename(os.fspath(values[1]))
         print("renamed", place, file=sys.stderr, flush=True)
@@ -35,7 +39,7 @@ sys.addaudithook(watch)
 from rehead.cli.entry import main
 sys.exit(main(sys.argv[1:]))
 """
-"""Runs a command that is killed before a file gets the given name."""
+"""Runs a command that is killed before a file gets the given name, or, clearing, once its work is published."""
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +221,32 @@ def test_what_is_unfinished_is_not_lost_by_a_mistake(source, written, capsys):
     assert main(words("new", "--resume")) == 0
     assert written == ["gradients-0"]
     assert not (source / "new.unfinished").exists()
+
+
+def test_killed_as_it_clears_up(source, capsys):
+    """The result is whole; the next conversion in the folder removes what is kept, unless it is of another result."""
+    assert in_a_child("clearing", *words("killed")).returncode == -9
+    assert digests(source / "killed") == digests(source / "whole")
+    kept = digests(source / "killed.unfinished")
+    assert len(kept) > 1
+    shutil.move(source / "killed", source / "away")
+    shutil.copytree(source / "source", source / "killed")  # of another result
+    assert main(words("first")) == 0
+    assert digests(source / "killed.unfinished") == kept
+    shutil.rmtree(source / "killed")
+    assert main(words("second")) == 0  # of none
+    assert digests(source / "killed.unfinished") == kept
+    shutil.move(source / "away", source / "killed")
+    with hold(source / "killed.unfinished", lambda: True, "destination"):
+        assert main(words("third")) == 0
+        assert digests(source / "killed.unfinished") == kept
+    capsys.readouterr()
+    assert main(words("killed")) == 3
+    said = capsys.readouterr().err
+    assert "removed killed.unfinished: its result is in killed" in said
+    assert "killed exists: choose another name, or remove it first." in said
+    assert not list(source.glob("*.unfinished"))
+    assert digests(source / "killed") == digests(source / "whole")
 
 
 def test_a_refusal_leaves_nothing(source, capsys):

@@ -19,7 +19,7 @@ from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
-from rehead.conversion.unfinished import fingerprint, place_of, unfinished
+from rehead.conversion.unfinished import fingerprint, note_result, place_of, unfinished
 from rehead.errors import InvalidInput, UsageError
 from rehead.measure.environment import environment
 from rehead.measure.length import text_length
@@ -155,7 +155,7 @@ def convert_folder(
             length=length,
             seed=seed,
         )
-        return opened.convert(
+        certificate = opened.convert(
             aside,
             target,
             measured_ranks=measured_ranks,
@@ -164,6 +164,8 @@ def convert_folder(
             teach=teach,
             n_process=n_process,
         )
+        note_result(scratch, certificate.to_json())
+        return certificate
 
 
 def read_plannable(path: Path) -> ModelConfig:

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rehead.checkpoint.files.publish import READ, require_folders
+from rehead.checkpoint.files.publish import READ, recorded, require_folders
+from rehead.conversion.certificate import CERTIFICATE
+from rehead.data.files import write_whole
 from rehead.data.hold import LOCK, hold
 from rehead.errors import IntegrityError, ReheadError, UsageError
 
 log = logging.getLogger("rehead")
 SUFFIX = ".unfinished"
+RESULT = "result"
+"""The file, in the folder of an unfinished conversion, that has the sha256 of its certificate."""
 
 
 @contextmanager
@@ -28,12 +32,14 @@ def unfinished(
     """Yield the folder DESTINATION.unfinished, locked, to keep work in.
 
     It is removed at the end, and by a ReheadError unless that ends a resumed conversion. It stays if the process is
-    interrupted or killed: the next conversion to `destination` then needs `resume`, which users write as `flag`.
+    interrupted or killed: the next conversion to `destination` then needs `resume`, which users write as `flag`. If it
+    was killed after `destination` was published, the next conversion in the same parent folder removes it.
     `work` is what messages call it, `choose` the option that names another folder.
     Raises UsageError if that is missing or there is nothing to resume, Busy if another process converts to
     `destination`.
     """
     require_folders(destination)
+    _sweep(destination.parent)
     folder = destination.with_name(destination.name + SUFFIX)
     if resume and not folder.is_dir():
         raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave {flag} out.")
@@ -82,13 +88,32 @@ def digest(made_of: object) -> str:
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def note_result(folder: Path, certificate: str) -> None:
+    """Write down in `folder` the certificate of what is about to be published: once it is, `folder` is not needed."""
+    write_whole(folder / RESULT, [hashlib.sha256(certificate.encode()).hexdigest().encode()])
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the kept work in `parent` whose result is published, left by a process that was killed then."""
+    for folder in parent.glob(f"*{SUFFIX}"):
+        destination = folder.with_name(folder.name.removesuffix(SUFFIX))
+        with suppress(OSError, ReheadError):  # such as Busy
+            _, published = recorded(destination).get(CERTIFICATE, (0, ""))
+            if published.encode() == (folder / RESULT).read_bytes():
+                with hold(folder, lambda: False, "destination"):
+                    _clear(folder)
+                folder.rmdir()
+                log.info("removed %s: its result is in %s", folder, destination)
+
+
 def _done(folder: Path) -> bool:
     """Whether anything is kept in `folder`."""
     return any(place.is_dir() and any(place.iterdir()) for place in folder.iterdir())
 
 
 def _clear(folder: Path) -> None:
-    for place in folder.iterdir():
+    """Remove all but the lock; what `_sweep` needs to know that it may, last."""
+    for place in sorted(folder.iterdir(), key=lambda place: place.name == RESULT):
         if place.is_dir():
             shutil.rmtree(place)
         elif place.name != LOCK:

@@ -13,7 +13,7 @@ from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
 from rehead.conversion.texts import Passage
-from rehead.conversion.unfinished import SUFFIX, fingerprint, place_of, unfinished
+from rehead.conversion.unfinished import SUFFIX, fingerprint, note_result, place_of, unfinished
 from rehead.data import source_of, split, tokenize
 from rehead.data.files import write_whole
 from rehead.errors import ConfigError, InvalidInput, UsageError
@@ -167,3 +167,4 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     own.write(result, aside, files)
     for one in both:
         one.require_unchanged()
+    note_result(scratch, files[CERTIFICATE])
