@@ -168,6 +168,28 @@ def test_a_batch_that_is_too_large_is_decoded_in_pytorch(monkeypatch):
     assert explain(model, 17)[0].endswith("(no C++ decoder: 17 sequences, more than 16)")
 
 
+def test_gaps_in_a_cache_are_decoded_in_pytorch(monkeypatch):
+    """As decode.cpp is called or not: the second sequence begins at 0, the first at 2, without what was before."""
+    model = made(GQA).float()
+    if decoding.native_refusal(model) is not None:
+        pytest.skip("no compiler")
+    calls = []
+    run = NativeProgram.__call__
+    monkeypatch.setattr(NativeProgram, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    for first, in_cpp in ((0, True), (2, False)):
+        calls.clear()
+        cache = model.new_cache(2, 9)
+        with torch.no_grad():
+            model(torch.zeros(2, 3, dtype=torch.long), torch.tensor([[first], [0]]) + torch.arange(3), cache)
+            decoding.decoder(model)(torch.zeros(2, dtype=torch.long), cache)
+        assert bool(calls) == in_cpp
+    said = explain(model, 2)[0]
+    assert re.search(
+        r"into the C\+\+ decoder, on \d+ threads?; PyTorch where the positions of a cache have gaps$", said
+    )
+    assert "gaps" not in explain(model, MOST_SEQUENCES + 1)[0]  # PyTorch anyway
+
+
 def test_what_only_some_batch_sizes_do_names_them(monkeypatch):
     monkeypatch.setattr("rehead.measure.explain.native_refusal", lambda _: None)  # without a compiler, too
     model = made(GQA).float()
@@ -268,7 +290,8 @@ def test_a_gpu_has_ways_of_its_own(monkeypatch, switch):
     monkeypatch.setattr("rehead.measure.explain.native_refusal", lambda model: "the model is on cuda")
     monkeypatch.setattr(compiled.Compiled, "limit", lambda *_: "not on a CPU")
     lines = explain(model)
-    assert lines[0] == "decoding: CUDA graphs, one per length bucket"
+    gaps = "; PyTorch where the positions of a cache have gaps"
+    assert lines[0] == f"decoding: CUDA graphs, one per length bucket{gaps}"
     assert "80 to 150 tokens: windowed flash attention (no C++ attention kernel: not on a CPU)" in lines[2]
     hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "(no CUDA graphs: it has forward hooks" in explain(model)[0]

@@ -15,6 +15,8 @@ from rehead.decoding import batch_refusal, graph_engine, graph_refusal, native_r
 from rehead.model import GPT, LanguageModel, evaluating, modes_kept
 from rehead.model.layers import Block
 
+GAPS = "; PyTorch where the positions of a cache have gaps"
+
 
 def explain(model: LanguageModel, batch_size: int = 1) -> list[str]:
     """Return a line per choice for this model, on its device and in its dtype, for `batch_size` sequences.
@@ -55,9 +57,9 @@ def _decoding(model: LanguageModel, batch_size: int) -> str:
     no_decoder, no_graph = native_refusal(model) or batch_refusal(batch_size), graph_refusal(model)
     if no_decoder is None:
         threads = torch.get_num_threads()
-        return f"one call a token into the C++ decoder, on {threads} thread{'s' * (threads > 1)}"
+        return f"one call a token into the C++ decoder, on {threads} thread{'s' * (threads > 1)}{GAPS}"
     if no_graph is None:
-        return "CUDA graphs, one per length bucket"
+        return f"CUDA graphs, one per length bucket{GAPS}"
     of_device = model.device.type == graph_engine.DEVICE
     reason = f"CUDA graphs: {no_graph}" if of_device else f"C++ decoder: {no_decoder}"
     return f"PyTorch, one operation after another (no {reason})"
