@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from rehead.checkpoint import load
+from rehead.checkpoint import load, own
 from rehead.system import huge_pages
 from rehead.system.huge_pages import ALIGNMENT, BLOCK, PAGE, HugePages
 
@@ -90,3 +90,23 @@ def test_without_huge_pages_memory_is_ordinary(missing, monkeypatch):
     kept = HugePages().keep(given)
     assert torch.equal(kept, given)
     assert (kept is given) == (missing != "kernel")
+
+
+def test_weights_for_another_device_are_not_copied_first(tmp_path, monkeypatch):
+    config = transformers.LlamaConfig(
+        vocab_size=53, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=3
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    taken = []
+    monkeypatch.setattr(
+        huge_pages, "_block", lambda n_bytes, block=huge_pages._block: taken.append(1) or block(n_bytes)
+    )
+    monkeypatch.setattr(own, "choose_device", torch.device)  # meta stands for a GPU
+    assert load(tmp_path, device="meta").head.weight.is_meta
+    assert not taken
+    given = torch.randn(40)
+    for device in ("meta", "cuda:0", "mps"):
+        assert HugePages(device).keep(given) is given
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        load(tmp_path)
+        assert taken

@@ -102,7 +102,7 @@ def load(
         else:
             assert isinstance(config, GPTConfig)
             weights = stock.read_weights(folder, table, config)
-        assign(model, weights, str(folder / SINGLE), in_memory, dtype)
+        assign(model, weights, str(folder / SINGLE), in_memory, dtype, chosen)
         _look_over(model, weights, folder)
         return model
 
@@ -175,10 +175,11 @@ def assign(
     where: str,
     in_memory: bool,
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Replace the model's parameters by `weights`, read from `where`, in `dtype` or the widest of theirs.
 
-    Names and shapes must match.
+    Names and shapes must match. `device` is where the model goes next.
     """
     expected = dict(model.named_parameters())
     require_names(where, weights.keys(), expected.keys(), "weights", "config")
@@ -194,7 +195,7 @@ def assign(
         n_bytes = sum(weight.numel() for weight in weights.values()) * held.itemsize
         way_out = "Free some memory" + (", or use --dtype bf16." if held.itemsize > 2 else ".")
         require_memory(f"loading {where}", {f"weights in {str(held)[6:]}": n_bytes}, way_out)
-    pages = HugePages()
+    pages = HugePages(device)
     for name, weight in staged(weights.items(), "reading the weights", len(weights), "tensors"):
         owner, _, leaf = name.rpartition(".")
         keeps = weight.dtype == held or keeps_dtype(name)

@@ -19,15 +19,19 @@ ALIGNMENT = 64
 
 
 class HugePages:
-    """Places tensors one after another in blocks of huge pages; each has a storage of its own."""
+    """Places tensors one after another in blocks of huge pages; each has a storage of its own.
 
-    def __init__(self) -> None:
+    Those that go on to a `device` other than the CPU stay where they are: they are read once.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._stay = torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE")
         self._block: mmap.mmap | None = None
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` in huge pages; the tensor itself where the system has none, or none left."""
-        if not hasattr(mmap, "MADV_HUGEPAGE") or not tensor.numel():
+        """Return a copy of `tensor` in huge pages; the tensor itself where there are none, or it would not stay."""
+        if self._stay or not tensor.numel():
             return tensor
         if self._block is None or self._used + tensor.nbytes > len(self._block):
             try:
