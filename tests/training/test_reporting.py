@@ -1,11 +1,13 @@
 """trainer.report_to: TensorBoard's files read back by TensorBoard; stand-ins of trackio's and wandb's documented calls.
 
 trackio.init(project, name, config, resume, embed), trackio.log(metrics, step) and trackio.finish(); wandb.init(project,
-id, name, config, resume, dir, ...), which gives a run with log and finish. The real ones bring 15 to 25 packages each.
+id, name, config, resume, dir, ...), which gives a run with log and finish(exit_code). The real ones bring 15 to 25
+packages each.
 """
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -165,7 +167,7 @@ class StandIn:
     """A module with `init`, whose runs keep what is logged; `fail` names the call that fails."""
 
     def __init__(self, name, monkeypatch, fail=None):
-        self.begun, self.rows, self.finished, self.fail = [], [], 0, fail
+        self.begun, self.rows, self.finished, self.exit_codes, self.fail = [], [], 0, [], fail
         module = types.ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         module.init, module.log, module.finish = self.init, self.log, self.finish
@@ -190,8 +192,9 @@ class StandIn:
             self._may_fail("log")
         self.rows += [(name, step, value) for name, value in metrics.items()]
 
-    def finish(self):
+    def finish(self, exit_code=None):
         self.finished += 1
+        self.exit_codes.append(exit_code)
         self._may_fail("finish")
 
     def _may_fail(self, call):
@@ -234,6 +237,27 @@ def test_a_validation_that_two_signals_cut_off_is_logged(monkeypatch, capfd):
     service.rows.clear()
     assert train("trainer.max_iters=4", "trainer.resume=True") == 0
     assert [step for name, step, _ in service.rows if name == "val_loss"] == [4]
+
+
+def test_wandb_hears_how_a_run_ended(monkeypatch, capfd):
+    """As its `finish` takes it: anything but 0 marks the run as failed."""
+    service = StandIn("wandb", monkeypatch)
+    flags = ["trainer.max_iters=3", "trainer.report_to=wandb"]
+    assert train(*flags) == 0
+    assert (
+        train(*flags, "trainer.learning_rate=1e30", "trainer.grad_norm_clip=1e30", "system.work_dir=diverged")
+        == 7
+    )
+    log = service.log
+
+    def interrupted_at_2(metrics, step):
+        log(metrics, step)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    service.log = interrupted_at_2
+    assert train(*flags, "system.work_dir=interrupted") == 130
+    assert service.exit_codes == [0, 1, 1]
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])

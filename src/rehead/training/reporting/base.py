@@ -18,8 +18,8 @@ class Reporter(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report metrics of a step: of training, with `loss`, or of a validation."""
 
-    def close(self) -> None:
-        """Write what is pending, and end the report."""
+    def close(self, exit_code: int) -> None:
+        """Write what is pending, and end the report: 0 of a run that came to its end, 1 of one that was cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)

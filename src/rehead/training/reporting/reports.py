@@ -41,7 +41,7 @@ class Reports:
 
     def __exit__(self, *error: object) -> None:
         for name, reporter in list(self._open.items()):
-            self._try(name, reporter.close)
+            self._try(name, partial(reporter.close, int(type_ is not None)))
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Report the numbers of a record of metrics.jsonl, unless it is an event."""

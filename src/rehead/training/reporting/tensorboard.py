@@ -42,7 +42,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Write what is pending, and that the report is whole."""
         self._writer.close()
         self._closed.write_text(f"{self._step}\n", encoding="utf-8")

@@ -25,6 +25,6 @@ class Trackio:
         if kind(step, metrics) not in self._logged:
             self._trackio.log(dict(metrics), step=step)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Write what is pending."""
         self._trackio.finish()

@@ -36,6 +36,6 @@ class WeightsAndBiases:
         if kind(step, metrics) not in self._logged:
             self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        """Send what is pending."""
-        self._run.finish()
+    def close(self, exit_code: int) -> None:
+        """Send what is pending; wandb marks the run as failed unless `exit_code` is 0."""
+        self._run.finish(exit_code=exit_code)
