@@ -260,6 +260,16 @@ def test_a_certificate_that_could_not_be_written_at_the_end_is_refused_at_the_be
     assert not list(Path().glob("odd-run/checkpoints/*"))
 
 
+@pytest.mark.filterwarnings("always:data.val_fraction=0")
+def test_without_a_validation_text_there_is_no_certificate_and_it_is_said(capsys):
+    assert heal("trainer.max_iters=1", "system.work_dir=unmeasured", "data.val_fraction=0") == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [
+        "rehead: warning: data.val_fraction=0 leaves no text to measure the healed model on: it gets no "
+        "conversion.json. Use 0.1 for one"
+    ]
+    assert not (resolve(Path("unmeasured")) / "conversion.json").exists()
+
+
 def test_a_model_in_bfloat16_is_healed_in_float32():
     """Or most steps would be rounded away."""
     model = rehead.load("mqa").bfloat16()

@@ -137,7 +137,7 @@ def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place:
 
 
 def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | None:
-    """Return the certificate of the model to heal; None of one that was not converted.
+    """Return the certificate of the model to heal; None of one that was not converted, or without a validation text.
 
     Raises InvalidInput, before the first step, for one that the healed model could not be measured by.
     """
@@ -151,6 +151,13 @@ def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | N
     certificate = read_at(
         path, lambda place: Certificate.read(place) if (place / CERTIFICATE).exists() else None
     )
+    if certificate is not None and not options.data.val_fraction:
+        warnings.warn(
+            f"data.val_fraction=0 leaves no text to measure the healed model on: it gets no {CERTIFICATE}. Use 0.1 for "
+            "one",
+            stacklevel=2,
+        )
+        return None
     if certificate is not None and not 1 <= certificate.length <= model.config.block_size:
         raise InvalidInput(
             f"{path}: its {CERTIFICATE} was measured on texts of length={certificate.length}, the model reads 1 to "
