@@ -1,14 +1,14 @@
 """`rehead generate`, `rehead eval` and `rehead env`."""
 
-import tempfile
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, KVFormat, app, say, shown, torch_dtype, warn
+from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, KVFormat, app, say, shown, torch_dtype
 from rehead.cli.tasks import evaluate_tasks
+from rehead.cli.text import evaluate_data
 from rehead.errors import UsageError
 
 MOST_SAMPLES = 10_000
@@ -197,17 +197,6 @@ def eval(
         rehead eval out/run --data input.txt --stored-as q8_0
         rehead eval out/llama --tasks task.yaml --limit 100
     """
-    from rehead.checkpoint.find import run_data
-    from rehead.data import Source, tokenize
-    from rehead.measure import evaluate_text
-    from rehead.measure.length import text_length
-    from rehead.measure.quality import scores
-    from rehead.measure.stored import as_stored, changed
-    from rehead.report.progress import Board
-    from rehead.system.device import choose_device
-    from rehead.tokenizer import open_model
-    from rehead.training.seen import contains_training_text
-
     if tasks is not None:
         given = {"--data": data, "--stride": stride, "--kv-dtype": kv_dtype}
         for option, value in given.items():
@@ -233,37 +222,19 @@ def eval(
     for option, value in {"--num-fewshot": num_fewshot, "--limit": limit}.items():
         if value is not None:
             raise UsageError(f"{option} {value} is for --tasks: a text is read whole. Leave it out.")
-    chosen = choose_device(device)
-    with tempfile.TemporaryDirectory() as scratch, Board():
-        opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
-        model, tokenizer = opened.model, opened.require_tokenizer()
-        run = run_data(folder)
-        length = text_length(model.config, length, None if run is None else run.block_size)
-        tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
-        exact = model
-        if stored_as is not None:
-            model = as_stored(exact, stored_as)
-        first = tokenizer.bos if bos else None
-        sizes = {"length": length, "stride": stride, "batch_size": batch_size}
-        found = evaluate_text(model, tokens.ids, **sizes, kv_dtype=kv_dtype, bos=first)
-        change = {} if stored_as is None else changed(exact, model, tokens.ids, length, stride, first)
-        trained_on = contains_training_text(folder, tokens.ids, tokenizer)
-    result: dict[str, float | int | str] = {
-        **scores(found.loss, found.tokens, tokens.n_bytes),
-        "length": found.length,
-        "stride": found.stride,
-        **({} if first is None else {"bos": tokenizer.token(first)}),
-        "dtype": str(model.head.weight.dtype)[6:],
-        **({} if kv_dtype is None else {"kv_dtype": kv_dtype}),
-        **({} if stored_as is None else {"stored_as": stored_as, **change}),
-    }
-    if trained_on:
-        warn(f"{data} contains text that {folder} was trained on: expect a higher loss on other text.")
-    lines = (
-        f"{name:14} {value if isinstance(value, str) else format(value, ',' if isinstance(value, int) else ',.6g')}"
-        for name, value in result.items()
+    evaluate_data(
+        folder,
+        data,
+        length=length,
+        stride=stride,
+        bos=bos,
+        batch_size=batch_size,
+        dtype=dtype,
+        stored_as=stored_as,
+        kv_dtype=kv_dtype,
+        device=device,
+        json=json,
     )
-    say({**result, "contains_training_text": trained_on}, "\n".join(lines), json)
 
 
 @app.command
