@@ -39,7 +39,7 @@ class Reports:
     def __enter__(self) -> "Reports":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, type_: object, *error: object) -> None:
         for name, reporter in list(self._open.items()):
             self._try(name, partial(reporter.close, int(type_ is not None)))
 
