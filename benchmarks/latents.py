@@ -1,21 +1,24 @@
-"""A trained rotary model as MLA of several widths: rehead's targets beside published conversions, without healing.
+"""A trained rotary model as MLA of several widths: rehead's targets beside published conversions, also healed.
 
-    python benchmarks/latents.py MODEL out/latents --fit help.txt self --test help2.txt other.txt
+    python benchmarks/latents.py MODEL out/latents --fit help.txt self --test help2.txt other.txt --heal 50 200
 
 Losses in nats per token on each test text, over the source's. Of the published conversions every split of the cache is
-tried on the first window of each test text, and the best one is measured on all, which favours them. What is done is
-kept in out/latents/results.json, so that an interrupted run resumes; the table is beside it.
+tried on the first window of each test text, and the best one is measured on all, which favours them. With --heal, every
+model is then healed on the texts it was fitted to, by each number of steps and each of --seeds; the control is the
+source, trained on them alike. What is done is kept in out/latents/results.json, so that an interrupted run resumes; the
+table is beside it.
 """
 
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from healed import control, healed
 from published import mha2mla, transmla
 
 import rehead
@@ -63,9 +66,13 @@ def splits(source: GroupedConfig, share: float) -> Iterator[tuple[str, int, int,
 
 
 def arms(converter: Converter, source: GroupedConfig, share: float) -> Iterator[tuple[str, str, Made]]:
-    """Yield kind, details and a function that makes the model."""
+    """Yield kind, details and a function that makes the model.
+
+    Of norms on queries and keys a rotary part of its own knows nothing: for such models keys are rebuilt only.
+    """
+    has_norms = source.qk_norm_eps is not None
     yield "SVD of the weights, keys rebuilt", "", partial(ours, converter, "rebuilt", "svd", share)
-    for kind, rope_dim, rank, fold in splits(source, share):
+    for kind, rope_dim, rank, fold in [] if has_norms else splits(source, share):
         if kind == "TransMLA":
             yield kind, f"{rank} + {rope_dim}, fold {fold}", partial(theirs, converter, rope_dim, rank, fold)
         else:
@@ -74,12 +81,84 @@ def arms(converter: Converter, source: GroupedConfig, share: float) -> Iterator[
                 f"{rank} + {source.n_kv_head} x {rope_dim}",
                 partial(theirs, converter, rope_dim, rank),
             )
-    yield "rehead, uneven", "", partial(ours, converter, "uneven", "weighted", share)
+    if not has_norms:
+        yield "rehead, uneven", "", partial(ours, converter, "uneven", "weighted", share)
     yield "rehead, rebuilt", "", partial(ours, converter, "rebuilt", "weighted", share)
 
 
+class Bench:
+    """The models' losses on the test texts, each measured once and kept in a file."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.file = given, given.out / "results.json"
+        self.done = json.loads(self.file.read_text()) if self.file.exists() else {}
+        opened = open_model(given.model, dtype=torch.float32)
+        self.model, self.tokenizer = opened.model, opened.require_tokenizer()
+        share = given.tokens // len(given.fit)
+        self.fit = [
+            sampled_once(self.model, share, given.length, 0)
+            if name == SELF
+            else Passage(name=name, ids=self.ids(name, share + 1))
+            for name in given.fit
+        ]
+        self.tests = [self.ids(name, given.windows * given.length + 1) for name in given.test]
+        self.lesson = given.out / "heal.txt"
+        self.lesson.write_text(
+            "\n".join(self.tokenizer.decode(text.ids) for text in self.fit), encoding="utf-8"
+        )
+
+    def ids(self, name: str, most: int) -> np.ndarray:
+        """Return the first tokens of a text."""
+        return np.asarray(self.tokenizer.encode(Path(name).read_text(encoding="utf-8")))[:most]
+
+    def losses(self, key: str, make: Made, windows: int | None = None) -> list[float]:
+        """Return the loss on each test text of the model that `make` returns."""
+        windows = windows or self.given.windows
+        key = f"{key}, {windows} windows"
+        if key not in self.done:
+            one, length = make(), self.given.length
+            texts = [ids[: windows * length + 1] for ids in self.tests]
+            self.done[key] = [evaluate_text(one, ids, length=length).loss for ids in texts]
+            self.file.write_text(json.dumps(self.done, indent=1))
+            print(key, [round(loss, 4) for loss in self.done[key]], flush=True)
+        return self.done[key]
+
+    def best(self, key: str, several: list[tuple[str, Made]]) -> tuple[str, Made]:
+        """Return the details and the function of the model with the least loss on the first window of each text."""
+        if len(several) == 1:
+            return several[0]
+        return min(several, key=lambda one: sum(self.losses(f"{key} {one[0]}", one[1], 1)))
+
+    def row(
+        self, key: str, make: Made, heal: Callable[[LanguageModel, int, list[str]], LanguageModel]
+    ) -> list[str]:
+        """Return the losses over the source's: as made, and after each number of steps."""
+        given, cells = self.given, []
+        base = self.losses("source", lambda: self.model)
+        kept = cache(make)
+
+        def after(steps: int, flags: list[str]) -> LanguageModel:
+            return heal(kept(), steps, flags)
+
+        for steps in [0, *given.heal]:
+            runs = [self.losses(key, kept)] if steps == 0 else []
+            for seed in given.seeds if steps else []:
+                flags = [*given.flags, f"system.seed={seed}"]
+                name = f"{key}, healed {steps} steps, seed {seed}"
+                runs.append(self.losses(name, partial(after, steps, flags)))
+            cells.append(" / ".join(map(spread, zip(*runs, strict=True), base)))
+        return cells
+
+
+def spread(runs: Sequence[float], before: float) -> str:
+    """Return the mean of the runs over `before` and, of several, half of their range."""
+    over = [loss - before for loss in runs]
+    half = (max(over) - min(over)) / 2
+    return f"{sum(over) / len(over):+.3f}" + (f" ± {half:.3f}" if len(over) > 1 else "")
+
+
 def main() -> None:
-    """Convert, measure and write a table."""
+    """Convert, heal, measure and write a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,58 +172,38 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=CALIBRATION_TOKENS, help="of all texts to fit to together"
     )
+    parser.add_argument("--heal", type=int, nargs="*", default=[], help="numbers of steps")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the healing")
+    parser.add_argument("--flags", nargs="*", default=[], help="of the healing, as trainer.batch_size=2")
     given = parser.parse_args()
+    given.flags.append(f"data.block_size={given.length}")
     given.out.mkdir(parents=True, exist_ok=True)
-    file = given.out / "results.json"
-    done = json.loads(file.read_text()) if file.exists() else {}
-    opened = open_model(given.model, dtype=torch.float32)
-    model, tokenizer = opened.model, opened.require_tokenizer()
-    assert isinstance(model.config, GPTConfig)
-    source = model.config.attention[0]
+    bench = Bench(given)
+    assert isinstance(bench.model.config, GPTConfig)
+    source = bench.model.config.attention[0]
     assert isinstance(source, GroupedConfig)
-    share_of_each = given.tokens // len(given.fit)
 
-    def text(name: str, most: int) -> np.ndarray:
-        return np.asarray(tokenizer.encode(Path(name).read_text(encoding="utf-8")))[:most]
+    def taught(one: LanguageModel, steps: int, flags: list[str]) -> LanguageModel:
+        return healed(one, bench.tokenizer, given.model, bench.lesson, steps, flags)
 
-    fit = [
-        sampled_once(model, share_of_each, given.length, 0)
-        if name == SELF
-        else Passage(name=name, ids=text(name, share_of_each + 1))
-        for name in given.fit
-    ]
-    tests = {name: text(name, given.windows * given.length + 1) for name in given.test}
+    def trained(_: LanguageModel, steps: int, flags: list[str]) -> LanguageModel:
+        return control(given.model, bench.lesson, steps, flags)
 
-    def measured(one: LanguageModel, windows: int) -> list[float]:
-        most = windows * given.length + 1
-        return [evaluate_text(one, ids[:most], length=given.length).loss for ids in tests.values()]
-
-    def result(key: str, make: Made, windows: int = given.windows) -> list[float]:
-        key = f"{key}, {windows} windows"
-        if key not in done:
-            done[key] = measured(make(), windows)
-            file.write_text(json.dumps(done, indent=1))
-            print(key, [round(loss, 4) for loss in done[key]], flush=True)
-        return done[key]
-
-    base = result("source", lambda: model)
-    rows = []
+    rows = [["100 %", "source (control)", "", *bench.row("source", lambda: bench.model, trained)]]
     with tempfile.TemporaryDirectory() as scratch:
-        converter = Converter(model, None, fit, length=given.length, scratch=Path(scratch))
+        converter = Converter(bench.model, None, bench.fit, length=given.length, scratch=Path(scratch))
         for share in given.shares:
             candidates: dict[str, list[tuple[str, Made]]] = {}
             for kind, details, make in arms(converter, source, share):
                 candidates.setdefault(kind, []).append((details, make))
             for kind, several in candidates.items():
-                tried = {
-                    details: sum(result(f"{share} {kind} {details}", make, 1))
-                    for details, make in (several if len(several) > 1 else [])
-                }
-                details, make = min(several, key=lambda one: tried.get(one[0], 0.0))
-                losses = result(f"{share} {kind} {details}".strip(), make)
-                over = [loss - before for loss, before in zip(losses, base, strict=True)]
-                rows.append([f"{share:.1%}", kind, details, *(f"{x:+.3f}" for x in over)])
-    table = markdown(["cache", "conversion", "split", *(Path(name).stem for name in tests)], rows)
+                details, make = bench.best(f"{share} {kind}", several)
+                key = f"{share} {kind} {details}".strip()
+                rows.append([f"{share:.2%}", kind, details, *bench.row(key, make, taught)])
+    names = " / ".join(Path(name).stem for name in given.test)
+    steps = [f"{names}, {steps} steps" for steps in given.heal]
+    table = markdown(["cache", "conversion", "split", names, *steps], rows)
+    base = bench.losses("source", lambda: bench.model)
     (given.out / "table.md").write_text(f"Source: {base}\n\n{table}\n\nrehead {rehead.__version__}\n")
     print(table)
 
