@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from rehead.conversion.page import markdown
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.target import Kind, Target
 from rehead.conversion.texts import SELF, Passage
+from rehead.errors import ConfigError
 from rehead.measure import evaluate_text
 from rehead.model import LanguageModel
 from rehead.tokenizer import open_model
@@ -68,11 +70,10 @@ def splits(source: GroupedConfig, share: float) -> Iterator[tuple[str, int, int,
 def arms(converter: Converter, source: GroupedConfig, share: float) -> Iterator[tuple[str, str, Made]]:
     """Yield kind, details and a function that makes the model.
 
-    Of norms on queries and keys a rotary part of its own knows nothing: for such models keys are rebuilt only.
+    Published conversions know no norms on queries and keys.
     """
-    has_norms = source.qk_norm_eps is not None
     yield "SVD of the weights, keys rebuilt", "", partial(ours, converter, "rebuilt", "svd", share)
-    for kind, rope_dim, rank, fold in [] if has_norms else splits(source, share):
+    for kind, rope_dim, rank, fold in [] if source.qk_norm_eps is not None else splits(source, share):
         if kind == "TransMLA":
             yield kind, f"{rank} + {rope_dim}, fold {fold}", partial(theirs, converter, rope_dim, rank, fold)
         else:
@@ -81,9 +82,10 @@ def arms(converter: Converter, source: GroupedConfig, share: float) -> Iterator[
                 f"{rank} + {source.n_kv_head} x {rope_dim}",
                 partial(theirs, converter, rope_dim, rank),
             )
-    if not has_norms:
-        yield "rehead, uneven", "", partial(ours, converter, "uneven", "weighted", share)
-    yield "rehead, rebuilt", "", partial(ours, converter, "rebuilt", "weighted", share)
+    for target in ("canonical", "uneven", "rebuilt"):
+        with suppress(ConfigError):  # a rotary part without norms in its heads, and with something beside it
+            Target(to="mla", target=target, kv_fraction=share).attention(source, converter.config.n_embd)
+            yield f"rehead, {target}", "", partial(ours, converter, target, "weighted", share)
 
 
 class Bench:
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=CALIBRATION_TOKENS, help="of all texts to fit to together"
     )
+    parser.add_argument("--only", nargs="+", default=[], help="conversions whose name has one of these words")
     parser.add_argument("--heal", type=int, nargs="*", default=[], help="numbers of steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the healing")
     parser.add_argument("--flags", nargs="*", default=[], help="of the healing, as trainer.batch_size=2")
@@ -189,12 +192,16 @@ def main() -> None:
     def trained(_: LanguageModel, steps: int, flags: list[str]) -> LanguageModel:
         return control(given.model, bench.lesson, steps, flags)
 
-    rows = [["100 %", "source (control)", "", *bench.row("source", lambda: bench.model, trained)]]
+    rows = []
+    if not given.only or "source" in given.only:
+        rows.append(["100 %", "source (control)", "", *bench.row("source", lambda: bench.model, trained)])
     with tempfile.TemporaryDirectory() as scratch:
         converter = Converter(bench.model, None, bench.fit, length=given.length, scratch=Path(scratch))
         for share in given.shares:
             candidates: dict[str, list[tuple[str, Made]]] = {}
             for kind, details, make in arms(converter, source, share):
+                if given.only and not any(word in kind for word in given.only):
+                    continue
                 candidates.setdefault(kind, []).append((details, make))
             for kind, several in candidates.items():
                 details, make = bench.best(f"{share} {kind}", several)
