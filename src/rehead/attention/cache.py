@@ -74,10 +74,8 @@ class LayerCache:
             fault = f"keeps {self.rows} of a token and the layer {dict(rows)}", "attention.config.cache"
         elif self.window is not None and (window is None or self.window < window):
             sees = "all tokens" if window is None else f"window={window} of them"
-            fault = (
-                f"keeps the last window={self.window} tokens and the layer sees {sees}",
-                "attention.config.cache",
-            )
+            keeps = f"keeps the last window={self.window} tokens and the layer sees {sees}"
+            fault = keeps, "attention.config.cache"
         elif self.batch_size != len(x):
             fault = f"holds batch_size={self.batch_size} sequences and x has {len(x)}", f"batch_size={len(x)}"
         elif store.dtype != dtype:

@@ -108,10 +108,8 @@ class GroupedAttention(Attention):
     ) -> Float[Tensor, "B H L S"]:
         """Return the attention weights of one pass, with the query heads in the order of `q_proj`."""
         query, key, _, mask = self._project(x, context, positions, None, context_positions)
-        scale = self.config.scale
-        weights = kernels.weights(
-            query, key, mask.dense(x.device), scale=scale, score=self.score
-        )  # B K G L S
+        scale, dense = self.config.scale, mask.dense(x.device)
+        weights = kernels.weights(query, key, dense, scale=scale, score=self.score)  # B K G L S
         if self.config.head_map == "modular":
             weights = weights.transpose(1, 2)
         return weights.flatten(1, 2)

@@ -211,12 +211,8 @@ class LatentAttention(Attention):
             latent, key_positions = rows["latent"], mask_positions
             if self.config.rebuilds_keys and key_positions is None:
                 key_positions = cache.row_positions(latent.shape[1])
-        return (
-            query,
-            latent,
-            key_positions,
-            self._mask(x.shape[1], latent.shape[1], positions, mask_positions),
-        )
+        mask = self._mask(x.shape[1], latent.shape[1], positions, mask_positions)
+        return query, latent, key_positions, mask
 
     def _queries(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
         config = self.config

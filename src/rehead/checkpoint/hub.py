@@ -50,9 +50,8 @@ def snapshot(path: Path) -> Path | None:
     except errors.LocalEntryNotFoundError:
         pass
     try:
-        HfApi().model_info(
-            name, revision=revision, timeout=PATIENCE
-        )  # fails at once, a download after retries
+        # This fails at once, a download after retries.
+        HfApi().model_info(name, revision=revision, timeout=PATIENCE)
         return Path(snapshot_download(name, **wanted))
     except Exception as error:  # of whichever HTTP library it uses
         raise _reason(name, revision, error) from error

@@ -46,9 +46,7 @@ class Made:
         self._tables = [table for table in tables if table]
         self._members = list(map(dict, self._tables))
         self._weights = [weight for weight in model.parameters() if is_readable(weight)]
-        self._memory = [
-            weight.untyped_storage() for weight in self._weights
-        ]  # kept: no address is used again
+        self._memory = [weight.untyped_storage() for weight in self._weights]  # so no address is used again
         self._places = list(map(Tensor.data_ptr, self._weights))
         self._counted = [weight for weight in self._weights if not weight.is_inference()]
         self._versions = list(map(_version, self._counted))

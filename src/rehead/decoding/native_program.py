@@ -249,9 +249,8 @@ class NativeProgram:
         key, value = stores[op.key], stores[op.value]
         query, H, K = self._resolved(op.query[0]), op.query[0].heads, op.n_kv_head
         query = query.columns(0, sum(part.width for part in op.query))
-        near, far = (
-            (K, 1) if op.modular else (1, H // K)
-        )  # steps between heads of a group, and between groups
+        # Steps between the heads of a group, and between groups.
+        near, far = (K, 1) if op.modular else (1, H // K)
         self._emit(
             Kind.ATTEND, query, op.y, (key, value), w=key, w2=value, heads=K, group=H // K, rows=key.shape[-2],
             k=query.width, n=op.width, w_row=key.shape[-1], w2_row=value.shape[-1], scale=op.scale, scales=op.n_scale,

@@ -80,10 +80,8 @@ class Token:
             if self._tables is not None:  # row s holds the last position that is s modulo the number of rows
                 assert self.positions is not None
                 slots = torch.arange(n_key, device=device)
-                last_positions = (
-                    self.positions - (self.positions - slots) % cache.n_rows
-                )  # negative for unused rows
-                self._cos_sin[key] = self._tables.at(rotary, dtype, last_positions.clamp(min=0))
+                last = self.positions - (self.positions - slots) % cache.n_rows  # negative for unused rows
+                self._cos_sin[key] = self._tables.at(rotary, dtype, last.clamp(min=0))
             else:
                 known = None if row.known is None else row.known[:, :n_key]
                 if known is None and n_key < cache.length:

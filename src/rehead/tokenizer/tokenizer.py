@@ -206,9 +206,8 @@ class Tokenizer:
                     '"dropout": null in it.'
                 )
             kind = type(inner.model).__name__.lower()
-            if max(vocab.values(), default=0) < len(
-                vocab
-            ):  # the library writes out all ids below a larger one
+            # The library writes out all ids below a larger one.
+            if max(vocab.values(), default=0) < len(vocab):
                 if kind == "bpe" and len(vocab) == 256 and inner.to_str() == single_bytes().to_str():
                     kind = "byte"
                 if set(map(len, tokens)) == {1} and inner.to_str() == characters(tokens).to_str():

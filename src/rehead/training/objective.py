@@ -26,9 +26,8 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.options = model, options
         compiled = torch.compile(model) if options.compile else model
-        vars(self).update(
-            teacher=teacher, _compiled=compiled
-        )  # no parts: they are not trained, or are the model
+        # Not parts of the module: they are not trained, or are the model.
+        vars(self).update(teacher=teacher, _compiled=compiled)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch, (B, L), in nats per token."""

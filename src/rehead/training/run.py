@@ -52,11 +52,8 @@ def train(options: RunOptions) -> Iterator[dict[str, Any]]:
         folder = ranks.folder(Path(options.system.work_dir))
         with folder.open(resume=options.trainer.resume) as checkpoint:
             run = Run(options, ranks, folder, checkpoint)
-            with (
-                stop_signals(ranks.stop()) as stop,
-                run.saver,
-                run.reports,
-            ):  # not before: until here there is nothing to save
+            # Signals are not handled before: until here there is nothing to save.
+            with stop_signals(ranks.stop()) as stop, run.saver, run.reports:
                 yield from run.records(stop)
 
 

@@ -111,7 +111,8 @@ def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device
     if place is None:
         return None
     sharded = options.trainer.parallel == "fsdp"
-    partly = options.trainer.train != "all" and not sharded  # shares have other tensors
+    # The shares of a sharded model are other tensors.
+    partly = options.trainer.train != "all" and not sharded
     dtype = torch.float32 if partly else None
     later = partly or sharded
     teacher = load(place, device="cpu" if later else device, dtype=dtype, in_memory=not later)

@@ -57,11 +57,8 @@ class _Blocked(torch.autograd.Function):
         saved, bias = torch.empty(rows, dtype=exact), _Bias(mask, key.shape[2], group, exact)
         for block, heads in _blocks(query, key):
             weights = saved[heads]
-            q, k, v = (
-                _fold(query[block], group, exact),
-                _heads(key[block], exact),
-                _heads(value[block], exact),
-            )
+            q = _fold(query[block], group, exact)
+            k, v = _heads(key[block], exact), _heads(value[block], exact)
             added, blind = bias.of(block)
             scores = torch.baddbmm(added, q, k.transpose(1, 2), alpha=scale)
             scores = torch.softmax(scores, dim=-1)
@@ -81,11 +78,8 @@ class _Blocked(torch.autograd.Function):
         exact, group = saved.dtype, query.shape[2] // key.shape[2]
         grads = [torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)]
         for block, heads in _blocks(query, key):
-            q, k, v = (
-                _fold(query[block], group, exact),
-                _heads(key[block], exact),
-                _heads(value[block], exact),
-            )
+            q = _fold(query[block], group, exact)
+            k, v = _heads(key[block], exact), _heads(value[block], exact)
             upstream = _fold(gradient[block], group, exact)
             mean = _fold((gradient[block] * out[block]).sum(dim=-1, keepdim=True, dtype=exact), group, exact)
             upstream = upstream * (STEPS / (STEPS - ctx.dropped))
@@ -114,12 +108,8 @@ def _heads(t: Float[Tensor, "B S K E"], exact: torch.dtype) -> Float[Tensor, "BK
 
 def _fold(t: Float[Tensor, "B L H E"], group: int, exact: torch.dtype) -> Float[Tensor, "BK GL E"]:
     """Fold the query heads of a KV head into the query axis."""
-    return (
-        t.unflatten(2, (-1, group))
-        .permute(0, 2, 3, 1, 4)
-        .reshape(-1, group * t.shape[1], t.shape[3])
-        .to(exact)
-    )
+    folded = t.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)
+    return folded.reshape(-1, group * t.shape[1], t.shape[3]).to(exact)
 
 
 def _unfold(

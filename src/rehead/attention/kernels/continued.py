@@ -21,11 +21,8 @@ class Continued(Kernel):
         """Accept causal chunks after a long past, on a CPU without gradients."""
         if call.query.device.type != "cpu" or torch.is_grad_enabled():
             return "not on a CPU without gradients"
-        return (
-            None
-            if call.mask.is_causal_chunk and call.mask.n_key >= LONG
-            else "no long past before the queries"
-        )
+        follows = call.mask.is_causal_chunk and call.mask.n_key >= LONG
+        return None if follows else "no long past before the queries"
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
         """Compute both parts and merge them."""

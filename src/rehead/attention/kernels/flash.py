@@ -60,9 +60,8 @@ class Flash(Kernel):
         window, device = call.mask.window, call.query.device
         assert window is not None
         (n_batch, n_query, n_head, _), (n_key, n_kv_head, n_value) = call.query.shape, call.value.shape[1:]
-        query, key, value = (
-            t.flatten(0, 1) for t in of_one_width(call.query, call.key, call.value, multiple_of=UNIT)
-        )  # all sequences concatenated
+        padded = of_one_width(call.query, call.key, call.value, multiple_of=UNIT)
+        query, key, value = (t.flatten(0, 1) for t in padded)  # all sequences concatenated
         text = torch.arange(n_batch + 1, dtype=torch.int32, device=device)
         gathered = varlen_attn(
             query, key, value, text * n_query, text * n_key, n_query, n_key,

@@ -28,11 +28,8 @@ class GPT2(Family):
 
     def read(self, fields: Fields) -> GPTConfig:
         """Return the config that a config.json describes."""
-        width, heads, n_layer = (
-            fields.take("n_embd", int),
-            fields.take("n_head", int),
-            fields.layers("n_layer"),
-        )
+        width, heads = fields.take("n_embd", int), fields.take("n_head", int)
+        n_layer = fields.layers("n_layer")
         fields.expect("activation_function", "gelu_new", "gelu_pytorch_tanh")
         fields.expect("scale_attn_weights", True)
         fields.expect("scale_attn_by_inverse_layer_idx", False)

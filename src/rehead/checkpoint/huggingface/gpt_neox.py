@@ -34,10 +34,8 @@ class GPTNeoX(Family):
     def read(self, fields: Fields) -> GPTConfig:
         """Return the config that a config.json describes."""
         width, heads = fields.take("hidden_size", int), fields.take("num_attention_heads", int)
-        length, bias = (
-            fields.take("max_position_embeddings", int, 2048),
-            fields.take("attention_bias", bool, True),
-        )
+        length = fields.take("max_position_embeddings", int, 2048)
+        bias = fields.take("attention_bias", bool, True)
         head_dim = width // heads if heads > 0 else 0
         fields.expect("head_dim", head_dim, None)
         activation = fields.expect("hidden_act", *ACTIVATIONS)

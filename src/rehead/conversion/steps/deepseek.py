@@ -88,15 +88,12 @@ class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
 
     def rewrite(self, weights: Weights, source: GroupedConfig, result: LatentConfig) -> Weights:
         """Pad the queries with zeros, rescale them, and let the expansion copy the latent."""
-        nope, n_head, n_kv_head, v = (
-            result.qk_nope_head_dim, source.n_query_head, source.n_kv_head, source.v_head_dim,
-        )  # fmt: skip
+        n_head, n_kv_head = source.n_query_head, source.n_kv_head
+        nope, v = result.qk_nope_head_dim, source.v_head_dim
         assert source.rope is not None
         rotated, still = source.rope.rotated(source.head_dim), unrotated(source)
-        heads, own = (
-            torch.arange(n_head),
-            torch.arange(n_head) // (n_head // n_kv_head),
-        )  # of queries, and their KV heads
+        heads = torch.arange(n_head)
+        own = heads // (n_head // n_kv_head)  # the KV head of each
         halves = (2, -1) if source.rope.layout == "half-split" else (1, -1)
         query = with_bias(weights, "q_proj").unflatten(0, (n_head, -1)) * _rescale(result, source.head_dim)
         query = query * source.relative_scale  # H E D+1, of [x; 1]
