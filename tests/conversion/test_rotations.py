@@ -383,6 +383,9 @@ def test_what_is_not_canonical_is_refused(changes, message):
     assert target.attention(source, 200).qk_rope_head_dim == 64
     given = Target(to="mla", target="canonical", kv_rank=20).attention(source, 200)
     assert (given.kv_lora_rank, given.qk_rope_head_dim) == (20, 64)
+    for n_kv_head, rank in ((4, 256), (8, 512)):  # the wider one that is smaller than the heads' cache
+        wide = replace(source, n_query_head=8, n_kv_head=n_kv_head)
+        assert Target(to="mla", target="canonical").attention(wide, 2000).kv_lora_rank == rank
     with pytest.raises(ConfigError, match=message):
         target.attention(replace(source, **changes), 200)
 
