@@ -353,10 +353,16 @@ def taking_spaces():
 
 
 def two_before():
+    return around("<|end|> <|end|> $A")
+
+
+def two_after():
+    return around("$A <|end|> <|end|>")
+
+
+def around(template):
     inner = hf.Tokenizer.from_str(published())
-    inner.post_processor = processors.TemplateProcessing(
-        "<|end|> <|end|> $A", special_tokens=[("<|end|>", 0)]
-    )
+    inner.post_processor = processors.TemplateProcessing(template, special_tokens=[("<|end|>", 0)])
     return inner
 
 
@@ -369,6 +375,7 @@ def two_before():
         (suffixed, "BPE with end_of_word_suffix"),
         (taking_spaces, "tokens that take the spaces beside them, such as '<mask>'"),
         (two_before, "2 tokens around every text"),
+        (two_after, "2 tokens around every text"),
         (no_end, "no token that ends a text: llama.cpp would end it at token 11"),
     ],
 )
