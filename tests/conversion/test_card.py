@@ -15,6 +15,7 @@ import transformers
 from huggingface_hub import ModelCard
 
 import rehead
+from rehead.checkpoint.companions import chat_template
 from rehead.cli import main
 from rehead.conversion.certificate import Certificate, Text
 from rehead.conversion.export.card import metrics
@@ -127,6 +128,7 @@ def chatted(folder):
     return transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, tokenize=False)
 
 
+@pytest.mark.filterwarnings("always:.*of its chat templates only the default")
 @pytest.mark.parametrize("place", ["file", "config", "one of several"])
 def test_chat_template_and_sampling_go_along(place, capfd):
     """To every model that is made from another, taught, healed and exported."""
@@ -170,6 +172,28 @@ def test_chat_template_and_sampling_go_along(place, capfd):
         assert stock.cache_implementation is None
         assert open_model(f"{model}").ends == {2, 7}, model
     assert not Path("mqa/tokenizer_config.json").exists()
+
+
+def test_templates_that_are_not_passed_on_are_named(capfd):
+    """Of several only the default has a place in chat_template.jinja."""
+    llama("llama")
+    several = [{"name": name, "template": name} for name in ("tool_use", "default", "rag")]
+    Path("llama/tokenizer_config.json").write_text(json.dumps({"chat_template": several}), encoding="utf-8")
+    capfd.readouterr()
+    command = [sys.executable, "-m", "rehead", "export", "llama", "stock"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if "warning" in line] == [
+        "rehead: warning: llama: of its chat templates only the default is passed on, not tool_use, rag: copy "
+        "chat_template in tokenizer_config.json to use them"
+    ]
+    assert Path("stock/chat_template.jinja").read_text() == "default"
+    with pytest.warns(UserWarning, match="not tool_use, rag: copy"):
+        assert chat_template(Path("llama")) == {"chat_template.jinja": "default"}
+    Path("llama/tokenizer_config.json").write_text(
+        json.dumps({"chat_template": several[:1]}), encoding="utf-8"
+    )
+    with pytest.warns(UserWarning, match="not tool_use: copy"):
+        assert chat_template(Path("llama")) == {}
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{", b"{" * (2**24 + 1)], ids=["not UTF-8", "too long"])

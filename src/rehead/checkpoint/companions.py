@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,27 @@ def chat_template(folder: Path) -> dict[str, str]:
     """Return the template that makes a text of a chat (Jinja, for other software), as a file by name, if there is one.
 
     It is chat_template.jinja or, as older folders have it, a string of tokenizer_config.json, or the `default` of
-    several.
+    several, with a warning that names the others.
     """
     file = folder / TEMPLATE
     if os.path.lexists(file):
         return {TEMPLATE: text_of(file, LARGEST)}
     named = json_table(folder / TOKENIZER_CONFIG).get("chat_template")
-    for one in named if isinstance(named, list) else ():
-        if isinstance(one, dict) and one.get("name") == "default":
-            named = one.get("template")
+    if isinstance(named, list):
+        named = _default(folder, [one for one in named if isinstance(one, dict)])
     return {TEMPLATE: named} if isinstance(named, str) else {}
+
+
+def _default(folder: Path, templates: list[dict[str, Any]]) -> object:
+    """Return the template named `default`, if there is one; warn of the others, which have no place in one file."""
+    others = [f"{one.get('name')}"[:40] for one in templates if one.get("name") != "default"]
+    if others:
+        warnings.warn(
+            f"{folder}: of its chat templates only the default is passed on, not {', '.join(others):.300}: copy "
+            f"chat_template in {TOKENIZER_CONFIG} to use them",
+            stacklevel=2,
+        )
+    return next((one.get("template") for one in templates if one.get("name") == "default"), None)
 
 
 def _generation(folder: Path) -> dict[str, str]:
