@@ -128,12 +128,15 @@
 
   const named = (one, i) => one.labels.length ? one.labels[i] : one.name;
 
-  // The name beside every point, each once, moved up or down or to its other side where another name is.
+  // The name beside every point, each once, moved up or down or to its other side where another name is, or a mark.
   function names(svg, series, scaleX, scaleY, width) {
-    const above = series.some((one) => one.joined), moves = above ? [-14, 0, 14, -28, 28] : [0, 14, -14, 28, -28];
-    const taken = [], lowest = HEIGHT - BOTTOM - 2, points = new Map();
+    const above = series.some((one) => one.joined), moves = above ? [-14, 0, 14, -28, 28, -42] : [0, 14, -14, 28, -28, -42];
+    const taken = [], marks = [], lowest = HEIGHT - BOTTOM - 2, points = new Map();
     for (const one of series) {
       one.y.forEach((y, i) => { if (y !== null && !points.has(named(one, i))) points.set(named(one, i), [one.x[i], y]); });
+    }
+    for (const one of series) {
+      one.y.forEach((y, i) => { if (y !== null) marks.push({ from: scaleX(one.x[i]) - 7, wide: 14, y: scaleY(y) + 4 }); });
     }
     for (const [name, [valueX, valueY]] of [...points].sort(([, a], [, b]) => b[1] - a[1])) {
       const x = scaleX(valueX), first = above || x < width / 2, wide = 7 * name.length;
@@ -141,8 +144,9 @@
         { right, wide, from: right ? x + 12 : x - 12 - wide, y: Math.min(scaleY(valueY) + 4, lowest) + down }
       )));
       const meets = (a, b) => Math.abs(a.y - b.y) < 14 && a.from < b.from + b.wide && b.from < a.from + a.wide;
-      const free = places.find((place) => place.y <= lowest && place.y >= TOP && place.from >= 0 && place.from + wide + 6 <= width
+      const open = places.filter((place) => place.y <= lowest && place.y >= TOP && place.from >= 0 && place.from + wide + 6 <= width
         && !taken.some((other) => meets(place, other)));
+      const free = open.find((place) => !marks.some((other) => meets(place, other))) ?? open[0];
       if (!free) continue;
       taken.push(free);
       const anchor = free.right ? "start" : "end";
