@@ -16,6 +16,7 @@ from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.cli import main
 from rehead.conversion.export.engines import ENGINES
+from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.mlx import COMPUTED, require_computed
 from rehead.errors import ConfigError
 
@@ -31,9 +32,9 @@ def config(kind, fields):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_not_computed_is_refused_by_name(name):
-    kind, fields, _, why = PLAIN[name]
+    kind, fields, family, why = PLAIN[name]
     with pytest.raises(ConfigError, match=f"does not compute this model's {why}") as error:
-        require_computed(*config(kind, fields))
+        require_fit(config(kind, fields)[0], Asked.of(family, "mlx"))
     assert "Use --for transformers" in str(error.value)
 
 

@@ -602,7 +602,7 @@ def test_what_deepseek_cannot_say_is_refused(tmp_path):
         ("biased", "its attention has biases"),
         (
             "normed",
-            "DeepseekV3ForCausalLM has no norms on queries and keys, and this model has. Export it as",
+            "DeepseekV3ForCausalLM has no norms on queries and keys, and this model has.",
         ),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -9,7 +9,7 @@ from rehead.attention import AttentionConfig
 from rehead.attention.grouped_config import divisors
 from rehead.config import GPTConfig, ModelConfig
 from rehead.conversion.base import CannotConvert, Step, heads_of
-from rehead.conversion.export.deepseek import require_sayable, stock_target
+from rehead.conversion.export.deepseek import require_alike, require_sayable, stock_target
 from rehead.conversion.search import path
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
@@ -96,6 +96,7 @@ def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Varian
     try:
         if candidate.exports:
             require_sayable(source)
+            require_alike(result.attention)
         pairs = dict.fromkeys(zip(source.attention, result.attention, strict=True))  # most layers are alike
         paths = [path(old, new, source.n_embd) for old, new in pairs]
     except CannotConvert as error:

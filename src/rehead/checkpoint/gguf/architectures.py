@@ -47,8 +47,7 @@ class Architecture(ABC):
         """Raise ConfigError naming the fields whose value is True."""
         if refused := [name for name, bad in fields.items() if bad]:
             raise ConfigError(
-                f"llama.cpp's architecture {self.name} does not compute this model's {', '.join(refused)}. Use "
-                "another --format, which other engines load."
+                f"llama.cpp's architecture {self.name} does not compute this model's {', '.join(refused)}."
             )
 
 

@@ -3,11 +3,13 @@
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any, ClassVar, NoReturn
 
+from rehead.attention import AttentionConfig
 from rehead.config import GPTConfig
 from rehead.config.model import MAX_LAYERS
 from rehead.errors import ConfigError, InvalidInput
@@ -187,6 +189,8 @@ class Fields:
 
 BLOCK = ("norm_position", "parallel_residual", "logit_softcap", "experts")
 """Fields of GPTConfig that only some families can represent, beside the scales."""
+MOST_NAMED = 4
+"""Layers that a message names."""
 
 
 def unusual(config: GPTConfig, *sayable: str) -> dict[str, bool]:
@@ -198,8 +202,19 @@ def unusual(config: GPTConfig, *sayable: str) -> dict[str, bool]:
 def refuse(fields: dict[str, bool], architecture: str) -> None:
     """Raise ConfigError naming the fields whose value is True: those that the class cannot represent."""
     refused = [name for name, bad in fields.items() if bad]
-    remedy = "Choose another --format, or change the attention with `rehead convert`."
-    if any(name.startswith(("norm", "mlp", "learned_positions", "scales", *BLOCK)) for name in refused):
-        remedy = "Conversions change the attention only: choose another --format, or train it with model.shape=llama."
     if refused:
-        raise ConfigError(f"{architecture} cannot represent this model's {', '.join(refused)}. {remedy}")
+        raise ConfigError(f"{architecture} cannot represent this model's {', '.join(refused)}.")
+
+
+def different(layers: Sequence[AttentionConfig]) -> str:
+    """Return, for `refuse`, which layers are not like most others, and in which fields."""
+    usual = Counter(layers).most_common(1)[0][0]
+    odd = [index for index, layer in enumerate(layers) if layer != usual]
+    fields = [
+        field.name
+        for field in fields_of(type(usual))
+        if any(getattr(layers[index], field.name, None) != getattr(usual, field.name) for index in odd)
+    ]
+    which = ", ".join(map(str, odd[:MOST_NAMED])) + (", ..." if len(odd) > MOST_NAMED else "")
+    kinds = f"{'layer' if len(odd) == 1 else 'layers'} {which}"
+    return f"different layers ({kinds} of 0 to {len(layers) - 1}: {', '.join(fields)})"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from rehead.attention import GroupedConfig
 from rehead.attention.score import ScaledDot
-from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.base import Fields, Table, different, families
 from rehead.checkpoint.huggingface.decoder import Decoder, Sizes
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
@@ -67,7 +67,7 @@ class LlamaLike(Decoder[GroupedConfig]):
             "tie_kv": first.tie_kv,
             "v_head_dim": first.v_head_dim != first.head_dim,
             "qk_norm": (first.qk_norm, first.qk_norm_over) != ("rmsnorm", "head"),
-            "different layers": len(set(plain)) > 1,
+            different(plain): len(set(plain)) > 1,
         }
         return {name: bad for name, bad in refused.items() if name not in self.reads}
 

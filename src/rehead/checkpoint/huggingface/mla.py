@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.huggingface.base import Fields, Table
+from rehead.checkpoint.huggingface.base import Fields, Table, different
 from rehead.checkpoint.huggingface.decoder import Decoder, Sizes
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
@@ -56,7 +56,7 @@ class LatentLike(Decoder[LatentConfig]):
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
         """Name what no class of this kind can represent."""
         return {
-            "different layers": len(set(config.attention)) > 1,
+            different(config.attention): len(set(config.attention)) > 1,
             "mlp_bias": config.mlp_bias,
             "latent_norm=False": not first.latent_norm,
             "rebuilt keys or missing rotary part": not first.qk_rope_head_dim,

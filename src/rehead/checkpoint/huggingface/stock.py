@@ -18,6 +18,7 @@ from rehead.model import LanguageModel
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST = 4 * 2**20
+NONE = "no format can represent this model as it is."
 
 
 def family_of(table: Table, where: str) -> Family:
@@ -160,7 +161,7 @@ def fitting(config: ModelConfig, names: Sequence[str]) -> Family:
             reason = str(error)
             continue
         return families[name]
-    raise ConfigError(reason if len(names) == 1 else "no format can represent this model as it is.")
+    raise ConfigError(reason if len(names) == 1 else NONE)
 
 
 def _require_tied(shards: Shards, stored: dict[str, str], wanted: Iterable[str], head: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.checkpoint.files.deferred import map_deferred
-from rehead.checkpoint.huggingface.base import unusual
+from rehead.checkpoint.huggingface.base import different, unusual
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
 from rehead.conversion.base import CannotConvert, heads_of
@@ -46,25 +47,14 @@ def to_deepseek(
     angles they compute (`engines.ENGINES`). Raises ConfigError for the rest.
     """
     config = require_heads(model)
-    require_sayable(config)
     if model.head.weight.dtype == torch.float16:
         raise ConfigError("float16 cannot hold the identity norm's small numbers: use bfloat16 or float32.")
-    if engine is None or ENGINES[engine].padded:
-        wide = [stock_target(layer, config.n_embd) for layer in config.attention]
-    else:
-        wide = [read_by(engine, own_target(layer, config.n_embd)) for layer in config.attention]
+    wide = deepseek_layers(config, engine)
     normed, folded = [], []
     for index, (layer, target) in enumerate(zip(config.attention, wide, strict=True)):
         steps = path(layer, target, config.n_embd)
         normed += [index] * any(isinstance(step.conversion, IdentityNorm) for step in steps)
         folded += [index] * heads_of(layer).qkv_bias
-        lossy = [step.promise.why for step in steps if not step.promise.exact]
-        if lossy:
-            raise ConfigError(
-                f"{layer.describe()} cannot become an exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head "
-                "rotates in its own way, and vLLM and SGLang have one rotary part of 64. Use --for transformers, or "
-                "convert it to mqa and heal it."
-            )
     converted, certificate = convert(model, wide, scratch=scratch)
     found = (
         with_eps(converted, config.norm_eps, tied=config.tie_embeddings)
@@ -80,27 +70,52 @@ def to_deepseek(
     return found, replace(certificate, result=encode(found.config), parameters=sizes)
 
 
+def deepseek_layers(config: GPTConfig, engine: Engine | None) -> list[LatentConfig]:
+    """Return the attention of each layer in DeepSeek's class; ConfigError with the reason if it cannot be exact."""
+    require_sayable(config)
+    if engine is None or ENGINES[engine].padded:
+        wide = {layer: stock_target(layer, config.n_embd) for layer in config.attention}
+    else:
+        wide = {layer: read_by(engine, own_target(layer, config.n_embd)) for layer in config.attention}
+    for layer, target in wide.items():
+        lossy = [step.promise.why for step in path(layer, target, config.n_embd) if not step.promise.exact]
+        if lossy:
+            raise ConfigError(
+                f"{layer.describe()} cannot become an exact DeepseekV3ForCausalLM ({'; '.join(lossy)}): every KV head "
+                "rotates in its own way, and vLLM and SGLang have one rotary part of 64."
+            )
+    layers = [wide[layer] for layer in config.attention]
+    require_alike(layers)
+    return layers
+
+
+def require_alike(layers: Sequence[AttentionConfig]) -> None:
+    """Refuse layers that differ, for which DeepSeek's class has no keys."""
+    if len(set(layers)) > 1:
+        raise CannotConvert(
+            f"DeepseekV3ForCausalLM has layers that are all alike, and this model has {different(layers)}.",
+            different(layers),
+        )
+
+
 def require_sayable(config: GPTConfig) -> None:
     """Refuse what DeepSeek's class cannot represent, apart from the attention."""
     if config.experts is not None:
         raise CannotConvert(
             "Experts go out as those of their own family, while the attention is one of that family's: no conversion "
-            "turns them into DeepseekV3ForCausalLM's. Use the model with rehead (generate, eval), or convert its "
-            "source to gqa or mqa.",
+            "turns them into DeepseekV3ForCausalLM's.",
             "its experts, which no conversion changes",
         )
     plain = config.norm == "rmsnorm" and config.mlp == "swiglu" and not config.mlp_bias
     odd = [name for name, is_odd in unusual(config).items() if is_odd]
     if not plain or config.learned_positions or odd:
-        gpt2 = config.norm == "layernorm" and config.mlp == "gelu" and config.learned_positions
-        way = "convert it with --to mha for --format gpt2" if gpt2 else "train it with model.shape=llama"
         has = ", ".join(
             f"{name}={getattr(config, name)}"
             for name in ("norm", "mlp", "mlp_bias", "learned_positions", *odd)
             if name in odd or getattr(config, name) not in ("rmsnorm", "swiglu", False)
         )
         raise CannotConvert(
-            f"DeepseekV3ForCausalLM cannot represent {has}, which no conversion changes: {way}.",
+            f"DeepseekV3ForCausalLM cannot represent {has}, which no conversion changes.",
             f"{has}, which no conversion changes",
         )
 
@@ -111,8 +126,7 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     layer = heads_of(layer)
     if layer.qkv_bias or layer.o_bias or (isinstance(layer, LatentConfig) and layer.down_bias):
         raise ConfigError(
-            "its attention has biases, and DeepseekV3ForCausalLM of vLLM and SGLang leaves them out. Use --for "
-            "transformers or mlx."
+            "its attention has biases, and DeepseekV3ForCausalLM of vLLM and SGLang leaves them out."
         )
     rank = RANK
     if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
@@ -123,22 +137,18 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
         needed = still + layer.v_head_dim if layer.n_kv_head == 1 else RANK  # of more heads nothing is exact
         if layer.n_kv_head == 1 and ROPE % rotated:
             raise ConfigError(
-                f"head_dim={layer.head_dim} with rope: the rotary part that vLLM knows is {ROPE} wide. Use heads of "
-                "64, 32 or 16, --for transformers, or --format llama."
+                f"head_dim={layer.head_dim} with rope: the rotary part that vLLM knows is {ROPE} wide, for heads "
+                "of 64, 32 or 16."
             )
         if still > HEAD:
             raise ConfigError(
-                f"head_dim={layer.head_dim}, of which {still} do not rotate: vLLM's heads hold {HEAD} such numbers. "
-                "Use --for transformers."
+                f"head_dim={layer.head_dim}, of which {still} do not rotate: vLLM's heads hold {HEAD} such numbers."
             )
         if layer.rope.scaling is not None:
-            raise ConfigError(
-                "scaled rope: DeepseekV3ForCausalLM of vLLM and SGLang computes other angles. Use --for transformers, "
-                "or --format llama."
-            )
+            raise ConfigError("scaled rope: DeepseekV3ForCausalLM of vLLM and SGLang computes other angles.")
     if needed > RANK:
         raise ConfigError(
-            f"its keys and values need {needed} numbers a token, engines take {RANK}: convert it first."
+            f"its keys and values need {needed} numbers a token, and the kernels of engines take {RANK}."
         )
     return LatentConfig(
         n_query_head=layer.n_query_head,
@@ -156,8 +166,7 @@ def _require_canonical(layer: LatentConfig) -> int:
     assert layer.rope is not None
     if layer.rope.scaling is not None or ROPE % layer.qk_rope_head_dim:
         raise ConfigError(
-            f"{layer.describe()}: vLLM's DeepseekV3ForCausalLM has {ROPE} rotated numbers of frequencies of its own. "
-            "Use --for transformers, or convert the source with --target canonical."
+            f"{layer.describe()}: vLLM's DeepseekV3ForCausalLM has {ROPE} rotated numbers of frequencies of its own."
         )
     return SMALL_RANK if layer.kv_lora_rank <= SMALL_RANK else RANK
 
@@ -210,25 +219,18 @@ def read_by(engine: Engine, layer: LatentConfig) -> LatentConfig:
 
 def _require_representable(layer: AttentionConfig) -> None:
     if layer.window is not None:
-        raise ConfigError(
-            f"window={layer.window}: DeepseekV3ForCausalLM has no window. MistralForCausalLM has one, of the same "
-            "size in every layer, for heads with rope and without biases: --format mistral."
+        raise CannotConvert(
+            f"window={layer.window}: DeepseekV3ForCausalLM has no window.", f"window={layer.window}"
         )
     if isinstance(layer, LatentConfig) and layer.qk_norm_eps is not None:
         raise ConfigError(
-            f"{layer.describe()} with norms on queries and keys: no engine has a class that norms keys from a latent. "
-            "Use it with rehead (generate, eval), or convert its source to gqa or mqa, heal that and export it with "
-            "--format qwen3."
+            f"{layer.describe()} with norms on queries and keys: no engine has a class that norms keys from a latent."
         )
     if isinstance(layer, GroupedConfig) and layer.qk_norm_eps is not None:
-        raise ConfigError(
-            "DeepseekV3ForCausalLM has no norms on queries and keys, and this model has. Export it as a class with "
-            "norms there, such as --format qwen3."
-        )
+        raise ConfigError("DeepseekV3ForCausalLM has no norms on queries and keys, and this model has.")
     if isinstance(layer, LatentConfig) and layer.rebuilds_keys:
         raise ConfigError(
-            f"{layer.describe()}: no engine has a class whose keys are rebuilt from a latent and then rotated. Use it "
-            "with rehead (generate, eval), or convert its source with --to mla --target uneven, which rebuilds nothing."
+            f"{layer.describe()}: no engine has a class whose keys are rebuilt from a latent and then rotated."
         )
 
 

@@ -150,9 +150,7 @@ def require_served(layer: LatentConfig, architecture: str, engine: Engine) -> No
     }
     found = [what for what, bad in wrong.items() if bad]
     if found:
-        raise ConfigError(
-            f"{facts.name} cannot serve this model's {'; '.join(found)}. Use --for transformers, which serves it too."
-        )
+        raise ConfigError(f"{facts.name} cannot serve this model's {'; '.join(found)}.")
 
 
 def _or(those: Sequence[object]) -> str:

@@ -2,31 +2,30 @@
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rehead.attention import LatentConfig
-from rehead.checkpoint import Family, families, publish
+from rehead.checkpoint import Family, publish
 from rehead.checkpoint.huggingface import stock
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.card import Card
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
-from rehead.conversion.export.engines import Engine, require_served
-from rehead.conversion.export.mlx import require_computed, written_for_mlx
+from rehead.conversion.export.engines import Engine
+from rehead.conversion.export.fit import Asked, require_fit
+from rehead.conversion.export.mlx import written_for_mlx
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
 from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
-from rehead.errors import ConfigError
 from rehead.measure.stored import Storage, lost_rows
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
 log = logging.getLogger("rehead")
-DEEPSEEK = "deepseek_v3"
 
 
 def export_folder(
@@ -41,8 +40,8 @@ def export_folder(
     `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which
     others convert exactly: for transformers all with rope or none, for vLLM fewer. Without an `engine`, a
     converted model is one that vLLM takes, and any model means the same to every engine. Its card calls the model
-    `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent,
-    NumericError for weights that are not finite.
+    `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent and
+    the ways out, NumericError for weights that are not finite.
     """
     require_apart(source, destination)
     return_freed_memory()
@@ -50,8 +49,7 @@ def export_folder(
         opened = open_model(source, in_memory=False)
         require_finite(opened.model)
         read = Source(opened.model, opened.folder)
-        kinds = list(families) if kind == "auto" else [kind]
-        model, family, certificate = as_stock(opened.model, kinds, engine, Path(scratch))
+        model, family, certificate = as_stock(opened.model, Asked.of(kind, engine), Path(scratch))
         assert isinstance(model.config, GPTConfig)
         before = Certificate.read(opened.folder) if (opened.folder / CERTIFICATE).is_file() else None
         card = Card(
@@ -88,23 +86,17 @@ def _lost(model: LanguageModel) -> Mapping[str, Mapping[Storage, float]]:
 
 
 def as_stock(
-    model: LanguageModel, kinds: Sequence[str], engine: Engine | None, scratch: Path
+    model: LanguageModel, asked: Asked, scratch: Path
 ) -> tuple[LanguageModel, Family, Certificate | None]:
-    """Return the model as one of the first family that can represent it, or converted to DeepSeek's if that is given.
+    """Return the model as one of the first family that can represent it, or converted to DeepSeek's if that is asked.
 
-    Raises ConfigError naming what the class or the engine cannot represent.
+    Raises ConfigError naming what the class or the engine cannot represent, and the ways out.
     """
-    certificate = None
-    try:
-        family = stock.fitting(model.config, kinds)
-    except ConfigError as error:
-        if DEEPSEEK not in kinds:
-            raise
-        try:
-            model, certificate = to_deepseek(model, engine, scratch)
-        except ConfigError as other:
-            raise ConfigError(str(other) if len(kinds) == 1 else f"{error} {other}") from error
-        family = families[DEEPSEEK]
+    certificate, engine = None, asked.engine
+    found = require_fit(model.config, asked)
+    family = found.family
+    if found.converted:
+        model, certificate = to_deepseek(model, engine, scratch)
     else:
         if family.deepseek_kernels and engine != "transformers":
             model = for_every_engine(model)
@@ -114,10 +106,6 @@ def as_stock(
             log.warning(
                 "vLLM, SGLang and llama.cpp leave out the biases of this MLA: serve it with transformers or mlx-lm."
             )
-        if engine is not None and isinstance(first, LatentConfig):
-            require_served(first, family.architecture, engine)
     if engine == "mlx":
-        assert isinstance(model.config, GPTConfig)
-        require_computed(model.config, family)
         family = written_for_mlx(family)
     return model, family, certificate

@@ -22,6 +22,7 @@ from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.export.fit import Asked
 from rehead.conversion.export.folder import as_stock
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
@@ -66,7 +67,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
         opened = open_model(source, in_memory=False)
         require_finite(opened.model)
         read = Source(opened.model, opened.folder)
-        model, family, certificate = as_stock(opened.model, list(architectures), "llama.cpp", Path(scratch))
+        model, family, certificate = as_stock(opened.model, Asked.of("gguf"), Path(scratch))
         config, kind = model.config, architectures[families.name_of(family)]
         assert isinstance(config, GPTConfig)
         keys = {f"{kind.name}.{name}": value for name, value in kind.keys(config).items()}

@@ -124,8 +124,7 @@ def require_computed(config: GPTConfig, family: Family) -> None:
     found += [f"scaled rope, {name}," for name in kinds]
     if found:
         raise ConfigError(
-            f"mlx-lm's {family.architecture} does not compute this model's {', '.join(found).rstrip(',')}. Use "
-            "--for transformers, which does, or another --format."
+            f"mlx-lm's {family.architecture} does not compute this model's {', '.join(found).rstrip(',')}."
         )
 
 

@@ -1,0 +1,195 @@
+"""Which stock class can hold a model, from its config alone, and the ways out where the one asked for cannot."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.checkpoint import Family, families
+from rehead.checkpoint.gguf.architectures import architectures
+from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.decoder import LLAMA
+from rehead.config import GPTConfig, ModelConfig
+from rehead.conversion.base import common
+from rehead.conversion.export.deepseek import deepseek_layers
+from rehead.conversion.export.engines import Engine, require_served
+from rehead.conversion.export.mlx import require_computed
+from rehead.conversion.search import path
+from rehead.conversion.target import Target
+from rehead.errors import ConfigError
+
+DEEPSEEK = "deepseek_v3"
+KEPT = "use it with rehead (generate, eval)"
+"""The way out of a model that no class can hold."""
+ANY = "--for transformers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What an export is asked for: one of `kinds`, a GGUF file or a folder, for an engine or for all."""
+
+    kinds: Sequence[str] = field(default_factory=lambda: tuple(families))
+    engine: Engine | None = None
+    gguf: bool = False
+
+    @classmethod
+    def of(cls, kind: str = "auto", engine: Engine | None = None) -> "Asked":
+        """Return what --format and --for mean."""
+        if kind == "gguf":
+            return cls(kinds=tuple(architectures), engine="llama.cpp", gguf=True)
+        return cls(engine=engine) if kind == "auto" else cls(kinds=(kind,), engine=engine)
+
+
+ALL = Asked(engine="transformers")
+"""Any class of transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The class that holds a model: as it is, or once its attention has become the MLA of DeepSeek, exactly."""
+
+    family: Family
+    converted: bool
+
+
+def fit(config: ModelConfig, asked: Asked) -> Fit:
+    """Return the first class asked for that can hold a model. Raises ConfigError with the reason, without a way out.
+
+    Of several classes the reason is that of DeepSeek's, to which others convert.
+    """
+    converted = False
+    try:
+        family = stock.fitting(config, asked.kinds)
+    except ConfigError as error:
+        if DEEPSEEK not in asked.kinds or not isinstance(config, GPTConfig):
+            raise
+        try:
+            deepseek_layers(config, asked.engine)
+        except ConfigError as other:
+            raise ConfigError(str(other) if len(asked.kinds) == 1 else f"{error} {other}") from error
+        family, converted = families[DEEPSEEK], True
+    assert isinstance(config, GPTConfig)
+    first = config.attention[0]
+    if not converted and asked.engine is not None and isinstance(first, LatentConfig):
+        require_served(first, family.architecture, asked.engine)
+    if asked.engine == "mlx":
+        require_computed(config, family)
+    if asked.gguf and not converted:
+        architectures[families.name_of(family)].keys(config)
+    return Fit(family=family, converted=converted)
+
+
+def require_fit(config: ModelConfig, asked: Asked) -> Fit:
+    """Return the class of `fit`. Raises ConfigError with the reason and the ways out that work for this model."""
+    try:
+        return fit(config, asked)
+    except ConfigError as error:
+        reason, ways = str(error), []
+        if isinstance(config, GPTConfig):
+            ways = list(_ways_out(config, asked))
+            reason = reason if ways else _last_reason(config, asked) or reason
+        text = ", or ".join(ways or [KEPT]).replace(", or use ", ", or ")
+        raise ConfigError(f"{reason} {text[0].upper()}{text[1:]}.") from error
+
+
+def has_class(config: ModelConfig) -> str:
+    """Return why no stock class of transformers can hold a model, empty if one can."""
+    try:
+        fit(config, ALL)
+    except ConfigError as error:
+        return str(error).removeprefix(f"{stock.NONE} ")
+    return ""
+
+
+def _last_reason(config: GPTConfig, asked: Asked) -> str:
+    """Return why the class asked for cannot hold a model whatever the engine."""
+    try:
+        fit(config, replace(asked, engine="transformers"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _fits(config: GPTConfig, asked: Asked) -> Family | None:
+    try:
+        return fit(config, asked).family
+    except ConfigError:
+        return None
+
+
+def _ways_out(config: GPTConfig, asked: Asked) -> Iterator[str]:
+    """Yield what leads to an export: another engine, another format, a conversion, or another training."""
+    every = Asked(engine=None if asked.gguf else asked.engine)
+    found = False
+    if not asked.gguf and _fits(config, replace(asked, engine="transformers")):
+        found = True
+        yield f"use {ANY}"
+    if other := _fits(config, every):
+        found = True
+        yield f"use --format {families.name_of(other)}{', which writes a folder' if asked.gguf else ''}"
+    elif not found and (other := _fits(config, replace(every, engine="transformers"))):
+        found = True
+        yield f"use --format {families.name_of(other)} {ANY}"
+    if converted := next(_converted(config, asked), ""):
+        yield converted
+    elif not found:
+        yield from islice(_converted(config, ALL), 1)
+    if not found:
+        yield from _last_ways(config, asked)
+
+
+def _last_ways(config: GPTConfig, asked: Asked) -> Iterator[str]:
+    """Yield what else can be done instead of exporting this model."""
+    if decoupled := _decoupled(config):
+        way = "convert its source with --to mla --target uneven, which rebuilds no keys"
+        if _fits(decoupled, asked):
+            yield way
+        elif _fits(decoupled, ALL):
+            yield f"{way}, and use {ANY}"
+    if _fits(_like_llama(config), ALL):
+        yield f"{KEPT}, or train one like it with model.shape=llama"
+
+
+def _decoupled(config: GPTConfig) -> GPTConfig | None:
+    """Return what `--target uneven` makes of the heads that a latent with rebuilt keys was made from."""
+    layers = []
+    for layer in config.attention:
+        if not isinstance(layer, LatentConfig) or not layer.rebuilds_keys:
+            return None
+        heads = GroupedConfig(**common(layer), n_kv_head=layer.n_kv_head, head_dim=layer.qk_nope_head_dim)
+        try:
+            layers.append(Target(to="mla", target="uneven").attention(heads, config.n_embd))
+        except ConfigError:
+            return None
+    return replace(config, attention=tuple(layers))
+
+
+def _like_llama(config: GPTConfig) -> GPTConfig:
+    """Return a model of Llama's shape with as many heads."""
+    plain: Any = {"rope": RopeConfig(), "qkv_bias": False, "o_bias": False}
+    layers = tuple(
+        replace(layer, **plain) if isinstance(layer, GroupedConfig) else layer for layer in config.attention
+    )
+    return replace(config, attention=layers, mlp_bias=False, **LLAMA)
+
+
+def _converted(config: GPTConfig, asked: Asked) -> Iterator[str]:
+    """Yield conversions after which a model is as asked, the exact ones first."""
+    lossy = []
+    for to in ("gqa", "mha", "mqa"):
+        try:
+            layers = [Target(to=to).attention(layer, config.n_embd) for layer in config.attention]
+            pairs = dict.fromkeys(zip(config.attention, layers, strict=True))
+            steps = [step for old, new in pairs for step in path(old, new, config.n_embd)]
+        except ConfigError:
+            continue
+        family = _fits(replace(config, attention=tuple(layers)), asked)
+        if family is None or not steps:
+            continue
+        form = f" for --format {families.name_of(family)}" if len(asked.kinds) > 1 and not asked.gguf else ""
+        if all(step.promise.exact for step in steps):
+            yield f"convert it with --to {to}{form}"
+        else:
+            lossy.append(f"convert it with --to {to}{form}, which is not exact, and heal it")
+    yield from lossy
