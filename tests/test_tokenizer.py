@@ -237,13 +237,15 @@ def test_an_id_without_a_token_has_no_text_and_a_warning_says_so(tokenizer):
     known = [7, 0] if tokenizer is hole else tokenizer.encode("to be").tolist()
     unknown = [3, 8, 2**40] if tokenizer is hole else [tokenizer.vocab_size, 2**40, 10**6]
     mixed = [unknown[0], *known, unknown[1], *known, unknown[2]]
-    told = "3 ids are not in the tokenizer's vocabulary of .* the ids are another tokenizer's"
+    told = "3 ids are not in the tokenizer's vocabulary of .* these are another tokenizer's ids"
     with pytest.warns(UserWarning, match=told):
         assert tokenizer.decode(mixed) == tokenizer.decode(known + known)
     with pytest.warns(UserWarning, match=told):
         assert "".join(tokenizer.stream(mixed, after=known)) == "".join(
             tokenizer.stream(known + known, after=known)
         )
+    with pytest.warns(UserWarning, match="^1 id is not in the tokenizer's vocabulary of .* and has no text"):
+        assert tokenizer.decode(known + unknown[:1]) == tokenizer.decode(known)
     assert tokenizer.pieces(unknown) == ["", "", ""]
 
 

@@ -9,7 +9,7 @@ from rehead.attention import kernels
 from rehead.attention.cache import LayerCache
 from rehead.attention.kernels import definition
 from rehead.attention.mask import Mask, visible
-from rehead.attention.score import Additive
+from rehead.attention.score import Additive, SoftCapped
 
 B, L, S, H, K, E, V = 3, 4, 9, 10, 2, 6, 7  # G = H/K = 5
 SIZES = {"B": B, "L": L, "S": S, "H": H, "K": K, "E": E, "V": V}
@@ -171,5 +171,7 @@ def test_many_weights_are_said_to_be_slow_once(monkeypatch, caplog):
     for _ in range(2):
         kernels.weights(query, key)
     (said,) = caplog.messages
-    assert said.startswith("slow: at least 420 attention weights in one call")
+    assert said == "slow: at least 420 attention weights in one call with the reference kernel (request)"
+    kernels.weights(query, key, score=SoftCapped(cap=30.0).build(2, 3, 3))
+    assert caplog.messages[-1].endswith("(scores with a cap of 30)")
     definition._warn_slow.cache_clear()

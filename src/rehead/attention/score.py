@@ -43,6 +43,10 @@ class ScoreConfig(ABC):
     def build(self, n_kv_head: int, group: int, head_dim: int) -> Score | None:
         """Build the score's module for `n_kv_head` x `group` query heads; None for the dot product."""
 
+    def words(self) -> str:
+        """Return what the scores are, for messages."""
+        return "learned scores"
+
     def n_parameters(self, n_query_head: int, head_dim: int) -> int:
         """Number of parameters of one layer's score."""
         return 0
@@ -82,6 +86,10 @@ class SoftCapped(ScoreConfig):
     cap: float = 50.0
     scale: float | None = None
 
+    def words(self) -> str:
+        """Return the cap."""
+        return f"scores with a cap of {self.cap:g}"
+
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "SoftCappedScore":
         """Build the module, which has no parameters."""
         return SoftCappedScore(self.cap, head_dim**-0.5 if self.scale is None else self.scale)
@@ -92,7 +100,7 @@ class SoftCappedScore(Score):
 
     def __init__(self, cap: float, scale: float) -> None:
         super().__init__()
-        self.cap, self.scale = cap, scale
+        self.cap, self.scale, self.words = cap, scale, SoftCapped(cap=cap).words()
 
     def forward(
         self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]

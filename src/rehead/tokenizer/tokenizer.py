@@ -168,9 +168,10 @@ class Tokenizer:
 
     def _warn_of_unknown(self, n_unknown: int) -> None:
         if n_unknown:
+            these, have = ("id is", "has") if n_unknown == 1 else ("ids are", "have")
             warnings.warn(
-                f"{n_unknown} ids are not in the tokenizer's vocabulary of {self.vocab_size} and have no text: the "
-                "model's vocabulary is larger, or the ids are another tokenizer's",
+                f"{n_unknown} {these} not in the tokenizer's vocabulary of {self.vocab_size} and {have} no text: the "
+                "model's vocabulary is larger, or these are another tokenizer's ids",
                 stacklevel=3,
             )
 

@@ -30,6 +30,11 @@ class Call:
     pdrop: float = 0.0
 
 
+def words_of(score: object) -> str:
+    """Return what a score other than the scaled dot product is, for messages."""
+    return str(getattr(score, "words", "a learned score"))
+
+
 class Kernel(ABC):
     """An implementation of attention that equals `reference` up to rounding.
 
@@ -48,7 +53,7 @@ class Kernel(ABC):
         Reads shapes, dtypes, devices and the mask's rule, never values.
         """
         if call.score is not None and not self.takes_scores:
-            return "a learned score"
+            return words_of(call.score)
         if call.pdrop and not self.drops_weights:
             return "weights are dropped"
         return self.limit(call)

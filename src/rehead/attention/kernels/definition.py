@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rehead.attention.kernels.base import Call, Kernel, ScoreFunction
+from rehead.attention.kernels.base import Call, Kernel, ScoreFunction, words_of
 
 MANY = 1 << 24
 """Number of weights in one call from which the reference kernel logs that it is slow."""
@@ -28,7 +28,7 @@ def weights(
     scaling. A query without visible keys has weights 0.
     """
     if not torch.compiler.is_compiling() and query[..., 0].numel() * key.shape[1] >= MANY:
-        _warn_slow()
+        _warn_slow("request" if score is None else words_of(score))
     query = query.unflatten(2, (key.shape[2], -1))  # H -> K G
     if score is None:
         scale = float(key.shape[-1] ** -0.5) if scale is None else scale
@@ -80,8 +80,8 @@ class Reference(Kernel):
 
 
 @cache
-def _warn_slow() -> None:
-    """Log once per process."""
+def _warn_slow(why: str) -> None:
+    """Log once per process and reason."""
     logging.getLogger("rehead").warning(
-        f"slow: at least {MANY:,} attention weights in one call with the reference kernel (learned score or request)"
+        f"slow: at least {MANY:,} attention weights in one call with the reference kernel ({why})"
     )
