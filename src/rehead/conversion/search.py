@@ -1,11 +1,12 @@
 """Search: the sequence of conversions from one attention to another that loses least."""
 
 import heapq
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import count
 from typing import Any
 
-from rehead.attention import AttentionConfig, GroupedConfig
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
+from rehead.attention.score import ScaledDot
 from rehead.conversion.base import CannotConvert, Conversion, Step, conversions
 from rehead.conversion.steps.latent import full_rank, rank_on_the_way
 
@@ -13,6 +14,10 @@ NARROWEST = -(10**18)
 """Negated numbers per token while no approximation has been made."""
 MOST_OBSTACLES = 3
 """That a message names, the first ones."""
+NORMED = (
+    "an MLA with a norm on its latent (latent_norm=True) cannot be narrowed or expanded: keep it as it is. It can be "
+    "run, measured and exported."
+)
 KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 """Fields that no conversion changes."""
 
@@ -47,11 +52,13 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 heapq.heappush(frontier, way)
     obstacles = _obstacles(source, target, set(done), d_model)
     texts = [f"{step}: {why}" if step else why for step, why in obstacles[:MOST_OBSTACLES]]
-    raise CannotConvert(
-        f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.",
-        reason=texts[0],
-        step=obstacles[0][0],
-    )
+    message = f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}."
+    if obstacles[0][0] and not isinstance(getattr(source, "score", ScaledDot()), ScaledDot):
+        fewer = " Use --to mqa, or fewer KV heads with --to gqa." if _has_fewer(source, d_model) else ""
+        message = f"{obstacles[0][1]}.{fewer}"
+    if isinstance(source, LatentConfig) and source.latent_norm and obstacles[0][0]:
+        message = NORMED
+    raise CannotConvert(message, reason=texts[0], step=obstacles[0][0])
 
 
 def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
@@ -96,6 +103,17 @@ def _obstacles(
         if getattr(nearest, name, None) != value
     )
     return [("", next(changes, "it is the same"))]
+
+
+def _has_fewer(source: AttentionConfig, d_model: int) -> bool:
+    """Whether a conversion leads to MQA from there."""
+    if not isinstance(source, GroupedConfig) or source.n_kv_head == 1:
+        return False
+    try:
+        path(source, replace(source, n_kv_head=1), d_model)
+    except CannotConvert:
+        return False
+    return True
 
 
 def _change(config: AttentionConfig, name: str, there: dict[str, object]) -> str:

@@ -81,7 +81,9 @@ class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
     def refusal(self, source: GroupedConfig) -> str:
         """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
         if not isinstance(source.score, ScaledDot):
-            return f"mla has the scaled dot product only, not {type(source.score).__name__}"
+            return (
+                f"MLA has plain scaled dot products for scores, and this attention has {source.score.words()}"
+            )
         if source.qk_norm_eps is not None:
             return "qk_norm_eps: MLA's rotary part has no norm"
         return "tie_kv=True" if source.tie_kv else ""

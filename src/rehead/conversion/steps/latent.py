@@ -101,7 +101,9 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
     def refusal(self, source: GroupedConfig) -> str:
         """Refuse other scores than the scaled dot product, other norms than of heads, tied heads."""
         if not isinstance(source.score, ScaledDot):
-            return f"mla has the scaled dot product only, not {type(source.score).__name__}"
+            return (
+                f"MLA has plain scaled dot products for scores, and this attention has {source.score.words()}"
+            )
         if source.qk_norm == "layernorm" or source.qk_norm_over != "head":
             which = f"qk_norm={source.qk_norm} over a {source.qk_norm_over}"
             return f"{which}: a latent has RMSNorms of single heads"
