@@ -27,12 +27,11 @@ def read_rope(fields: Fields, length: int, keys: RopeKeys, reach: int | None = N
     The keys are `rope_parameters`, and `rope_theta` (and a partial factor) with `rope_scaling`. If both are given, they
     must agree.
     """
-    table = merged(
-        fields, fields.take("rope_parameters", dict, {}), keys, fields.take("rope_scaling", dict, {})
-    )
+    new, old = fields.take("rope_parameters", dict, {}), fields.take("rope_scaling", dict, {})
+    table = merged(fields, new, keys, old)
     if reach is not None and table.get("rope_type") == "longrope":
         table["original_max_position_embeddings"] = reach
-    return rope_of(table, length, keys, fields.where)
+    return rope_of(table, length, keys, fields.where, "rope_parameters" if new else "rope_scaling")
 
 
 def merged(fields: Fields, table: Table, keys: RopeKeys, old: Table) -> Table:
@@ -54,8 +53,10 @@ def merged(fields: Fields, table: Table, keys: RopeKeys, old: Table) -> Table:
     return table
 
 
-def rope_of(table: Table, length: int, keys: RopeKeys, where: str) -> RopeConfig:
-    """Return the rotary embedding that the keys of `rope_parameters` describe."""
+def rope_of(
+    table: Table, length: int, keys: RopeKeys, where: str, inside: str = "rope_parameters"
+) -> RopeConfig:
+    """Return the rotary embedding that the keys of `rope_parameters` describe; in config.json they are `inside`."""
     table = dict(table)
     theta = table.pop("rope_theta", keys.theta)
     partial = 1.0 if keys.partial is None else table.pop("partial_rotary_factor", keys.partial)
@@ -72,7 +73,7 @@ def rope_of(table: Table, length: int, keys: RopeKeys, where: str) -> RopeConfig
         if kind != "linear":
             table.setdefault("original_max_position_embeddings", length)
         if kind == "longrope":
-            table = _one_list(table, length, where)
+            table = _one_list(table, length, where, inside)
         scaling = decode(RopeScaling, {"rope_type": kind, **table}, f"{where}: rope")
     for name, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -92,7 +93,7 @@ def _renamed(table: Table) -> Table:
     return table
 
 
-def _one_list(table: Table, length: int, where: str) -> Table:
+def _one_list(table: Table, length: int, where: str, inside: str) -> Table:
     """Merge longrope's lists for short and long texts, and compute its magnitude as transformers does."""
     short, long = table.get("short_factor"), table.get("long_factor")
     reach, stretch = table["original_max_position_embeddings"], table.get("factor")
@@ -112,7 +113,7 @@ def _one_list(table: Table, length: int, where: str) -> Table:
         raise InvalidInput(
             f"{where}: longrope with other factors beyond {reach} of {length} positions: the angles would change "
             f"within a text. Set max_position_embeddings={reach} to use the model up to there, and "
-            f"attention_factor={magnitude} in the rope's table."
+            f"attention_factor={magnitude} in {inside}."
         )
     return {"factors": short, "attention_factor": magnitude}
 
