@@ -91,6 +91,7 @@ def export(
     """
     from rehead.conversion.export.folder import export_folder
     from rehead.conversion.export.push import require_name
+    from rehead.report.conversion import predictions
     from rehead.report.progress import Board
 
     if destination.suffix == ".gguf" and format != "gguf":
@@ -119,10 +120,12 @@ def export(
     error = None if certificate is None else certificate.logits["relative_error"]
     facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
     text = f"{architecture} in {destination}"
+    if certificate is not None:
+        text += f"\n{predictions(certificate)}"
     if push is not None:
         pushed = _push(destination, push, private, replace, json)
         facts |= pushed
-        text += f", uploaded to {pushed['url']} at commit {pushed['commit']}"
+        text += f"\nuploaded to {pushed['url']} at commit {pushed['commit']}"
     say(facts, text, json)
 
 
@@ -140,6 +143,7 @@ def _push(folder: Path, name: str, private: bool, replace: bool, json: bool) -> 
 def _export_gguf(source: Path, file: Path, engine: str | None, dtype: str | None, json: bool) -> None:
     """Write a GGUF file, and say what is in it."""
     from rehead.conversion.export.gguf import export_gguf
+    from rehead.report.conversion import predictions
     from rehead.report.progress import Board
 
     if engine not in (None, "llama.cpp"):
@@ -150,4 +154,6 @@ def _export_gguf(source: Path, file: Path, engine: str | None, dtype: str | None
     facts = {"architecture": written.architecture, "file": str(file), "types": written.types}
     kinds = ", ".join(f"{count} {name}" for name, count in written.types.items())
     text = f"{written.architecture} in {file}, in tensors of {kinds}"
+    if written.certificate is not None:
+        text += f"\n{predictions(written.certificate)}"
     say({**facts, "relative_error": error}, text, json)

@@ -56,21 +56,28 @@ def present_certificate(certificate: Certificate, folder: Path, asked: float | N
     first, logits = certificate.layers[0], certificate.logits
     before, after = certificate.kv_bytes_per_token
     kind = "exact" if certificate.exact else "approximate"
+    if certificate.exact and logits["argmax_flips"]:
+        kind += f"; what changes below is the rounding of the new weights to {certificate.dtype}"
     print(f"{first.source} -> {first.result}: {kind}")
     share = f"{100 * after / before:.0f} %" if asked is None else _reached(certificate, asked)
     print(f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})")
     if certificate.loss is not None:
         old, new = certificate.loss
         print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
-    where = "random tokens"
+    print(predictions(certificate))
+    print(f"certificate   {folder / PAGE}")
+
+
+def predictions(certificate: Certificate) -> str:
+    """Return the line that says by how much predictions change."""
+    logits, where = certificate.logits, "random tokens"
     if certificate.test is not None:
         where = "a held-out text" if certificate.held_out else certificate.test.name
-    print(
+    return (
         f"predictions   KL {logits['kl']:.2e} nats, {100 * logits['argmax_flips']:.2f} % of the likeliest tokens "
         f"change, logits within {logits['max_error']:.1e} ({100 * logits['relative_error']:.2g} % of the largest; "
         f"on {where})"
     )
-    print(f"certificate   {folder / PAGE}")
 
 
 def _reached(certificate: Certificate, asked: float) -> str:
