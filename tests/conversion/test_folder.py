@@ -224,6 +224,13 @@ def test_a_text_whose_last_tenth_is_no_window(run, capfd):
     assert f"other.txt, {tenth} of {len(TEXT)} tokens, is held out" in said
     assert "less than one window of 12 tokens" in said
     assert f"--length {tenth - 1}." in said
+    needed = next(n for n in range(1, 999) if n - int(0.9 * n) >= 13)
+    assert f"Give a text of at least {needed} tokens, --test TEXT" in said
+    for size, status in ((needed - 1, 3), (needed, 0)):
+        Path("grown.txt").write_text((TEXT * 9)[:size])
+        grown = ["grown.txt" if word == "other.txt" else word for word in words]
+        assert main([*grown[:2], f"of{size}", *grown[3:], "--length", "12"]) == status
+    capfd.readouterr()
     assert main([*words, "--length", str(tenth)]) == 3
     assert main([*words, "--length", str(tenth - 1)]) == 0
     capfd.readouterr()

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,11 @@ class Texts:
     calibration: Sequence[Passage] = ()
     test: Passage | None = None
     held_out: bool = False
+
+
+def least_tokens(length: int) -> int:
+    """Return the size of the shortest text whose held out part has a window of `length`, and the token after it."""
+    return next(n for n in count(int(length / HELD_OUT)) if n - int(n * (1 - HELD_OUT)) > length)
 
 
 @dataclass(frozen=True)
@@ -97,10 +103,11 @@ class Reader:
         except InvalidInput as error:
             tenth = len(text.ids) - int(len(text.ids) * (1 - HELD_OUT))
             smaller = f", or --length {tenth - 1}" if tenth > 2 else ""
+            needed = least_tokens(self.length)
             raise InvalidInput(
                 f"the last tenth of {path}, {tenth:,} of {len(text.ids):,} tokens, is held out to measure on: less "
-                f"than one window of {self.length:,} tokens and the token after it. Give a longer text, --test "
-                f"TEXT{smaller}."
+                f"than one window of {self.length:,} tokens and the token after it. Give a text of at least "
+                f"{needed:,} tokens, --test TEXT{smaller}."
             ) from error
         return replace(text, ids=parts.train), replace(
             text, ids=parts.val, name=f"the last tenth of {text.name}"
