@@ -124,8 +124,7 @@ class Converter:
         """Return the attention that replaces each layer's; of an uneven target, the frequencies are chosen here."""
         layers = self.config.attention
         wanted = [target.attention(layer, self.config.n_embd) for layer in layers]
-        if target.rope_dim is not None:
-            require_rotation(target.rope_dim, layers)
+        require_rotation(target, layers)
         if target.target != "uneven" or not any(map(are_open, layers, wanted)):
             return wanted
         for layer, to in zip(layers, wanted, strict=True):

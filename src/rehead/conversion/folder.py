@@ -10,9 +10,11 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
 from rehead.checkpoint.find import run_data
-from rehead.config import ModelConfig, flags
+from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads, require_seed
+from rehead.conversion.export.fit import lacks_class
+from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
@@ -89,6 +91,7 @@ class FolderConverter:
 
         Raises IntegrityError if a file of the source has changed since it was opened.
         """
+        _tell_classless(self.converter.config, target)
         to = _layers(self.converter, target, measured_ranks, max_loss)
         ranked = measured_ranks or max_loss is not None
         kept = self.converter.kept(to, n_process)
@@ -226,6 +229,18 @@ def _layers(
         return allocation.at_loss(max_loss)
     assert target.kv_fraction is not None
     return allocation.within(target.kv_fraction)
+
+
+def _tell_classless(config: GPTConfig, target: Target) -> None:
+    """Warn of an MLA with a rotary part, which is made to be exported, that no stock class can hold."""
+    require_rotation(target, config.attention)
+    if target.target in ("uneven", "canonical"):
+        layers = tuple(target.attention(layer, config.n_embd) for layer in config.attention)
+        if why := lacks_class(replace(config, attention=layers)):
+            warnings.warn(
+                f"no stock class can hold the result, so `export` will refuse it; rehead runs it: {why}",
+                stacklevel=3,
+            )
 
 
 def _tell_loss(most: float, before: float, after: float) -> None:

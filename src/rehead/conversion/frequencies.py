@@ -12,6 +12,7 @@ from rehead.conversion.base import Statistics, heads_of
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.rotary import repeated
 from rehead.conversion.steps.rotations import directions
+from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel
 
@@ -22,10 +23,17 @@ def are_open(layer: AttentionConfig, wanted: AttentionConfig) -> bool:
     return is_decoupled and isinstance(heads_of(layer), GroupedConfig)
 
 
-def require_rotation(rope_dim: int, layers: Sequence[AttentionConfig]) -> None:
-    """Refuse the width of a rotary part for a model without rope."""
-    if all(layer.rope is None for layer in layers):
-        raise ConfigError(f"rope_dim={rope_dim}: none of its layers rotates its keys. Leave it out.")
+def require_rotation(target: Target, layers: Sequence[AttentionConfig]) -> None:
+    """Refuse options about the rotary part for a model without rope, or one that is an MLA already."""
+    given = {"rope_dim": target.rope_dim, "target": None if target.target == "rebuilt" else target.target}
+    for name, value in given.items():
+        if value is not None and all(layer.rope is None for layer in layers):
+            raise ConfigError(f"{name}={value}: none of its layers rotates its keys. Leave it out.")
+        if value is not None and all(isinstance(layer, LatentConfig) for layer in layers):
+            raise ConfigError(
+                f"{name}={value}: a rotary part is made from heads, and this model has latents already. Leave it out, "
+                "or convert the model it was made from."
+            )
 
 
 def with_frequencies(

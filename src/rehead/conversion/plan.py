@@ -1,5 +1,6 @@
 """What each variant would cost, and what becoming it would be, from the config alone."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from rehead.attention import GroupedConfig, LatentConfig
 from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
 from rehead.conversion.base import summary
+from rehead.conversion.export.fit import lacks_class
 from rehead.conversion.variants import Variant, Verdict, others, share
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
@@ -26,8 +28,9 @@ REBUILDING = (
 )
 DECOUPLED = (
     "uneven: some directions of the keys keep their rotation, the others lose it, so that nothing is rebuilt: far "
-    "fewer FLOPs than rebuilt keys, a larger loss, and a class that transformers has."
+    "fewer FLOPs than rebuilt keys, and a larger loss."
 )
+CLASSLESS = "No stock class can hold the result, so `export` refuses it:"
 TIED = (
     "tied: keys and values are the same numbers, cached once, as in the reduced form of MLA (--to reduced)."
 )
@@ -177,10 +180,12 @@ def _advice(rows: list[Row], variants: list[Variant]) -> str:
 def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     """Yield what a reader of the rows needs: the meaning of their words, and the context the model was made for."""
     layers = [variant.attention for variant in variants]
+    yield from _of_layers(variants[0].config)
     if any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in layers):
         yield REBUILDING
-    if any("uneven" in variant.command for variant in variants):
-        yield DECOUPLED
+    if decoupled := [variant.config for variant in variants if "uneven" in variant.command]:
+        lacking = [lacks_class(made) for made in decoupled]
+        yield f"{DECOUPLED} {f'{CLASSLESS} {lacking[0]}' if all(lacking) else 'transformers has a class for it.'}"
     if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
         yield TIED
     for step in dict.fromkeys(variant.step for variant in variants if variant.step):
@@ -194,6 +199,14 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
             f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
             "trained for that many."
         )
+
+
+def _of_layers(config: ModelConfig) -> Iterator[str]:
+    """Yield the kinds of attention of a model whose layers differ, where a row is named by the first layer."""
+    kinds = Counter(layer.describe() for layer in config.attention) if isinstance(config, GPTConfig) else {}
+    if len(kinds) > 1:
+        named = "; ".join(f"{count} of {kind}" for kind, count in kinds.items())
+        yield f"Layers differ: {named}. Rows are named by the first layer, their figures are of all layers."
 
 
 def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]:

@@ -93,7 +93,7 @@ def require_fit(config: ModelConfig, asked: Asked) -> Fit:
         raise ConfigError(f"{reason} {text[0].upper()}{text[1:]}.") from error
 
 
-def has_class(config: ModelConfig) -> str:
+def lacks_class(config: ModelConfig) -> str:
     """Return why no stock class of transformers can hold a model, empty if one can."""
     try:
         fit(config, ALL)
