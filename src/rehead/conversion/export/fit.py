@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
@@ -134,7 +134,7 @@ def _ways_out(config: GPTConfig, asked: Asked) -> Iterator[str]:
     if converted := next(_converted(config, asked), ""):
         yield converted
     elif not found:
-        yield from islice(_converted(config, ALL), 1)
+        yield from islice(chain(_converted(config, every), _converted(config, ALL, f" {ANY}")), 1)
     if not found:
         yield from _last_ways(config, asked)
 
@@ -146,7 +146,7 @@ def _last_ways(config: GPTConfig, asked: Asked) -> Iterator[str]:
         if _fits(decoupled, asked):
             yield way
         elif _fits(decoupled, ALL):
-            yield f"{way}, and use {ANY}"
+            yield f"{way}, and use --format {DEEPSEEK} {ANY}"
     if _fits(_like_llama(config), ALL):
         yield f"{KEPT}, or train one like it with model.shape=llama"
 
@@ -174,8 +174,8 @@ def _like_llama(config: GPTConfig) -> GPTConfig:
     return replace(config, attention=layers, mlp_bias=False, **LLAMA)
 
 
-def _converted(config: GPTConfig, asked: Asked) -> Iterator[str]:
-    """Yield conversions after which a model is as asked, the exact ones first."""
+def _converted(config: GPTConfig, asked: Asked, engine: str = "") -> Iterator[str]:
+    """Yield conversions after which a model is as asked, the exact ones first; `engine` names another one for it."""
     lossy = []
     for to in ("gqa", "mha", "mqa"):
         try:
@@ -189,7 +189,7 @@ def _converted(config: GPTConfig, asked: Asked) -> Iterator[str]:
             continue
         form = f" for --format {families.name_of(family)}" if len(asked.kinds) > 1 and not asked.gguf else ""
         if all(step.promise.exact for step in steps):
-            yield f"convert it with --to {to}{form}"
+            yield f"convert it with --to {to}{form}{engine}"
         else:
-            lossy.append(f"convert it with --to {to}{form}, which is not exact, and heal it")
+            lossy.append(f"convert it with --to {to}{form}{engine}, which is not exact, and heal it")
     yield from lossy
