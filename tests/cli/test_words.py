@@ -66,12 +66,15 @@ def test_export_says_what_can_be_done(run, capfd):
     said = refused(capfd, "export", run, "out/stock")
     assert said.endswith(
         "no format can represent this model as it is. DeepseekV3ForCausalLM cannot represent norm=layernorm, mlp=gelu, "
-        "mlp_bias=True, which no conversion changes. Use it with rehead (generate, eval), or train one like it with "
-        "model.shape=llama.\n"
+        "mlp_bias=True, which no conversion changes. Convert it with --to mha for --format "
+        "gpt_neox.\n"
     )
     said = refused(capfd, "export", run, "out/stock", "--format", "llama")
     assert "LlamaForCausalLM cannot represent this model's norm, mlp." in said
-    assert "or train one like it with model.shape=llama." in said
+    assert said.endswith(" Convert it with --to mha for --format gpt_neox.\n")
+    assert main(["convert", run, "out/heads", "--to", "mha"]) == 0
+    assert main(["export", "out/heads", "out/neox", "--format", "gpt_neox"]) == 0
+    capfd.readouterr()
     train = ["train", "data.path=input.txt", "data.block_size=16", *TINY]
     assert main([*train, "system.work_dir=out/llama", "model.n_kv_head=3", "model.shape=llama"]) == 0
     assert main(["export", "out/llama", "out/stock"]) == 0  # the way out leads out

@@ -85,11 +85,13 @@ def require_fit(config: ModelConfig, asked: Asked) -> Fit:
     try:
         return fit(config, asked)
     except ConfigError as error:
-        reason, ways = str(error), []
+        reason, text = str(error), KEPT
         if isinstance(config, GPTConfig):
-            ways = list(_ways_out(config, asked))
-            reason = reason if ways else _last_reason(config, asked) or reason
-        text = ", or ".join(ways or [KEPT]).replace(", or use ", ", or ")
+            text = ", or ".join(_ways_out(config, asked)).replace(", or use ", ", or ")
+            reason = reason if text else _last_reason(config, asked) or reason
+            text = text or KEPT + (
+                ", or train one like it with model.shape=llama" * bool(_fits(_like_llama(config), ALL))
+            )
         raise ConfigError(f"{reason} {text[0].upper()}{text[1:]}.") from error
 
 
@@ -140,15 +142,13 @@ def _ways_out(config: GPTConfig, asked: Asked) -> Iterator[str]:
 
 
 def _last_ways(config: GPTConfig, asked: Asked) -> Iterator[str]:
-    """Yield what else can be done instead of exporting this model."""
+    """Yield what the source of this model can become instead."""
     if decoupled := _decoupled(config):
         way = "convert its source with --to mla --target uneven, which rebuilds no keys"
         if _fits(decoupled, asked):
             yield way
         elif _fits(decoupled, ALL):
             yield f"{way}, and use --format {DEEPSEEK} {ANY}"
-    if _fits(_like_llama(config), ALL):
-        yield f"{KEPT}, or train one like it with model.shape=llama"
 
 
 def _decoupled(config: GPTConfig) -> GPTConfig | None:
