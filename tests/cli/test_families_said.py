@@ -90,7 +90,7 @@ def test_a_normed_latent_is_kept(kind, model, capfd):
         assert main(["convert", folder, "out", "--to", "mla", *words]) == 2
         said = capfd.readouterr().err
         assert said.endswith(
-            "an MLA with a norm on its latent (latent_norm=True) cannot be narrowed or expanded: keep it as it is. It "
+            "an MLA with a norm on its latent (latent_norm=True) cannot be narrowed or expanded. Keep it as it is: it "
             "can be run, measured and exported.\n"
         )
     assert main(["export", folder, "out"]) == 0

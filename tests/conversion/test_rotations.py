@@ -444,9 +444,12 @@ def test_full_width_decodes_from_as_many_numbers_as_the_heads_cache(gpt):
 
 
 def test_without_rope_there_is_nothing_to_choose(gpt):
-    source = GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8)
-    model = gpt(source)
-    result, _ = rehead.convert(model, "mla", target="uneven", kv_fraction=0.5)
+    model = gpt(GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8))
+    with pytest.raises(
+        ConfigError, match=r"target=uneven: none of its layers rotates its keys\. Leave it out\."
+    ):
+        rehead.convert(model, "mla", target="uneven", kv_fraction=0.5)
+    result, _ = rehead.convert(model, "mla", kv_fraction=0.5)
     assert result.config.attention[0].qk_rope_head_dim == 0
 
 

@@ -14,10 +14,8 @@ NARROWEST = -(10**18)
 """Negated numbers per token while no approximation has been made."""
 MOST_OBSTACLES = 3
 """That a message names, the first ones."""
-NORMED = (
-    "an MLA with a norm on its latent (latent_norm=True) cannot be narrowed or expanded: keep it as it is. It can be "
-    "run, measured and exported."
-)
+NORMED = "a norm on its latent (latent_norm=True)"
+STAYS = "Keep it as it is: it can be run, measured and exported."
 KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 """Fields that no conversion changes."""
 
@@ -52,13 +50,13 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 heapq.heappush(frontier, way)
     obstacles = _obstacles(source, target, set(done), d_model)
     texts = [f"{step}: {why}" if step else why for step, why in obstacles[:MOST_OBSTACLES]]
-    message = f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}."
+    message, reason = f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.", texts[0]
     if obstacles[0][0] and not isinstance(getattr(source, "score", ScaledDot()), ScaledDot):
         fewer = " Use --to mqa, or fewer KV heads with --to gqa." if _has_fewer(source, d_model) else ""
         message = f"{obstacles[0][1]}.{fewer}"
     if isinstance(source, LatentConfig) and source.latent_norm and obstacles[0][0]:
-        message = NORMED
-    raise CannotConvert(message, reason=texts[0], step=obstacles[0][0])
+        message, reason = f"an MLA with {NORMED} cannot be narrowed or expanded. {STAYS}", NORMED
+    raise CannotConvert(message, reason=reason, step=obstacles[0][0])
 
 
 def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
