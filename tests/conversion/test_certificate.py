@@ -56,7 +56,9 @@ def test_the_same_fields_for_every_conversion(source, target, gpt, words, tmp_pa
     ]  # fmt: skip
     assert set(table["logits"]) == {"max_error", "relative_error", "kl", "argmax_flips", "tokens"}
     assert table["format"] == "rehead-certificate-1"
-    assert table["test"].keys() == {"name", "tokens", "sha256", "read", "bytes", "text_sha256", "length"}
+    assert table["test"].keys() == {
+        "name", "tokens", "sha256", "read", "bytes", "text_sha256", "length", "bos",
+    }  # fmt: skip
     fitted = any(layer.methods for layer in certificate.layers)  # an exact one reads no text
     assert [text.keys() for text in table["calibration"]] == [table["test"].keys()] * fitted
     assert (table["held_out"], table["length"]) == (False, 16)

@@ -36,7 +36,7 @@ FAMILIES = {  # the class, its config, why it does not become a latent, why its 
     "granite": ("Granite", GQA | {"attention_multiplier": 0.3, "logits_scaling": 3.0}, "", ""),
     "glm": ("Glm", GQA | {"head_dim": 8}, "", ""),
     "glm4": ("Glm4", GQA | {"head_dim": 8}, "", ""),
-    "gemma2": ("Gemma2", GQA | {"head_dim": 8, "sliding_window": 7}, "SoftCapped", ""),
+    "gemma2": ("Gemma2", GQA | {"head_dim": 8, "sliding_window": 7}, "scores with a cap of 50", ""),
     "gemma3": ("Gemma3", GQA | {"head_dim": 8, "sliding_window": 7}, "", ""),
 }
 
