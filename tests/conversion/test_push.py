@@ -236,7 +236,7 @@ def test_a_new_model_may_be_private_and_the_text_names_page_and_commit(hub, expo
     assert done.returncode == 0, done.stderr
     assert hub.repos[NAME]["private"] is True
     oid = hub.repos[NAME]["commits"][-1][0]
-    assert done.stdout == f"LlamaForCausalLM in out, uploaded to {hub.url}/{NAME} at commit {oid}\n"
+    assert done.stdout == f"LlamaForCausalLM in out\nuploaded to {hub.url}/{NAME} at commit {oid}\n"
 
 
 def test_an_upload_that_was_cut_short_goes_on(hub, export):

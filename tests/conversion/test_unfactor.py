@@ -132,7 +132,7 @@ def test_expanding_a_factored_model_is_the_model(gpt, apart):
 
 
 REFUSED = {
-    "latent norm": ({"latent_norm": True}, "latent_norm=True: a norm between the down and the up projection"),
+    "latent norm": ({"latent_norm": True}, "latent_norm=True"),
     "query latent": ({"q_lora_rank": 7}, "q_lora_rank=7 has a norm"),
     "decoupled rope": ({"qk_rope_head_dim": 6, "rope": RopeConfig()}, "qk_rope_head_dim=6: its heads rotate"),
     "rebuilt keys": ({"rope": RopeConfig()}, "rope=True: rebuilt keys are rotated between"),

@@ -60,6 +60,7 @@ def test_the_list_is_that_of_the_registry(page):
     assert shown[0].strip() == generated().strip(), "run `python tests/docs/test_convert.py`"
 
 
+@pytest.mark.filterwarnings("default:no stock class can hold the result")
 @pytest.mark.timeout(600)  # a dozen conversions, on a machine that may be busy
 def test_commands_run_and_refuse_as_shown(page, somewhere, capsys):
     """On a run of one layer. What stands below a command is the error it ends in."""

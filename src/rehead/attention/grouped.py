@@ -51,7 +51,13 @@ class GroupedAttention(Attention):
         cache: LayerCache | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """Attend to the tokens of `x`, or of `context`, as in `Attention.forward`; `cache` keeps keys and values."""
+        """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
+
+        `positions` (B, L) or (1, L) are those of the tokens, -1 for padding; by default they follow those in
+        `cache`. `cache` keeps keys and values between calls; `config.cache(B)` creates one. `context_positions`
+        (B, S) are for `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for
+        invalid arguments.
+        """
         query, key, value, mask = self._project(x, context, positions, cache, context_positions)
         scale = self.config.scale
         gathered = kernels.attend(query, key, value, mask, scale=scale, score=self.score, pdrop=self._pdrop)

@@ -62,7 +62,13 @@ class LatentAttention(Attention):
         cache: LayerCache | None = None,
         context_positions: Int[Tensor, "#B S"] | None = None,
     ) -> Float[Tensor, "B L D"]:
-        """Attend to the tokens of `x`, or of `context`, as in `Attention.forward`; `cache` keeps latents."""
+        """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
+
+        `positions` (B, L) or (1, L) are those of the tokens, -1 for padding; by default they follow those in
+        `cache`. `cache` keeps latents between calls; `config.cache(B)` creates one. `context_positions`
+        (B, S) are for `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for
+        invalid arguments.
+        """
         query, latent, key_positions, mask = self._project(x, context, positions, cache, context_positions)
         match self._form(x.shape[1], is_cached=cache is not None):
             case "expanded":

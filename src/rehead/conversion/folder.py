@@ -22,7 +22,7 @@ from rehead.conversion.reading import Reader
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
 from rehead.conversion.unfinished import fingerprint, note_result, place_of, unfinished
-from rehead.errors import InvalidInput, UsageError
+from rehead.errors import InvalidInput, ReheadError, UsageError
 from rehead.measure.environment import environment
 from rehead.measure.length import text_length
 from rehead.system.allocator import return_freed_memory
@@ -184,10 +184,13 @@ def read_plannable(path: Path) -> ModelConfig:
 
 
 def plannable_dtype(path: Path) -> torch.dtype:
-    """Return the dtype of what `read_plannable` reads; float32 where nothing names one."""
+    """Return the dtype of what `read_plannable` reads; float32 where nothing names one, or weights cannot be read."""
     if path.suffix in (".yaml", ".yml"):
         return torch.float32
-    found = own.read_dtype(path) if path.is_file() else read_at(path, own.read_dtype)
+    try:
+        found = own.read_dtype(path) if path.is_file() else read_at(path, own.read_dtype)
+    except ReheadError:  # damaged weights: a plan needs none
+        found = None
     return found or torch.float32
 
 

@@ -50,8 +50,12 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
                 heapq.heappush(frontier, way)
     obstacles = _obstacles(source, target, set(done), d_model)
     texts = [f"{step}: {why}" if step else why for step, why in obstacles[:MOST_OBSTACLES]]
-    message, reason = f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.", texts[0]
-    if obstacles[0][0] and not isinstance(getattr(source, "score", ScaledDot()), ScaledDot):
+    message, reason = (
+        f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.",
+        texts[0],
+    )
+    has_scores = not isinstance(getattr(source, "score", ScaledDot()), ScaledDot)
+    if obstacles[0][0] and has_scores and isinstance(target, LatentConfig):
         fewer = " Use --to mqa, or fewer KV heads with --to gqa." if _has_fewer(source, d_model) else ""
         message = f"{obstacles[0][1]}.{fewer}"
     if isinstance(source, LatentConfig) and source.latent_norm and obstacles[0][0]:
