@@ -1,6 +1,8 @@
 """A step on one layer: the same bits with any number of threads, and from its files."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +53,20 @@ def test_a_kept_layer_is_the_one_that_was_made_and_is_not_made_again(order, tmp_
     assert same(alone.weights, first.weights)
     assert same(alone.weights, second.weights)
     assert (second.lost, second.residual) == (alone.lost, alone.residual)
+
+
+def test_a_kept_layer_is_on_the_disk_before_it_has_its_name(order, tmp_path, monkeypatch):
+    """A power cut leaves all of it or nothing: its files are flushed, it is renamed, the folder above flushed."""
+    events = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "rename", lambda old, new: (events.append(new.name), rename(old, new))[1])
+    list(Kept(tmp_path / "layers").take([order]))
+    place = tmp_path / "layers" / "0-3"
+    at = events.index("0-3")
+    assert {file.stat().st_ino for file in (*place.iterdir(), place)} == set(events[:at])
+    assert events[at + 1 :] == [place.parent.stat().st_ino]
+    assert {file.name for file in place.iterdir()} == {"figures.json", "model.safetensors"}
 
 
 def test_only_one_conversion_s_layers_are_kept(order, tmp_path):

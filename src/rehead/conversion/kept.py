@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rehead.checkpoint.files.deferred import materialise
+from rehead.checkpoint.files.publish import settle
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
 from rehead.conversion.base import Converted, Statistics, Step, Weights
@@ -120,7 +121,7 @@ def _write(done: Converted, place: Path) -> None:
         (folder / place.name).mkdir()
         write_weights(folder / place.name, done.weights)
         (folder / place.name / FIGURES).write_text(json.dumps([done.lost, done.residual]))
-        (folder / place.name).rename(place)
+        settle(folder / place.name, place)
 
 
 def _read(place: Path) -> Converted:

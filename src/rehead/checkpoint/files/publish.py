@@ -91,6 +91,14 @@ def publish_file(file: Path) -> Iterator[Path]:
             raise error if isinstance(error, ResourceError) else _resource(file, error) from error
 
 
+def settle(written: Path, place: Path) -> None:
+    """Flush a folder of files to disk, and rename it to `place`: what is there is whole, also after a power cut."""
+    for path in (*written.iterdir(), written):
+        _sync(path)
+    written.rename(place)
+    _sync(place.parent)
+
+
 @contextmanager
 def _parents_of(folder: Path) -> Iterator[None]:
     """Create the parent folders; if the block fails, remove the new ones that are empty."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rehead.checkpoint.files.deferred import held
+from rehead.checkpoint.files.publish import settle
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
 from rehead.conversion.base import Statistics
@@ -195,7 +196,7 @@ class _Reading:
         aside = self.folder / f"statistics-{index}.part"
         aside.mkdir(exist_ok=True)
         write_weights(aside, moments.statistics().tensors())
-        aside.rename(self._place(index))
+        settle(aside, self._place(index))
 
     def _is_kept(self, index: int) -> bool:
         return self._place(index).exists()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rehead.attention import Attention
 from rehead.checkpoint.files.deferred import held
+from rehead.checkpoint.files.publish import settle
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_weights
 from rehead.conversion.fit.moments import attentions
@@ -166,7 +167,7 @@ class _Lessons:
             aside = self.folder / f"taught-{index}.part"
             aside.mkdir(exist_ok=True)
             write_weights(aside, {**dict(taught.named_parameters()), ERRORS: errors})
-        aside.rename(self._place(index))
+        settle(aside, self._place(index))
 
     def _reader(self, index: int) -> Callable[[int], Window]:
         """Return what reads a window by its number, in float32 or better."""
