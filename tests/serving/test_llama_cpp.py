@@ -9,7 +9,7 @@ import rehead
 from exact import CONTEXTS, PROMPTS, TRAINED, Exact, divergence
 from rehead.checkpoint.gguf import architectures
 from rehead.cli import main
-from rehead.conversion.export import deepseek, folder
+from rehead.conversion.export import deepseek, fit
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 VOCAB = len(LETTERS)
@@ -79,7 +79,7 @@ def unrefused(monkeypatch):
     """A call that takes away the checks of what llama.cpp computes otherwise."""
 
     def without_checks():
-        for module in (deepseek, folder):
+        for module in (deepseek, fit):
             monkeypatch.setattr(module, "require_served", lambda *_: None)
         monkeypatch.setattr(architectures.Architecture, "refuse", lambda *_: None)
 

@@ -10,7 +10,7 @@ import rehead
 from exact import PROMPTS, Exact
 from mlx_models import CACHED, CONVERTED, MODELS, NOT_LOADED, REFUSED
 from rehead.cli import main
-from rehead.conversion.export import deepseek, folder
+from rehead.conversion.export import deepseek, fit
 from rehead.measure import kv_bytes_per_token
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
@@ -87,8 +87,8 @@ def unrefused(monkeypatch):
     def without_checks():
         for module, name in (
             (deepseek, "require_served"),
-            (folder, "require_served"),
-            (folder, "require_computed"),
+            (fit, "require_served"),
+            (fit, "require_computed"),
         ):
             monkeypatch.setattr(module, name, lambda *_: None)
 
