@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import linecache
 import os
 import random
 import signal
@@ -161,6 +162,21 @@ def test_a_checkpoint_dropped_while_it_is_opened_gives_way_to_the_next(monkeypat
     assert newest != found.folder
 
 
+def test_a_checkpoint_dropped_just_as_it_was_found_gives_way_to_the_next(monkeypatch):
+    train_here(*TINY, "system.work_dir=a", "trainer.max_iters=2", "trainer.save_every=1", "trainer.keep=2")
+    found = []
+
+    def resolve_then_drop(path):
+        found.append(resolve(path))
+        if len(found) == 1:
+            found[0].rename("elsewhere")
+        return found[-1]
+
+    monkeypatch.setattr("rehead.checkpoint.find.resolve", resolve_then_drop)
+    assert open_model("a").folder.name == "step-000001"
+    assert found[0].name == "step-000002"
+
+
 def after(calls, do):
     """`do`, with a SIGTERM during its call number `calls`."""
     count = itertools.count(1)
@@ -245,6 +261,41 @@ def test_a_signal_while_a_run_begins_leaves_no_folder(tmp_path, monkeypatch, nam
     with pytest.raises(KeyboardInterrupt):
         begin()
     assert not folder.path.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*unclosed file", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_before_a_run_begins_leaves_no_folder(tmp_path):
+    """A trace function raises it at the first, second, ... line of the lock and of the run's folder."""
+
+    def interrupt_at(wanted):
+        """Whether there was such a line."""
+        lines = itertools.count()
+
+        def trace(frame, event, _):
+            file = frame.f_code.co_filename
+            if Path(file).name not in {"hold.py", "folder.py"}:
+                return None
+            does_something = linecache.getline(file, frame.f_lineno).split("#")[0].strip() != "try:"
+            if event == "line" and does_something and next(lines) == wanted:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with RunFolder(tmp_path / "new" / "a").open(resume=False):
+                sys.settrace(before)
+                return False
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+
+    for number in itertools.count():
+        if not interrupt_at(number):
+            break
+        assert not (tmp_path / "new").exists(), number
+    assert number > 20
 
 
 @pytest.mark.slow

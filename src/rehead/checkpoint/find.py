@@ -51,7 +51,7 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
         try:
             result = read(folder)
         except (InvalidInput, IntegrityError):
-            if _identity(folder) == before:
+            if before is not None and _identity(folder) == before:
                 raise
         else:
             if _identity(folder) in (before, None):

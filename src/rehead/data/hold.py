@@ -46,20 +46,32 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
     """
     require_folders(folder / LOCK)
     created = [place for place in (folder, *folder.parents) if not place.exists()]
-    with resource(f"cannot write in {folder}", f"choose another {choose}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+")
-    with lock:
-        _claim(folder, lock, choose)
-        held = Held(folder, lock, os.stat(folder))
-        try:
-            yield held
-        finally:
-            if held.is_valid and not keep():
-                (folder / LOCK).unlink(missing_ok=True)
-                with suppress(OSError):  # not empty: another process uses it
-                    for place in created:
-                        place.rmdir()
+    in_place = True
+    try:  # before anything is created: an interrupt may come anywhere
+        with resource(f"cannot write in {folder}", f"choose another {choose}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / LOCK).open("a+")
+        with lock:
+            _claim(folder, lock, choose)
+            held = Held(folder, lock, os.stat(folder))
+            try:
+                yield held
+            finally:
+                in_place = held.is_valid
+    finally:
+        if in_place and not keep():
+            with suppress(OSError, Busy):  # not empty, or another process uses it
+                _remove(folder, created, choose)
+
+
+def _remove(folder: Path, created: list[Path], choose: str) -> None:
+    """Remove the lock file and the created folders, unless another process holds the lock."""
+    if (folder / LOCK).exists():
+        with (folder / LOCK).open("a+") as lock:
+            _claim(folder, lock, choose)
+            (folder / LOCK).unlink()
+    for place in created:
+        place.rmdir()
 
 
 def _claim(folder: Path, lock: TextIO, choose: str) -> None:

@@ -52,9 +52,9 @@ class RunFolder:
             raise InvalidInput(self._nothing_to_resume())
         with hold(self.path, lambda: self.begun, "system.work_dir") as self._held:
             is_new = not self.checkpoints.exists()
-            with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
-                self.checkpoints.mkdir(exist_ok=True)
             try:
+                with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
+                    self.checkpoints.mkdir(exist_ok=True)
                 recover(self.checkpoints)
                 newest = newest_step(self.path)
                 if newest is not None and not resume:
