@@ -376,6 +376,14 @@ def test_targets_are_the_inputs_one_token_on():
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
+def test_with_bos_every_window_begins_with_it_and_nothing_else_changes():
+    inputs, targets = BatchSampler(ids(50), block_size=7, batch_size=5, seed=3).next()
+    begun, same = BatchSampler(ids(50), block_size=7, batch_size=5, seed=3, bos=99).next()
+    assert (begun[:, 0] == 99).all()
+    assert torch.equal(begun[:, 1:], inputs[:, 1:])
+    assert torch.equal(same, targets)
+
+
 def test_every_window_is_drawn_the_first_and_the_last_too():
     inputs, targets = BatchSampler(ids(12), block_size=3, batch_size=400, seed=5).next()
     assert set(inputs[:, 0].tolist()) == set(range(9))

@@ -320,7 +320,9 @@ def test_some_inputs_learn():
         assert_near(found, [wanted[1 + index]], 3e-6)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which PyTorch imports for it
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:.*torch.jit"
+)  # a FutureWarning from 2.14; PyTorch imports torch.jit for it
 def test_forward_derivatives_are_not_lost():
     """PyTorch's own attention on a CPU has none, and says so."""
     query, key, value = sample(SIZES["whole tiles"])

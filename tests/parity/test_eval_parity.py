@@ -1,9 +1,10 @@
-"""`rehead eval` against a plain loop over transformers' own model: at a length, sliding, in a dtype."""
+"""Losses against a plain loop over transformers' own model: at a length, sliding, in a dtype; before training, too."""
 
 import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers as hf
@@ -14,6 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from rehead import tokenizer
 from rehead.cli import main
+from rehead.data import BatchSampler, split
+from rehead.generation import stream
 
 TEXT = "Ünïcödé and plain: it droppeth as the gentle rain\nfrom heaven upon the place beneath. " * 20
 PADDED = 5000
@@ -115,21 +118,70 @@ def test_in_another_dtype(stock, capsys, monkeypatch):
     assert "--dtype int4" in capsys.readouterr().err
 
 
-@pytest.mark.process
-def test_blocks_begin_as_every_text_does(stock):
-    """With the token that transformers' own tokenizer puts before a text, which the file says; not if asked not to."""
-    torch.set_default_dtype(torch.float32)
-    model, ids, place = stock
+@pytest.fixture(scope="module")
+def begun(stock):
+    """The id that transformers' tokenizer of the folder `begun` puts before a text; the model is that of `llama`."""
+    _, _, place = stock
     shutil.copytree(place / "llama", place / "begun")
     inner = hf.Tokenizer.from_file(str(place / "llama" / "tokenizer.json"))
     inner.add_special_tokens(["<s>", "</s>"])
     around = [(token, inner.token_to_id(token)) for token in ("<s>", "</s>")]
     inner.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=around)
     inner.save(str(place / "begun" / "tokenizer.json"))
-    bos = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place / "begun" / "tokenizer.json"))("it")
-    bos = bos["input_ids"][0]
-    for words, expected in ([], plain(model, ids, 50, 17, bos)), (["--no-bos"], plain(model, ids, 50, 17)):
-        found = typed(place, "--length", 50, "--stride", 17, *words, model="begun")
+    read = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place / "begun" / "tokenizer.json"))
+    return read("it")["input_ids"][0]
+
+
+@pytest.mark.process
+def test_blocks_begin_as_every_text_does(stock, begun):
+    """With the token that the tokenizer puts before a text; not if asked not to."""
+    torch.set_default_dtype(torch.float32)
+    model, ids, _ = stock
+    for words, expected in (
+        ([], plain(model, ids, 50, 17, begun)),
+        (["--no-bos"], plain(model, ids, 50, 17)),
+    ):
+        found = typed(stock[2], "--length", 50, "--stride", 17, *words, model="begun")
         assert (found["loss"], found["tokens"]) == (pytest.approx(expected[0], abs=1e-5), expected[1])
         assert found.get("bos") == (None if words else "<s>")
-    assert abs(plain(model, ids, 50, 17, bos)[0] - expected[0]) > 1e-3
+    assert abs(plain(model, ids, 50, 17, begun)[0] - expected[0]) > 1e-3
+
+
+@pytest.mark.filterwarnings("default:.*not in the tokenizer's vocabulary")
+def test_training_begins_its_blocks_so_too(stock, begun, monkeypatch):
+    """The losses of the first step and of the evaluation before it, and the sample's prompt."""
+    torch.set_default_dtype(torch.float32)
+    model, ids, place = stock
+    monkeypatch.chdir(place)
+    flags = ["data.block_size=16", "trainer.batch_size=4", "trainer.max_iters=1", "trainer.eval_batches=999"]
+    flags += [
+        "trainer.sample_every=1",
+        "trainer.sample_tokens=2",
+        "trainer.sample_prompt=it",
+        "system.seed=5",
+    ]
+    command = ["train", "model.folder=begun", "data.path=text.txt", "system.work_dir=run", *flags]
+    prompts = []
+
+    def noted(model, texts, *rest, **more):
+        prompts.append(texts[0].tolist())
+        return stream(model, texts, *rest, **more)
+
+    monkeypatch.setattr("rehead.training.run.stream", noted)
+    assert main(command) == 0
+    start, *records = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    assert start["bos"] == "<s>"
+    parts = split(ids.numpy(), 16, 0.1)
+    held_out = torch.from_numpy(parts.val)
+    before = next(record["val_loss"] for record in records if "val_loss" in record)
+    assert before == pytest.approx(plain(model, held_out, 16, 16, begun)[0], abs=1e-5)
+    assert abs(before - plain(model, held_out, 16, 16)[0]) > 1e-3
+    inputs, targets = BatchSampler(parts.train, 16, 4, 5).next()
+    inputs[:, 0] = begun
+    with torch.no_grad():
+        loss = F.cross_entropy(model(inputs).logits.flatten(0, 1).float(), targets.flatten())
+    assert next(record["loss"] for record in records if "loss" in record) == pytest.approx(
+        loss.item(), abs=1e-5
+    )
+    assert prompts[0][0] == begun
+    assert next(Path("run/samples").iterdir()).read_text().startswith("it")

@@ -18,11 +18,16 @@ Pair = tuple[Tensor, Tensor]
 
 
 class BatchSampler:
-    """Draws windows at random positions of a text, with replacement, from its own generator."""
+    """Draws windows at random positions of a text, with replacement, from its own generator.
 
-    def __init__(self, ids: Ids, block_size: int, batch_size: int, seed: int) -> None:
+    `bos` is as in `evaluation_blocks`.
+    """
+
+    def __init__(
+        self, ids: Ids, block_size: int, batch_size: int, seed: int, *, bos: int | None = None
+    ) -> None:
         require_block(ids, block_size, "training")
-        self._ids, self._block_size, self._batch_size = ids, block_size, batch_size
+        self._ids, self._block_size, self._batch_size, self._bos = ids, block_size, batch_size, bos
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> Batch:
@@ -30,7 +35,8 @@ class BatchSampler:
         n_start = len(self._ids) - self._block_size
         starts = torch.randint(n_start, (self._batch_size, 1), generator=self._generator).numpy()
         windows = taken(self._ids, starts + np.arange(self._block_size + 1))
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return _begun(inputs, self._bos), targets
 
     def state(self) -> UInt8[Tensor, "bytes"]:
         """Return the generator's state; after `restore` the same batches follow, bit for bit."""
@@ -92,10 +98,14 @@ def evaluation_blocks(
         windows = taken(ids, np.minimum(at, len(ids) - 1))
         beyond = torch.from_numpy(at >= len(ids))
         seen = torch.from_numpy((at[:, :1] > 0) & (np.arange(block_size) < block_size - stride))
-        inputs = windows[:, :-1].masked_fill(beyond[:, :-1], 0)
-        if bos is not None:
-            inputs[:, 0] = bos
         yield (
-            inputs,
+            _begun(windows[:, :-1].masked_fill(beyond[:, :-1], 0), bos),
             windows[:, 1:].masked_fill(beyond[:, 1:] | seen, IGNORE),
         )
+
+
+def _begun(inputs: Int64[Tensor, "B L"], bos: int | None) -> Int64[Tensor, "B L"]:
+    """Put `bos`, if there is one, in place of the first token of every row."""
+    if bos is not None:
+        inputs[:, 0] = bos
+    return inputs

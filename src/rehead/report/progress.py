@@ -65,8 +65,9 @@ def _event(record: Record) -> str:
     if record["event"] == "save":
         return f"saved step {record['step']} in {record['path']}"
     begin = f"from step {record['step']}, " if record["step"] else ""
+    windows = f", each window begins with {record['bos']}" if "bos" in record else ""
     return (
-        f"text: {record['text']}; "
+        f"text: {record['text']}{windows}; "
         f"{begin}{record['parameters']:,} parameters, {record['vocab_size']} symbols, "
         f"{record['train_tokens']:,} tokens to train on, {record['val_tokens']:,} to validate, {record['device']}"
     )

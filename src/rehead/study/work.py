@@ -109,14 +109,14 @@ def _subject(job: Job, preset: Preset) -> Record:
 
 def _measure(job: Job, preset: Preset) -> Record:
     if job.export is not None and job.parent is not None:
-        return {"read_back": read_back(load(job.parent), job.model, _texts(job).val)}
+        return {"read_back": read_back(load(job.parent), job.model, _texts(job)[0].val)}
     opened = open_model(job.model, device=choose_device(job.options.trainer.device))
     model, tokenizer = opened.model, opened.require_tokenizer()
-    texts = _texts(job)
+    texts, bos = _texts(job)
     metrics = read_metrics(job.folder / "metrics.jsonl")
     own = job.length
-    losses = metrics.losses[-1][1:] if metrics.losses else _losses(job, model, texts, own)
-    shorter = {length: _losses(job, model, texts, length)[1] for length in job.lengths if length != own}
+    losses = metrics.losses[-1][1:] if metrics.losses else _losses(job, model, texts, own, bos)
+    shorter = {length: _losses(job, model, texts, length, bos)[1] for length in job.lengths if length != own}
     return {
         "train_loss": losses[0],
         "val_loss": losses[1],
@@ -124,21 +124,22 @@ def _measure(job: Job, preset: Preset) -> Record:
         "curve": [(step + job.steps_before, *both) for step, *both in metrics.losses],
         "seconds_per_step": metrics.seconds_per_step,
         "torn_lines": metrics.torn,
-        "sample": _sample(model, tokenizer, preset, texts),
+        "sample": _sample(model, tokenizer, preset, texts, bos),
         "unknown_characters": unknown_characters(tokenizer, preset.prompt or ""),
         "certificate": _certificate(job),
     }
 
 
-def _texts(job: Job) -> Split:
-    _, tokens = read_text(job.options, RunFolder(job.folder).tokens, checkpoint.resolve(job.model))
-    return split(tokens.ids, job.options.data.block_size, job.options.data.val_fraction)
+def _texts(job: Job) -> tuple[Split, int | None]:
+    """Return the text of a job, and the id that begins each window of it (`Tokenizer.bos`)."""
+    tokenizer, tokens = read_text(job.options, RunFolder(job.folder).tokens, checkpoint.resolve(job.model))
+    return split(tokens.ids, job.options.data.block_size, job.options.data.val_fraction), tokenizer.bos
 
 
-def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[float, float]:
+def _losses(job: Job, model: LanguageModel, texts: Split, size: int, bos: int | None) -> tuple[float, float]:
     """Return train and validation loss as training at this block size evaluates them, on the same blocks."""
     train_loss, val_loss = (
-        evaluate(model, shown(_blocks(job, ids, size), f"evaluating on {part} in blocks of {size:,}"))[0]
+        evaluate(model, shown(_blocks(job, ids, size, bos), f"evaluating on {part} in blocks of {size:,}"))[0]
         for part, ids in zip(("training text", "validation text"), texts, strict=True)
     )
     return train_loss, val_loss
@@ -146,20 +147,23 @@ def _losses(job: Job, model: LanguageModel, texts: Split, size: int) -> tuple[fl
 
 def validation_blocks(job: Job) -> Iterator[Batch]:
     """Return the blocks of the validation text on which a job's loss is measured."""
-    return _blocks(job, _texts(job).val, job.length)
+    texts, bos = _texts(job)
+    return _blocks(job, texts.val, job.length, bos)
 
 
-def _blocks(job: Job, ids: Ids, size: int) -> Iterator[Batch]:
+def _blocks(job: Job, ids: Ids, size: int, bos: int | None) -> Iterator[Batch]:
     trainer = job.options.trainer
-    return evaluation_blocks(ids, size, trainer.batch_size, trainer.batch_size * trainer.eval_batches)
+    limit = trainer.batch_size * trainer.eval_batches
+    return evaluation_blocks(ids, size, trainer.batch_size, limit, bos=bos)
 
 
-def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: Split) -> str:
+def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: Split, bos: int | None) -> str:
     """Continue the preset's prompt; without one, or if it cannot be encoded, the beginning of the validation text."""
     prompt = [int(token) for token in texts.val[:PROMPT_TOKENS]]
     if preset.prompt is not None and not unknown_characters(tokenizer, preset.prompt):
         prompt = tokenizer.encode(preset.prompt).tolist()
-    tokens = stream(model, [torch.tensor(prompt)], preset.new_tokens, preset.temperature, seed=0)
+    begun = prompt if bos is None else [bos, *prompt]
+    tokens = stream(model, [torch.tensor(begun)], preset.new_tokens, preset.temperature, seed=0)
     tokens = staged(tokens, "writing a sample", preset.new_tokens, "tokens")
     return tokenizer.decode([*prompt, *(int(token) for token in tokens)])
 

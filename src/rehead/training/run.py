@@ -85,8 +85,11 @@ class Run:
             require_same_run(checkpoint, folder.config, options, self.tokens.sha256)
             model = own.load(checkpoint, in_memory=not ranks.sharded)
         self.carried = carried_files(options.model, checkpoint)
+        self.bos = self.tokenizer.bos
         self.prompt = self._prompt(model.config.context_limit)
-        self.sampler = BatchSampler(self.split.train, data.block_size, options.trainer.batch_size, seed)
+        self.sampler = BatchSampler(
+            self.split.train, data.block_size, options.trainer.batch_size, seed, bos=self.bos
+        )
         self.best: float | None = None
         self.owed = numbers is not None and numbers.get("owed", False)
         """Whether the last step is not followed yet by what is due after it: a signal came before its end."""
@@ -205,6 +208,7 @@ class Run:
             "train_tokens": len(self.split.train),
             "val_tokens": len(self.split.val),
             "text_sha256": self.tokens.sha256,
+            **({} if self.bos is None else {"bos": self.tokenizer.token(self.bos)}),
             "device": str(self.trainer.model.device),
             **arithmetic(self.ranks.world),
         }
@@ -216,7 +220,7 @@ class Run:
         for name, ids in (("train_loss", self.split.train), ("val_loss", self.split.val)):
             if len(ids) < 2:
                 continue
-            blocks = evaluation_blocks(ids, self.options.data.block_size, size, size * n_batch)
+            blocks = evaluation_blocks(ids, self.options.data.block_size, size, size * n_batch, bos=self.bos)
             with stop.abandonable():
                 record[name] = self.ranks.evaluate(self.trainer.objective, self.trainer.model, blocks)
         if "val_loss" in record:
@@ -226,15 +230,16 @@ class Run:
     def _prompt(self, limit: int | None) -> list[int]:
         """Return the prompt of samples. Raises InvalidInput for characters outside the vocabulary."""
         given = self.options.trainer.sample_prompt
+        begin = [] if self.bos is None else [self.bos]
         if given is not None:
-            prompt = [int(token) for token in self.tokenizer.encode(given)]
+            prompt = [*begin, *map(int, self.tokenizer.encode(given))]
             if limit is not None and len(prompt) > limit:
                 raise ConfigError(
                     f"trainer.sample_prompt has {len(prompt)} tokens, the model reads {limit}: give a shorter prompt."
                 )
             return prompt
         ids = self.split.val if len(self.split.val) else self.split.train
-        return [int(token) for token in ids[: min(PROMPT_TOKENS, limit or PROMPT_TOKENS)]]
+        return [*begin, *map(int, ids[:PROMPT_TOKENS])][:limit]
 
     def _sample(self) -> dict[str, Any]:
         """Generate after the prompt; write and return the text."""
@@ -251,7 +256,8 @@ class Run:
             )
             return [int(token) for token in new]
 
-        text = self.tokenizer.decode([*self.prompt, *self.ranks.apart(self.trainer.objective, generated)])
+        prompt = self.prompt if self.bos is None else self.prompt[1:]
+        text = self.tokenizer.decode([*prompt, *self.ranks.apart(self.trainer.objective, generated)])
         self.folder.write_sample(self.trainer.step, text)
         return {"event": "sample", "step": self.trainer.step, "text": text}
 
