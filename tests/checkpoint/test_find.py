@@ -138,6 +138,7 @@ def test_a_link_out_of_a_step_is_refused_not_skipped(run, tmp_path):
         newest_step(run)
 
 
+@pytest.mark.mistyped
 @pytest.mark.parametrize("path", [3, None, b"model", ["model"]])
 def test_what_is_no_path_is_refused(path):
     with pytest.raises(

@@ -111,8 +111,15 @@ def test_between_one_and_two_heads_is_no_gqa():
     ("to", "options", "says"),
     [
         (MLA, {"kv_rank": 3}, "kv_rank beside a config, which already defines it. Give one of them."),
-        (3, {}, "to=3: expected a name (mha, mqa, gqa, mla, reduced), an attention's config"),
-        ([MLA, "mla"], {}, "expected a name (mha, mqa, gqa, mla, reduced)"),
+        pytest.param(
+            3,
+            {},
+            "to=3: expected a name (mha, mqa, gqa, mla, reduced), an attention's config",
+            marks=pytest.mark.mistyped,
+        ),
+        pytest.param(
+            [MLA, "mla"], {}, "expected a name (mha, mqa, gqa, mla, reduced)", marks=pytest.mark.mistyped
+        ),
         ([MLA, MLA, MLA], {}, "3 attentions for 2 layers: give one per layer, or one."),
         ([], {}, "0 attentions for 2 layers"),
         ("mla", {"kv_rnk": 3}, "unknown option 'kv_rnk'. Did you mean 'kv_rank'"),

@@ -19,6 +19,7 @@ import rehead.training.run
 from rehead.checkpoint import resolve
 from rehead.cli import main
 from rehead.data.files import write_whole
+from rehead.system.hangup import TOGETHER
 from rehead.tokenizer import open_model
 from rehead.training.folder import RunFolder
 from rehead.training.interrupt import stop_signals
@@ -57,8 +58,8 @@ def start():
     """start(words): `python -m rehead ...` with the one thread that tests have; no process outlives its test."""
     begun = []
 
-    def begin(*words):
-        command = [sys.executable, "-m", "rehead", *words]
+    def begin(*words, program=("-m", "rehead")):
+        command = [sys.executable, *program, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         begun.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes))
         return begun[-1]
@@ -263,6 +264,42 @@ def test_a_signal_while_a_run_begins_leaves_no_folder(tmp_path, monkeypatch, nam
     assert not folder.path.exists()
 
 
+SLOW = """
+import sys, time
+from rehead.cli import main
+import rehead.cli.entry
+from rehead.training.saving import Saver
+
+publish = Saver._publish
+
+def slowly(saver, snapshot):
+    print("saving", flush=True)
+    time.sleep(4)
+    return publish(saver, snapshot)
+
+Saver._publish = slowly
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("pauses", "is_saved"), [([], True), ([0.05], True), ([1.5], False)], ids=["one", "together", "later"]
+)
+def test_a_save_that_takes_longer_than_a_command_has_to_answer(pauses, is_saved, start):
+    """Ended after 1.5 s it lost the run. Two signals at once, as `timeout` sends them, are one; a later one is not."""
+    process = start("train", *TINY, ENDLESS, "system.work_dir=a", program=["-c", SLOW])
+    wait_for(lambda: len(steps("a")) >= 5, process)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "saving\n"
+    for pause in pauses:
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert ("and saved in a: continue with" in err.splitlines()[-1]) == is_saved, err
+    assert bool(list(Path("a").glob("checkpoints/step-*"))) == is_saved
+
+
 @pytest.mark.filterwarnings("ignore:.*unclosed file", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_before_a_run_begins_leaves_no_folder(tmp_path):
     """A trace function raises it at the first, second, ... line of the lock and of the run's folder."""
@@ -339,7 +376,9 @@ def test_only_the_first_signal_is_noted_and_handlers_come_back():
     with stop_signals() as stop:
         assert stop.signal is None
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)  # it comes with the first
         assert stop.signal == signal.SIGTERM
+        time.sleep(TOGETHER)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

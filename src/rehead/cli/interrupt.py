@@ -4,7 +4,7 @@ import _thread
 import os
 import time
 
-from rehead.system.hangup import leave_terminal
+from rehead.system.hangup import TOGETHER, leave_terminal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ AGAIN = 0.02
 
 PATIENCE = 1.5
 """Seconds that a C++ call may keep running after a signal: Python's handler runs only when it returns."""
-_answered: list[int] = []
+_answered: list[float] = []
+"""When the signal came that ends the command; nothing before."""
 
 
 def answer_signals() -> None:
@@ -47,14 +48,22 @@ def ignore_signals() -> None:
 
 
 def _watch(reader: int) -> None:
-    """End the process if a signal for `_stop` is not answered in time: nothing is lost that can be saved."""
+    """End the process if a signal for `_stop` is not answered in time: nothing is lost that can be saved.
+
+    What was answered may take its time to clean up, and a run that handles the signal itself to save.
+    """
     while True:
         for number in os.read(reader, 1):
-            if number in WORDS:
-                before = len(_answered)
+            if number in WORDS and signal.getsignal(number) is _stop:
+                again = _is_again(number)
                 time.sleep(PATIENCE)
-                if len(_answered) == before and signal.getsignal(number) is _stop:
+                if (again or not _answered) and signal.getsignal(number) is _stop:
                     _end(number)
+
+
+def _is_again(number: int) -> bool:
+    """Whether a signal came after the one that was answered, not with it: the shell and the terminal may both send."""
+    return bool(_answered) and number != signal.SIGHUP and time.monotonic() > _answered[0] + TOGETHER
 
 
 def _end(number: int) -> None:
@@ -65,12 +74,11 @@ def _end(number: int) -> None:
 def _stop(number: int, frame: "FrameType | None") -> None:
     if number == signal.SIGHUP:
         leave_terminal()
-        if _answered:  # the shell and the terminal may both send it
-            return
-    elif _answered:
+    if _is_again(number):
         _end(number)
-    _answered.append(number)
-    _interrupt(number, frame)
+    if not _answered:
+        _answered.append(time.monotonic())
+        _interrupt(number, frame)
 
 
 def _interrupt(number: int, frame: "FrameType | None") -> None:

@@ -3,6 +3,8 @@
 import os
 
 S_IFMT, S_IFCHR = 0o170000, 0o020000
+TOGETHER = 0.3
+"""Seconds within which two signals are one: `timeout` and others send theirs to a process and to its group."""
 
 
 def leave_terminal() -> None:

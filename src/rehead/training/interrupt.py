@@ -2,11 +2,14 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
-from rehead.system.hangup import leave_terminal
+from rehead.system.hangup import TOGETHER, leave_terminal
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -49,8 +52,8 @@ class Stop:
 def stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
     """Record SIGINT, SIGTERM and SIGHUP within the block instead of acting on them; restore the handlers at its end.
 
-    After the first signal, SIGINT and SIGTERM act as before. SIGHUP does not: a closing shell and its terminal may both
-    send it, so a second one does not mean haste. An ignored SIGHUP (nohup) stays ignored.
+    After the first signal, SIGINT and SIGTERM act as before, unless they come with it. SIGHUP does not: a closing shell
+    and its terminal may both send it, so a second one does not mean haste. An ignored SIGHUP (nohup) stays ignored.
     """
     stop = stop or Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -64,9 +67,7 @@ def stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
         if number == signal.SIGHUP:
             leave_terminal()
         for again in (signal.SIGINT, signal.SIGTERM):
-            action = before[again]  # SIGINT is ignored in the background job of a shell script
-            default = signal.default_int_handler if again == signal.SIGINT else signal.SIG_DFL
-            signal.signal(again, action if callable(action) else default)
+            signal.signal(again, partial(_act, before[again], time.monotonic() + TOGETHER))
         stop.note(number)
 
     try:
@@ -76,3 +77,13 @@ def stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _act(before: Any, since: float, number: int, frame: FrameType | None) -> None:
+    """Do with a signal what its handler `before` does; nothing `since` that time has not come."""
+    if time.monotonic() >= since:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(
+            number, before if callable(before) else default
+        )  # SIGINT is ignored in a shell script's job
+        signal.raise_signal(number)
