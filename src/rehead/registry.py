@@ -45,6 +45,7 @@ class Registry(Generic[T]):
 
 def nearest(name: str, known: "Registry[T] | list[str]") -> str:
     """Return the end of an "unknown ..." message: the nearest known name, then all of them."""
-    near = get_close_matches(name, list(known), n=1)
+    swapped = [one for one in known if sorted(one) == sorted(name)]
+    near = swapped or get_close_matches(name, list(known), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint} Known: {', '.join(known)}."

@@ -245,7 +245,7 @@ def test_a_config_added_later_is_found_without_the_rest(tmp_path):
 
 def test_a_path_through_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ResourceError, match=r"file is a file\. Choose a path in a folder\.$"):
+    with pytest.raises(InvalidInput, match=r"file is a file\. Choose a path in a folder\.$"):
         put(tmp_path / "file" / "deep" / "model")
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -135,7 +135,7 @@ def test_heal_gives_the_renewed_certificate(run, capfd):
 UNDER_A_FILE = "cannot be created: input.txt is a file. Choose a path in a folder."
 WRONG_PLACES = (
     ("train data.path=input.txt system.work_dir=input.txt/x", "input.txt/x", UNDER_A_FILE),
-    ("train data.path=input.txt system.work_dir=input.txt", UNDER_A_FILE),
+    ("train data.path=input.txt system.work_dir=input.txt", f"rehead: input.txt {UNDER_A_FILE}"),
     (
         "study --preset grid model.n_kv_head=[1,2] data.path=input.txt system.work_dir=input.txt/x",
         UNDER_A_FILE,

@@ -305,7 +305,7 @@ def test_calibrated_on_itself_alone(run, model, capfd):
     for source in (run, model):
         assert main(["convert", source, f"{source}-new", *lossy]) == 0
         found.append(json.loads(capfd.readouterr().out))
-    assert [one["test"]["name"] for one in found] == ["validation part of the run's text", "self"]
+    assert [one["test"]["name"] for one in found] == ["the validation part of the run's text", "self"]
     assert [one["held_out"] for one in found] == [False, True]
     assert found[1]["test"]["sha256"] != found[1]["calibration"][0]["sha256"]
 
@@ -538,7 +538,7 @@ PLACES = {
     "a folder": ("standing", 3, "exists: choose another name"),
     "a file": ("file", 3, "exists: choose another name"),
     "a link to it": ("link", 2, "source is never touched"),
-    "below a file": ("file/new", 5, "file"),
+    "below a file": ("file/new", 3, "file is a file. Choose a path in a folder"),
 }
 
 
@@ -550,6 +550,26 @@ def test_places_that_will_not_do(place, status, says, model, capfd):
     Path("x").mkdir()
     Path("link").symlink_to("model")
     refused(capfd, [model, place, "--to", "mha"], status, says)
+
+
+def test_the_folder_one_stands_in_is_no_place(model, capfd, monkeypatch):
+    """It has no name of its own, by which what is written beside it could be called."""
+    source = Path(model).resolve()
+    Path("x").mkdir()
+    monkeypatch.chdir("x")
+    for command in (["convert", str(source), ".", "--to", "mha"], ["export", str(source), "."]):
+        assert main(command) == 3
+        assert ". exists: choose another name" in capfd.readouterr().err
+
+
+def test_what_needs_no_weights_is_refused_before_they_are_read(model, capfd, monkeypatch):
+    monkeypatch.setattr("rehead.conversion.folder.open_model", lambda *given, **named: pytest.fail("read"))
+    lossy = ["--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]
+    refused(capfd, [model, "new", *lossy, "--kv-rank", "3"], 2, "say the same thing. Give one")
+    refused(capfd, [model, "new", *lossy, "--length", "0"], 2, "length 0: the model reads at most")
+    for option in ("--calibration", "--test"):
+        refused(capfd, [model, "new", *lossy, option, "nowhere.txt"], 3, f"give {option} a file or folder")
+    assert not Path("new.unfinished").exists()
 
 
 def test_sources_that_are_none(capfd):

@@ -349,8 +349,8 @@ def test_each_text_has_its_own_windows(trained):
             r"of the [\w,]+ tokens of ([^(]*) .*?in windows of (\d+)", page.partition("Fitted to")[2]
         )
         assert windows == [
-            ("training part of the run's text", "12"),
-            ("training part of the healing text", "9"),
+            ("the training part of the run's text", "12"),
+            ("the training part of the healing text", "9"),
         ]
 
 

@@ -21,7 +21,9 @@ from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
+from rehead.conversion.texts import SELF
 from rehead.conversion.unfinished import fingerprint, note_result, place_of, unfinished
+from rehead.data import named
 from rehead.errors import InvalidInput, ReheadError, UsageError
 from rehead.measure.environment import environment
 from rehead.measure.length import text_length
@@ -145,8 +147,13 @@ def convert_folder(
     """
     require_apart(source, destination)
     require_seed(seed)
+    for option, texts in (("--calibration", calibration), ("--test", [test] if test is not None else [])):
+        for text in texts:
+            if str(text) != SELF:
+                named(text, option).require()
     if measured_ranks or max_loss is not None:
         _require_measurable(target, max_loss)
+    _require_sensible(source, target, length)
     return_freed_memory()
     with unfinished(destination, resume=resume) as scratch, publish(destination) as aside:
         opened = FolderConverter(
@@ -195,13 +202,27 @@ def plannable_dtype(path: Path) -> torch.dtype:
 
 
 def require_apart(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source, in it, or around it."""
+    """Refuse a destination that is the source, in it, or around it, and one without a name of its own, as "." is."""
     here, there = source.resolve(), destination.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise UsageError(
-            f"{destination} is {source}, or one is inside the other: the source is never touched. Choose another "
-            "folder for the result."
+        both = (
+            f"{source} is inside {destination}"
+            if there in here.parents
+            else f"{destination} is inside {source}"
         )
+        found = f"{destination} is {source}" if here == there else both
+        raise UsageError(f"{found}: the source is never touched. Choose another folder for the result.")
+    if destination.name in ("", ".."):
+        raise InvalidInput(f"{destination} exists: choose another name.")
+
+
+def _require_sensible(source: Path, target: Target, length: int | None) -> None:
+    """Refuse what the source's config refuses, before its weights are looked over."""
+    config, data = read_at(source, own.read_config), run_data(source)
+    if isinstance(config, GPTConfig):
+        text_length(config, length, None if data is None else data.block_size)
+        for layer in dict.fromkeys(config.attention):
+            target.attention(layer, config.n_embd)
 
 
 def _require_measurable(target: Target, max_loss: float | None) -> None:

@@ -131,7 +131,7 @@ class Reader:
                 f"the run's own text cannot be read, so nothing is measured on it: {error}", stacklevel=2
             )
             return Texts()
-        fitted = Passage(name="training part of the run's text", ids=parts.train, bos=self.bos)
-        held = replace(fitted, name="validation part of the run's text", ids=parts.val)
+        fitted = Passage(name="the training part of the run's text", ids=parts.train, bos=self.bos)
+        held = replace(fitted, name="the validation part of the run's text", ids=parts.val)
         some = len(parts.val) > 0
         return Texts(calibration=[fitted], test=held if some else None, held_out=some)

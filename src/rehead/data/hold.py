@@ -44,7 +44,7 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
     Unless `keep()` is True at the end, created folders are removed. Raises Busy immediately if another
     process holds the lock. `choose` names another way out: the option that says which folder.
     """
-    require_folders(folder / LOCK)
+    require_folders(folder, itself=True)
     created = [place for place in (folder, *folder.parents) if not place.exists()]
     in_place = True
     try:  # before anything is created: an interrupt may come anywhere

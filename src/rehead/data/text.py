@@ -44,6 +44,11 @@ class Source:
         if self.name is not None:
             CORPORA[self.name]
 
+    def require(self) -> None:
+        """Raise InvalidInput if there is no text to read; what is in it is not looked at."""
+        if self.path is not None:
+            next(read(self.path, 1, self.option), None)
+
     def __iter__(self) -> Iterator[str]:
         if self.path is None:
             parts = CORPORA[str(self.name)](self.cache_dir)

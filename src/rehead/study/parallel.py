@@ -52,7 +52,7 @@ def run_parallel(
                 sender.close()
                 running[receiver] = job, process
             if stop.signal is not None and failure is None:
-                failure = _stopped(stop.signal)
+                failure = stopped(stop.signal)
                 _stop(running)
             for connection in wait(list(running), timeout=TURN):
                 assert isinstance(connection, Connection)
@@ -64,7 +64,7 @@ def run_parallel(
                     message = None if process.exitcode == 0 else _lost(job, process.exitcode)
                     del running[connection]
                 if isinstance(message, Exception) and failure is None:
-                    failure = message if stop.signal is None else _stopped(stop.signal)
+                    failure = message if stop.signal is None else stopped(stop.signal)
                     _stop(running)
                 elif isinstance(message, str):
                     warnings.warn(f"{job.variant}: {message}", stacklevel=2)
@@ -95,13 +95,14 @@ def _killed(running: dict[Connection, tuple[Job, BaseProcess]]) -> Iterator[None
             process.kill()
 
 
-def _stopped(number: int) -> Interrupted:
+def stopped(number: int) -> Interrupted:
+    """Return what a study raises that was asked to stop by this signal."""
     return Interrupted("stopped, with every run saved: repeat the command to resume.", number)
 
 
 def _lost(job: Job, status: int | None) -> ReheadError:
     if status is not None and -status in HANDLED:  # sent to it and not, or not yet, to this process
-        return _stopped(-status)
+        return stopped(-status)
     return ResourceError(
         f"{job.variant}: its process ended with status {status}, perhaps because memory ran out: repeat the command "
         "with fewer --jobs to resume."
@@ -121,7 +122,7 @@ def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connecti
                 for record in run_job(job, preset, sharing):
                     out.send(record)
         except Interrupted as error:
-            out.send(_stopped(error.exit_code - 128))
+            out.send(stopped(error.exit_code - 128))
         except ReheadError as error:
             out.send(error)
         except Exception as error:

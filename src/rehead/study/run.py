@@ -8,7 +8,7 @@ from typing import Any
 
 from rehead.data.files import write_whole
 from rehead.data.hold import LOCK, hold
-from rehead.errors import UsageError
+from rehead.errors import Interrupted, UsageError
 from rehead.registry import nearest
 from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
@@ -16,7 +16,7 @@ from rehead.study.begun import require_same
 from rehead.study.costs import known_costs, measure_costs
 from rehead.study.job import Job, one_source
 from rehead.study.kv_dtype import known_formats, measure_formats
-from rehead.study.parallel import run_parallel
+from rehead.study.parallel import run_parallel, stopped
 from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
 from rehead.study.sharing import Sharing
@@ -101,8 +101,11 @@ def _run(
         with Sharing(jobs[0].place) as sharing:
             for job in open_jobs:
                 with listening(partial(_report, watch, job)):
-                    for record in run_job(job, preset, sharing):
-                        watch(job, record)
+                    try:
+                        for record in run_job(job, preset, sharing):
+                            watch(job, record)
+                    except Interrupted as error:  # which says how to continue that run alone
+                        raise stopped(error.exit_code - 128) from error
     costs, formats = _costs(jobs, watch), _formats(preset, jobs, watch)
     document = gather(preset, jobs, costs, formats, command, fraction)
     if document["prompt_note"] is not None:

@@ -1,6 +1,7 @@
 """The folder of a run: config.yaml, metrics.jsonl, samples/, checkpoints/step-NNNNNN/, and a lock."""
 
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -20,6 +21,7 @@ from rehead.registry import nearest
 from rehead.system.aside import ASIDE
 from rehead.training.metrics import records
 
+log = logging.getLogger("rehead")
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
 
 
@@ -67,6 +69,8 @@ class RunFolder:
                         f"every checkpoint in {self.path} is damaged: there is nothing to resume from. "
                         "Choose another system.work_dir, or remove the checkpoints to train from the start."
                     )
+                if newest is None and resume:
+                    log.info("%s has no checkpoint yet: starting at step 0", self.path)
                 yield newest
             finally:
                 with suppress(OSError):  # the folder may have gone away

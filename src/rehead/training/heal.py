@@ -193,7 +193,7 @@ def healed_files(
     tokenizer: Tokenizer,
 ) -> dict[str, str]:
     """Return the certificate `before`, measured again against the teacher, as files by name."""
-    text = Passage(name="validation part of the run's text", ids=held_out, bos=tokenizer.bos)
+    text = Passage(name="the validation part of the run's text", ids=held_out, bos=tokenizer.bos)
     after = measured_again(before, teacher, model, text, tokenizer)
     assert after.test is not None
     assert after.loss is not None

@@ -131,7 +131,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     text = tokenize(source_of(options.data), opened.require_tokenizer(), scratch / "text")
     parts = split(text.ids, length, options.data.val_fraction)
     bos = opened.require_tokenizer().bos
-    fitted = Passage(name="training part of the healing text", ids=parts.train, bos=bos)
+    fitted = Passage(name="the training part of the healing text", ids=parts.train, bos=bos)
     work = place_of(
         scratch,
         folders=[fingerprint(one.folder) for one in (teacher, opened)],
@@ -149,7 +149,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         replace(layer, taught=[errors[index].before, errors[index].after]) if index in errors else layer
         for index, layer in enumerate(before.layers)
     ]
-    held_out = Passage(name="validation part of the healing text", ids=parts.val, bos=bos)
+    held_out = Passage(name="the validation part of the healing text", ids=parts.val, bos=bos)
     test_blocks = blocks_of(result, held_out.ids, TEST_TOKENS, before.length, bos)
     output = output_errors(source, result, test_blocks[:1])
     after = replace(

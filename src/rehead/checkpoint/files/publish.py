@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from rehead.checkpoint.files.exchange import exchange
 from rehead.checkpoint.files.shards import LONG, require_regular, strict_json
-from rehead.errors import IntegrityError, InvalidInput, ResourceError
+from rehead.errors import IntegrityError, InvalidInput, ReheadError, ResourceError
 from rehead.stages import staged
 from rehead.system.aside import ASIDE, aside, sweep
 
@@ -108,7 +108,7 @@ def _parents_of(folder: Path) -> Iterator[None]:
             require_folders(folder)
             new = [parent for parent in folder.parents if not parent.exists()]
             folder.parent.mkdir(parents=True, exist_ok=True)
-        except ResourceError:
+        except ReheadError:
             raise
         except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
             raise _resource(folder, error) from error
@@ -213,11 +213,11 @@ def standing(folder: Path) -> Path:
     return old if old.is_dir() else folder
 
 
-def require_folders(path: Path) -> None:
-    """Refuse a path that leads through a file."""
-    for parent in path.parents:
-        if os.path.lexists(parent) and not parent.is_dir():
-            raise ResourceError(f"{path} cannot be created: {parent} is a file. Choose a path in a folder.")
+def require_folders(path: Path, *, itself: bool = False) -> None:
+    """Raise InvalidInput for a path that leads through a file or, if `itself` is to be a folder, is one."""
+    for place in (path, *path.parents) if itself else path.parents:
+        if os.path.lexists(place) and not place.is_dir():
+            raise InvalidInput(f"{path} cannot be created: {place} is a file. Choose a path in a folder.")
 
 
 def _refuse_existing(folder: Path, overwrite: bool) -> None:

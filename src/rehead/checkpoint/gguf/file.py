@@ -58,7 +58,8 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise InvalidInput(f"no file {str(path)!r}: give a .gguf file.")
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise InvalidInput(f"{path} {what}: give a .gguf file.")
         try:
             self._handle = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._handle)
