@@ -53,3 +53,27 @@ def test_sigterm_too_and_as_a_module_and_in_the_background(tmp_path):
     assert stopped(MODULE, words, "numpy", signal.SIGTERM) == (143, "", "terminated\n")
     assert stopped(SCRIPT, words, "torch.nn.modules", before=BACKGROUND) == (130, "", "interrupted\n")
     assert not list(tmp_path.iterdir())
+
+
+CLEANING = """
+import time
+from rehead.cli.interrupt import answer_signals
+
+answer_signals()
+try:
+    print("begun", flush=True)
+    while True:
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    time.sleep(2.5)
+    print("cleaned up")
+"""
+
+
+def test_a_command_that_has_answered_takes_its_time_to_clean_up():
+    """1.5 s are for a call of C++ that keeps the handler from running."""
+    command = [sys.executable, "-c", CLEANING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("cleaned up\n", "")

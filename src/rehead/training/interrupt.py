@@ -83,7 +83,6 @@ def _act(before: Any, since: float, number: int, frame: FrameType | None) -> Non
     """Do with a signal what its handler `before` does; nothing `since` that time has not come."""
     if time.monotonic() >= since:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(
-            number, before if callable(before) else default
-        )  # SIGINT is ignored in a shell script's job
+        # SIGINT is ignored in the background job of a shell script
+        signal.signal(number, before if callable(before) else default)
         signal.raise_signal(number)
