@@ -74,8 +74,8 @@ MUTANTS = {  # file, source, fault, test file, and which of its tests
         "test_sampling.py", "finite",
     ),
     "targets are inputs": (
-        "data/batches.py", "return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()",
-        "return windows[:, :-1].contiguous(), windows[:, :-1].contiguous()", "test_data.py", "",
+        "data/batches.py", "inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()",
+        "inputs, targets = windows[:, :-1].contiguous(), windows[:, :-1].contiguous()", "test_data.py", "",
     ),
     "accumulated batches are summed": (
         "training/loop.py", " / options.grad_accumulation", "", "training/test_run.py", "accumulated",
