@@ -71,8 +71,8 @@ def main() -> None:
             over = [seconds[at] / seconds[0] for seconds in taken]
             rows.append(
                 [
-                    f"{batch}",
                     place.name,
+                    f"{batch}",
                     f"{kv_bytes_per_token(model.config):,}",
                     f"{held[at]:,.0f}",
                     f"{work[at][0] / work[0][0]:.2f}",
@@ -83,7 +83,7 @@ def main() -> None:
             )
     print(
         markdown(
-            ["batch", "model", "KV B/token", "held", "bytes read", "FLOPs", "ms/token", "time"],
+            ["model", "batch", "KV B/token", "held", "bytes read", "FLOPs", "ms/token", "time"],
             rows,
         )
     )
