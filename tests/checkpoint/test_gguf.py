@@ -309,8 +309,8 @@ def test_damaged_files(plain, tmp_path):
     for content, words in cases:
         bad.write_bytes(content)
         refused(bad, tmp_path / "out", words)
-    refused(tmp_path / "none.gguf", tmp_path / "out", "no file")
-    refused(tmp_path, tmp_path / "out", "no file")
+    refused(tmp_path / "none.gguf", tmp_path / "out", "none.gguf does not exist: give a .gguf file")
+    refused(tmp_path, tmp_path / "out", "is a folder: give a .gguf file")
 
 
 def test_alignment_and_arrays(plain, tmp_path):

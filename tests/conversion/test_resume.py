@@ -216,6 +216,9 @@ def test_what_is_unfinished_is_not_lost_by_a_mistake(source, written, capsys):
     assert main(words("new")) == 2
     assert "new.unfinished holds an interrupted conversion: use --resume" in capsys.readouterr().err
     assert main(words("new", "--resume", "--test", "typo.txt")) == 3
+    assert digests(source / "new.unfinished") == kept
+    (source / "blank.txt").write_text(" ")
+    assert main(words("new", "--resume", "--test", "blank.txt")) == 3
     assert "new.unfinished keeps what is done" in capsys.readouterr().err
     assert digests(source / "new.unfinished") | kept == digests(source / "new.unfinished")
     assert main(words("new", "--resume")) == 0
