@@ -227,6 +227,20 @@ def test_a_refused_run_leaves_nothing_behind(flag, error):
     assert [place.name for place in Path("mine").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "tokens.bin"])
+@pytest.mark.parametrize("flags", [[], ["trainer.resume=True"]])
+def test_files_of_something_else_are_not_overwritten(name, flags):
+    """Training would write its own config, and cut the metrics to its steps."""
+    Path("mine").mkdir()
+    Path("mine", name).write_text("precious: 1\n")
+    with pytest.raises(
+        InvalidInput, match="holds no run to resume" if flags else f"mine/{name} is not from a run"
+    ):
+        run("mine", *flags)
+    assert Path("mine", name).read_text() == "precious: 1\n"
+    assert [place.name for place in Path("mine").iterdir()] == [name]
+
+
 def test_a_refused_resume_leaves_the_runs_own_tokens():
     run("a")
     before = Path("a/tokens.bin").read_bytes()

@@ -74,17 +74,18 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int, bos: int 
     seeds = np.random.SeedSequence(seed).generate_state(2 * count, np.uint32)[::2].tolist()
     state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
     model = assembled(model.config, state)  # in memory: every decoded token reads all of it
-    rows: list[torch.Tensor] = []
     together = max(1, TOGETHER // length)
     groups = [slice(at, at + together) for at in range(0, count, together)]
-    first = torch.from_numpy(starts)
+    ids = torch.zeros(
+        count, length, dtype=torch.long
+    )  # tokens kept one by one would pin freed memory between them
+    ids[:, 0] = first = torch.from_numpy(starts)
     streams = (stream(model, list(first[at, None]), length - 1, seed=seeds[at]) for at in groups)
     drawn = staged(
         chain.from_iterable(streams), "sampling a text from the model", count * (length - 1), "tokens", len
     )
     with keeping_freed_memory():
         for at in groups:
-            rows.append(
-                torch.stack([first[at], *(token.cpu() for token in islice(drawn, length - 1))], dim=1)
-            )
-    return Passage(name=SELF, ids=torch.cat(rows).flatten().numpy(), bos=bos)
+            for place, token in enumerate(islice(drawn, length - 1), start=1):
+                ids[at, place] = token.cpu()
+    return Passage(name=SELF, ids=ids.flatten().numpy(), bos=bos)

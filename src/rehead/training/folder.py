@@ -41,7 +41,7 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """Return True if there is a run, with or without a checkpoint."""
-        return self.config.exists() or bool(steps(self.path))
+        return (self.checkpoints.exists() and self.config.exists()) or bool(steps(self.path))
 
     @contextmanager
     def open(self, *, resume: bool) -> Iterator[Path | None]:
@@ -55,6 +55,12 @@ class RunFolder:
         with hold(self.path, lambda: self.begun, "system.work_dir") as self._held:
             is_new = not self.checkpoints.exists()
             try:
+                for file in (self.config, self.metrics, self.tokens) if is_new else ():
+                    if file.exists():
+                        raise InvalidInput(
+                            f"{file} is not from a run, which would have checkpoints beside it: training would "
+                            "overwrite it. Choose another system.work_dir."
+                        )
                 with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                     self.checkpoints.mkdir(exist_ok=True)
                 recover(self.checkpoints)
