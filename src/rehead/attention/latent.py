@@ -34,8 +34,8 @@ class LatentAttention(Attention):
         super().__init__(config, d_model)
         down, up, o, query = config._widths()
         self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-        if config.qk_rope_head_dim and config.rope is not None and config.rope.scaling is not None:
-            self.scale *= config.rope.scaling.score_scale
+        if config.qk_rope_head_dim and config.rope is not None:
+            self.scale *= config.rope.score_scale
         if config.q_lora_rank is None:
             self.q_proj = Linear(d_model, query, bias=config.qkv_bias)
         else:

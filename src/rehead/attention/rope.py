@@ -204,6 +204,16 @@ class RopeConfig:
                 if number is not None and not least <= number <= 1e15:
                     raise ConfigError(f"rope scaling {name}={number}. Use {least:g} or more, up to 1e15.")
 
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosine and sine."""
+        return 1.0 if self.scaling is None else self.scaling.magnitude
+
+    @property
+    def score_scale(self) -> float:
+        """Additional factor of the scores if only a part of the key is rotated."""
+        return 1.0 if self.scaling is None else self.scaling.score_scale
+
     def rotated(self, width: int) -> int:
         """Return how many numbers of a head of `width` rotate: the first ones, rounded down as in Hugging Face."""
         return int(width * self.partial_rotary_factor)
@@ -284,8 +294,7 @@ class Rotary:
 
     def _cos_sin(self, positions: Int[Tensor, "*B L"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angle = positions[..., None, None] * self.config.frequencies(self.head_dim).to(positions.device)
-        magnitude = self.config.scaling.magnitude if self.config.scaling else 1.0
-        cos, sin = angle.cos() * magnitude, angle.sin() * magnitude
+        cos, sin = angle.cos() * self.config.magnitude, angle.sin() * self.config.magnitude
         if self.config.layout == "half-split":
             cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         else:

@@ -129,7 +129,6 @@ def repeated(rope: RopeConfig, head_dim: int, width: int, pairs: list[int] | Non
     """
     frequencies = rope.frequencies(head_dim)
     chosen = pairs or sorted(index % len(frequencies) for index in range(width // 2))
-    magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
     factors = (1 / frequencies[torch.tensor(chosen)]).tolist()
-    scaling = LongRopeScaling(factors=tuple(factors), attention_factor=magnitude)
+    scaling = LongRopeScaling(factors=tuple(factors), attention_factor=rope.magnitude)
     return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)

@@ -130,8 +130,7 @@ def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
     if n_head == 1:
         return replace(rope, partial_rotary_factor=1.0)
     factors = (1 / rope.frequencies(width)).repeat(n_head)
-    magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
-    scaling = LongRopeScaling(factors=tuple(factors.tolist()), attention_factor=magnitude)
+    scaling = LongRopeScaling(factors=tuple(factors.tolist()), attention_factor=rope.magnitude)
     return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)
 
 

@@ -138,8 +138,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         asking = query[:, frequency] * made[:, own].mT.conj()[:, :, None]
         rest = key.index_add(1, frequency, torch.einsum("pk,pd->kpd", made, turned), alpha=-1)
         rest[:, [f for f, n in used.items() if n == n_kv_head]] = 0  # all of it rotates: no rounding errors
-        magnitude = 1.0 if source.rope.scaling is None else source.rope.scaling.magnitude
-        still = query * found.constant.conj()[:, :, None] * magnitude**2
+        still = query * found.constant.conj()[:, :, None] * source.rope.magnitude**2
         unrotated = slice(source.rope.rotated(source.head_dim), None)
         plain = asked.unflatten(0, (source.n_query_head, -1))[:, unrotated]
         keys = held.unflatten(0, (n_kv_head, -1))[:, unrotated]
