@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rehead
-from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels, scalings
 from rehead.checkpoint import families, own
 from rehead.checkpoint.huggingface import stock
 from rehead.cli import main
@@ -188,6 +188,21 @@ def test_notes_explain_the_words_of_the_rows(gpt):
         .notes[-1]
         .startswith("expand: ")
     )
+
+
+def test_engines_own_sizes_are_a_row_and_no_advice():
+    """Llama 3.2's 1B, whose scaled rope becomes a yarn: 576 of 1,024 numbers, and a larger loss than rebuilt keys."""
+    scaling = scalings["llama3"](factor=32.0)
+    rope = RopeConfig(theta=500_000.0, scaling=scaling)
+    heads = GroupedConfig(n_query_head=32, n_kv_head=8, head_dim=64, rope=rope)
+    config = replace(shape(16, 2048, 32, 8, 64), attention=(heads,) * 16, block_size=131_072)
+    found = plan(config, context=8192)
+    (row,) = [row for row in found.rows if row.command == "--to mla --target canonical"]
+    assert (row.variant, row.verdict) == ("mla, rank 512 + 64 rotated, rope", "approximate")
+    assert row.gpu_kv_bytes_per_token * 1024 == found.rows[0].gpu_kv_bytes_per_token * 576
+    assert "by a yarn's angles, up to 0.31 rad off after 2,048 tokens" in row.why
+    assert found.advice.startswith("Nothing smaller is exact. --to mla --kv-fraction 0.5 usually")
+    assert any(note.startswith("canonical: as uneven") and "vLLM" in note for note in found.notes)
 
 
 def test_a_context_longer_than_the_models_own_is_noted(gpt):

@@ -97,15 +97,16 @@ def test_an_uneven_rotary_part(fields, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_a_canonical_rotary_part(engine, tmp_path):
-    """Heads of 64 have DeepSeek's angles; for vLLM the latent, the heads and the values are widened with zeros."""
-    ours = converted(tmp_path, {"head_dim": 64}, target="canonical", kv_fraction=0.5)
-    assert ours.config.attention[0].rope.scaling is None
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "sglang", "mlx"])
+@pytest.mark.parametrize("fields", [{}, {"rope_parameters": LLAMA3}], ids=["plain", "llama3"])
+def test_a_canonical_rotary_part(engine, fields, tmp_path):
+    """Heads of 64 have DeepSeek's angles, Llama 3's by a yarn; for vLLM all sizes are widened with zeros."""
+    ours = converted(tmp_path, {"head_dim": 64} | fields, target="canonical", kv_fraction=0.5)
     export_folder(tmp_path / "converted", tmp_path / "out", "deepseek_v3", engine)
     config = require_alike(ours, tmp_path / "out", torch.randint(1, 53, (2, 60)))
+    assert config.rope_parameters["rope_type"] == ("yarn" if fields else "default")
     sizes = (config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
-    assert sizes == ((64, 64, 64, 64) if engine == "transformers" else (256, 64, 128, 128))
+    assert sizes == ((256, 64, 128, 128) if engine in ("vllm", "sglang") else (64, 64, 64, 64))
 
 
 @torch.no_grad()

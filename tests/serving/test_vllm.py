@@ -109,10 +109,14 @@ def test_a_wrong_query_scale_is_seen(case, vllm, tmp_path):
     assert case.written.apart(answer) > 1e-2
 
 
-def test_a_canonical_latent_of_eight_kv_heads(tmp_path, vllm):
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["plain", "llama3"])
+def test_a_canonical_latent_of_eight_kv_heads(scaling, tmp_path, vllm):
     """Approximate, with one rotary part of DeepSeek's angles: vLLM's own class writes what rehead does with it."""
     sizes = {"n_query_head": 8, "n_kv_head": 8, "head_dim": 64, "n_embd": 300}
-    config = ModelOptions(shape="llama", n_layer=2, rope=True, **sizes).resolve(53, 96)
+    config = ModelOptions(shape="llama", n_layer=2, rope=True, rope_scaling=scaling, **sizes).resolve(53, 96)
     torch.manual_seed(1)
     model = build(replace(config, learned_positions=False)).eval()
     with torch.no_grad():

@@ -26,10 +26,18 @@ REBUILDING = (
     "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
     "them into all keys and values."
 )
-DECOUPLED = (
-    "uneven: some directions of the keys keep their rotation, the others lose it, so that nothing is rebuilt: far "
-    "fewer FLOPs than rebuilt keys, and a larger loss."
-)
+DECOUPLED = {
+    "uneven": (
+        "some directions of the keys keep their rotation, the others lose it, so that nothing is rebuilt: far "
+        "fewer FLOPs than rebuilt keys, and a larger loss.",
+        "transformers has a class for it.",
+    ),
+    "canonical": (
+        "as uneven, with the sizes and angles of DeepSeek's own class.",
+        "vLLM and SGLang serve it with their MLA kernels.",
+    ),
+}
+"""Targets with a rotary part: what they are, and who serves them."""
 CLASSLESS = "No stock class can hold the result, so `export` refuses it:"
 TIED = (
     "tied: keys and values are the same numbers, cached once, as in the reduced form of MLA (--to reduced)."
@@ -171,7 +179,7 @@ def _advice(rows: list[Row], variants: list[Variant]) -> str:
         part = share(best.gpu_kv_bytes_per_token, full)
         return f"{best.command} keeps every logit and {part} of the cache."
     if lossy:
-        latents = (row for row, latent in lossy if latent)
+        latents = (row for row, latent in lossy if latent and "--target" not in row.command)
         best = max(latents, key=lambda row: row.gpu_cache_bytes, default=lossy[0][0])
         return f"Nothing smaller is exact. {best.command} usually loses least; measure it with --calibration TEXT."
     return "Nothing smaller can be made of this model: keep it as it is."
@@ -183,9 +191,10 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     yield from _of_layers(variants[0].config)
     if any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in layers):
         yield REBUILDING
-    if decoupled := [variant.config for variant in variants if "uneven" in variant.command]:
-        lacking = [lacks_class(made) for made in decoupled]
-        yield f"{DECOUPLED} {f'{CLASSLESS} {lacking[0]}' if all(lacking) else 'transformers has a class for it.'}"
+    for target, (words, served) in DECOUPLED.items():
+        if made := [variant.config for variant in variants if f"--target {target}" in variant.command]:
+            lacking = [lacks_class(config) for config in made]
+            yield f"{target}: {words} {f'{CLASSLESS} {lacking[0]}' if all(lacking) else served}"
     if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
         yield TIED
     for step in dict.fromkeys(variant.step for variant in variants if variant.step):

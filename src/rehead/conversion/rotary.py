@@ -9,6 +9,7 @@ from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.rope import LongRopeScaling
 from rehead.conversion.base import common
 from rehead.conversion.steps.rotations import all_rotated, beside
+from rehead.conversion.yarn import as_yarn
 from rehead.errors import ConfigError
 
 SHARE = 3
@@ -117,9 +118,12 @@ def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeCon
             "its queries, keys and values have biases, which vLLM's and SGLang's DeepseekV3ForCausalLM leave out. Use "
             "--target uneven, for transformers."
         )
-    if heads.rope.scaling is not None:
+    if heads.rope.scaling is None:
+        return width, replace(heads.rope, partial_rotary_factor=1.0)
+    yarn = as_yarn(heads.rope, width) if width == SERVED else None
+    if yarn is None:
         raise ConfigError("scaled rope: native MLA kernels compute other angles. Use --target uneven.")
-    return width, replace(heads.rope, partial_rotary_factor=1.0)
+    return width, yarn
 
 
 def repeated(rope: RopeConfig, head_dim: int, width: int, pairs: list[int] | None = None) -> RopeConfig:

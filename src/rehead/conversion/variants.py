@@ -82,6 +82,8 @@ def _candidates(config: GPTConfig) -> Iterator[Candidate]:
         yield candidate(to="mla", kv_fraction=fraction)
     for fraction in map(float, FRACTIONS if heads.rope is not None else ()):
         yield candidate(to="mla", target="uneven", kv_fraction=fraction)
+    if heads.rope is not None:
+        yield candidate(to="mla", target="canonical")
     yield candidate(to="reduced")
     yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
 

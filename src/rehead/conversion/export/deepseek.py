@@ -164,7 +164,7 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
 def _require_canonical(layer: LatentConfig) -> int:
     """Return the rank that kernels know for a latent beside a rotary part; refuse angles they do not compute."""
     assert layer.rope is not None
-    if layer.rope.scaling is not None or ROPE % layer.qk_rope_head_dim:
+    if kind(layer.rope) not in ENGINES["vllm"].angles or ROPE % layer.qk_rope_head_dim:
         raise ConfigError(
             f"{layer.describe()}: vLLM's DeepseekV3ForCausalLM has {ROPE} rotated numbers of frequencies of its own."
         )

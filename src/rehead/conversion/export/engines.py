@@ -64,8 +64,8 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
             known="run in `make test-serving`",
             classes=(V3, V2),
             latent_eps="`rms_norm_eps`",
-            angles={"default": ("interleaved",)},
-            otherwise="takes all scaled rope as a yarn of its own, and pairs as interleaved",
+            angles={"default": ("interleaved",), "yarn": ("interleaved",)},
+            otherwise="takes all scaled rope as yarn, and pairs as interleaved",
             rows=(320, 512, 576),
             heads=((128, 64, 128), (64, 64, 128), (192, 64, 256)),
             padded=True,
@@ -78,8 +78,8 @@ ENGINES: Mapping[Engine, Facts] = MappingProxyType(
             known="read in its source",
             classes=(V3, V2),
             latent_eps="`rms_norm_eps`",
-            angles={"default": BOTH},
-            otherwise="takes all scaled rope as a yarn of its own",
+            angles={"default": BOTH, "yarn": BOTH},
+            otherwise="takes all scaled rope as yarn",
             padded=True,
             note="other sizes than 512 + 64 with the triton backend only",
         ),
@@ -126,7 +126,11 @@ def kind(rope: RopeConfig) -> str:
         return LONGROPE
     if isinstance(scaling, YarnScaling):
         own = scaling.attention_factor is not None and replace(scaling, attention_factor=None).magnitude
-        if own not in (False, scaling.magnitude) or bool(scaling.mscale) != bool(scaling.mscale_all_dim):
+        lone = bool(scaling.mscale) != bool(scaling.mscale_all_dim)
+        unscaled = (
+            scaling.attention_factor == 1 and scaling.score_scale != 1
+        )  # vLLM leaves the scores' factor out
+        if own not in (False, scaling.magnitude) or lone or unscaled:
             return YARN
     return next(name for name in scalings if scalings[name] is type(scaling))
 

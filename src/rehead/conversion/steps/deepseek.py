@@ -159,22 +159,22 @@ class PadToStock(TowardsDeepSeek[LatentConfig, LatentConfig]):
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
         grown = {name: getattr(wanted, name) for name in sizes}
         fits = all(size >= getattr(source, name) for name, size in grown.items())
-        folds = not source.qk_rope_head_dim or not wanted.qk_rope_head_dim % source.qk_rope_head_dim
-        if fits and folds:
+        rotated, part = source.qk_rope_head_dim, wanted.qk_rope_head_dim
+        plain = source.rope is None or source.rope.scaling is None  # or pairs between others get other angles
+        if fits and (rotated in (0, part) or (plain and part % rotated == 0)):
             wider = replace(source, **grown, rope=source.rope or wanted.rope)
             if wider != source:
                 yield wider
 
     def refusal(self, source: LatentConfig) -> str:
-        """Refuse latent norms, query latents and scaled angles."""
+        """Refuse latent norms and query latents."""
         if source.latent_norm:
             return "latent_norm=True would average over the zeros"
         if source.qk_norm_eps is not None:
             return "qk_norm_eps: MLA's heads have no norm"
         if source.q_lora_rank is not None:
             return "queries with a latent are not widened"
-        scaled = source.rope is not None and source.rope.scaling is not None
-        return "a rotary part with scaled angles is not widened" if scaled else ""
+        return ""
 
     def rewrite(self, weights: Weights, source: LatentConfig, result: LatentConfig) -> Weights:
         """Append zeros to every part, and between the pairs of the rotary part."""

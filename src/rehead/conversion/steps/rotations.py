@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from rehead.conversion.base import (
     with_bias,
 )
 from rehead.conversion.fit.turns import Directions, pairs
+from rehead.conversion.yarn import FAR, drift, stands_in
 
 SAME = 1e-6
 """Relative difference of two angles that are the same."""
@@ -34,10 +36,13 @@ NEAR = 256
 def slots_of(source: GroupedConfig, rope: RopeConfig, width: int) -> list[int] | None:
     """Return which pair of the source's heads each pair of a rotary part continues; None if one is no such pair.
 
-    A pair can be continued as often as there are KV heads.
+    A pair can be continued as often as there are KV heads, also by the angle that a yarn has in its place.
     """
-    assert source.rope is not None
-    have = source.rope.frequencies(source.head_dim)
+    own = source.rope
+    assert own is not None
+    if stands_in(rope, own, width):
+        rope, own = replace(rope, scaling=None), replace(own, scaling=None)
+    have = own.frequencies(source.head_dim)
     wanted = rope.frequencies(width)
     rising, pair = have.sort()
     above = torch.searchsorted(rising, wanted).clamp(max=len(have) - 1)
@@ -56,6 +61,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
     number, whatever the basis. The directions whose rotation moves the predictions most (by gradients on a
     text) become MLA's rotary part, as many of each frequency as the target repeats it. In the scores of the
     others a constant replaces the rotation: its mean over the distances that matter. Queries change with the keys.
+    Llama 3's scaled angles may become a yarn's, of which a few differ.
     Biases are kept where they count: that of a key without rotation adds one number to all scores of a query.
     `weighted` asks the text what matters, `svd` takes what is large in the weights, at all near distances alike.
     """
@@ -92,12 +98,12 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
         """Promise exactness where all pairs of all KV heads keep their rotation."""
-        every = all_rotated(source)
-        if result.qk_rope_head_dim == every:
-            return Promise(exact=True, why="all keys keep their rotation")
-        return Promise(
-            exact=False, why=f"{result.qk_rope_head_dim} of the {every} rotated numbers keep their rotation"
-        )
+        every, width = all_rotated(source), result.qk_rope_head_dim
+        why = "all keys" if width == every else f"{width} of the {every} rotated numbers"
+        why += " keep their rotation"
+        if off := _off(source, result):
+            why += f", by a yarn's angles, up to {off:.2f} rad off after {FAR:,} tokens"
+        return Promise(exact=width == every and not off, why=why)
 
     def refusal(self, source: GroupedConfig) -> str:
         """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
@@ -148,14 +154,26 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         padding = (0, 0, 0, result.qk_nope_head_dim - keys.shape[1])  # 1, the least, where all rotates
         queries = torch.cat([F.pad(plain, padding), real_pairs(asking, layout)], dim=1)
         width = result.qk_nope_head_dim + result.qk_rope_head_dim
-        queries = queries * (source.relative_scale * (width / source.head_dim) ** 0.5)
+        queries = queries * (
+            source.relative_scale * (width / source.head_dim) ** 0.5 / result.rope.score_scale
+        )
         keys[:, :, -1] = 0  # the bias adds one number to all scores of a query
         made = in_parts("q_proj", queries.flatten(0, 1), biased=source.qkv_bias)
         made |= _latent(
             keys, values.unflatten(0, (n_kv_head, -1)), real_pairs(turned[None], layout)[0], result
         )
         lost = _lost(found.matters, used)
-        return Converted(weights=made | projections(weights, "o_proj"), lost=lost, residual=lost)
+        off = _off(source, result)
+        return Converted(weights=made | projections(weights, "o_proj"), lost=lost, residual=max(lost, off))
+
+
+def _off(source: GroupedConfig, result: LatentConfig) -> float:
+    """Return how far the result's angles are off, in radians after `FAR` tokens; 0 unless a yarn stands in."""
+    assert source.rope is not None
+    assert result.rope is not None
+    width = result.qk_rope_head_dim
+    is_other = stands_in(result.rope, source.rope, width)
+    return drift(result.rope, source.rope, width) if is_other else 0.0
 
 
 def all_rotated(source: GroupedConfig) -> int:
