@@ -9,14 +9,8 @@ import torch
 
 from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.latent import LatentConfig
-from rehead.attention.rope import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    RopeConfig,
-    Rotary,
-    YarnScaling,
-)
+from rehead.attention.rope import RopeConfig, Rotary
+from rehead.attention.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from rehead.errors import ConfigError
 
 B, L, H, E = 3, 7, 5, 32

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rehead
-from rehead.attention.rope import Llama3Scaling
+from rehead.attention.rope_scaling import Llama3Scaling
 from rehead.checkpoint.gguf import file as gguf_file
 from rehead.checkpoint.gguf import import_file, names, tokenizer
 from rehead.cli import main

@@ -8,7 +8,8 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig
-from rehead.attention.rope import Llama3Scaling, RopeConfig, YarnScaling
+from rehead.attention.rope import RopeConfig
+from rehead.attention.rope_scaling import Llama3Scaling, YarnScaling
 from rehead.cli import main
 from rehead.cli.wording import as_typed
 from rehead.config import ModelOptions

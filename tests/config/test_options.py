@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from rehead.attention import LatentConfig, RopeConfig
-from rehead.attention.rope import LinearScaling
+from rehead.attention.rope_scaling import LinearScaling
 from rehead.attention.summed import SummedConfig
 from rehead.config import ModelOptions, RNNConfig, TrainerOptions
 from rehead.config.flags import read

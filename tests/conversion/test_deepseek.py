@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope import LinearScaling
+from rehead.attention.rope_scaling import LinearScaling
 from rehead.config import ExpertsConfig, ModelOptions
 from rehead.conversion.base import CannotConvert
 from rehead.conversion.export.deepseek import own_target, require_sayable, stock_target, to_deepseek

@@ -9,7 +9,7 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, scores
-from rehead.attention.rope import LinearScaling
+from rehead.attention.rope_scaling import LinearScaling
 from rehead.attention.score import ScaledDot
 from rehead.conversion import Target, conversions
 from rehead.generation import generate

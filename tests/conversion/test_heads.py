@@ -7,7 +7,7 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, scores
-from rehead.attention.rope import LinearScaling
+from rehead.attention.rope_scaling import LinearScaling
 from rehead.conversion import PoolHeads, RepeatHeads
 from rehead.conversion.base import Statistics
 from rehead.errors import ConfigError

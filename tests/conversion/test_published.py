@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rehead.attention import GroupedConfig, RopeConfig
-from rehead.attention.rope import LinearScaling
+from rehead.attention.rope_scaling import LinearScaling
 from rehead.conversion.blocks import blocks_of
 from rehead.conversion.fit.layerwise import gather
 

@@ -10,7 +10,7 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope import LinearScaling, LongRopeScaling
+from rehead.attention.rope_scaling import LinearScaling, LongRopeScaling
 from rehead.conversion.base import Statistics
 from rehead.conversion.fit import turns as gathered
 from rehead.conversion.fit.layerwise import gather

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, scores
-from rehead.attention.rope import LinearScaling
+from rehead.attention.rope_scaling import LinearScaling
 from rehead.conversion import conversions, path
 from rehead.errors import ConfigError
 

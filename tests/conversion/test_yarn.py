@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope import LinearScaling, Llama3Scaling, LongRopeScaling
+from rehead.attention.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling
 from rehead.conversion.steps.rotations import slots_of
 from rehead.conversion.target import Target
 from rehead.conversion.yarn import FAR, as_yarn, drift, stands_in

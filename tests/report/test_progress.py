@@ -137,7 +137,7 @@ def test_an_evaluation_and_texts_name_what_they_do(tmp_path, monkeypatch, capfd,
 
 
 def test_a_silence_is_broken(monkeypatch, capfd, clock):
-    """Even within one item of a stage."""
+    """Even within one item of a stage, whose time left counts down: 60 seconds each."""
     monkeypatch.setattr(lines, "TICK", 0.01)
     with progress.Board("converting x"):
         for _ in staged(range(4), "reading", 4096, "tokens", lambda _: 1024):
@@ -148,12 +148,12 @@ def test_a_silence_is_broken(monkeypatch, capfd, clock):
         "converting x",
         "reading  4,096 tokens",
         "reading  4,096 tokens",
-        "reading  1,024/4,096 tokens  0:03:45 left",
-        "reading  1,024/4,096 tokens  0:05:15 left",
-        "reading  2,048/4,096 tokens  0:02:15 left",
-        "reading  2,048/4,096 tokens  0:02:45 left",
-        "reading  3,072/4,096 tokens  0:01:05 left",
-        "reading  3,072/4,096 tokens  0:01:15 left",
+        "reading  1,024/4,096 tokens  0:02:45 left",
+        "reading  1,024/4,096 tokens  0:02:15 left",
+        "reading  2,048/4,096 tokens  0:01:45 left",
+        "reading  2,048/4,096 tokens  0:01:15 left",
+        "reading  3,072/4,096 tokens  0:00:45 left",
+        "reading  3,072/4,096 tokens  0:00:15 left",
     ]
 
 

@@ -7,7 +7,8 @@ from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.latent import LatentAttention
 from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import EMPTY, Mask, visible
-from rehead.attention.rope import RopeConfig, scalings
+from rehead.attention.rope import RopeConfig
+from rehead.attention.rope_scaling import scalings
 from rehead.attention.score import scores
 from rehead.attention.summed import SummedAttention, SummedConfig
 

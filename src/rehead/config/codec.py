@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rehead.attention import AttentionConfig, scalings, scores, variants
-from rehead.attention.rope import RopeScaling
+from rehead.attention.rope_scaling import RopeScaling
 from rehead.attention.score import ScoreConfig
 from rehead.config.model import ModelConfig, model_types
 from rehead.config.typed import WORDS

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig, scores, variants
 from rehead.attention.grouped_config import divisors
-from rehead.attention.rope import RopeScaling
+from rehead.attention.rope_scaling import RopeScaling
 from rehead.config.codec import decode
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import nearest

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope import LongRopeScaling
+from rehead.attention.rope_scaling import LongRopeScaling
 from rehead.conversion.base import common
 from rehead.conversion.steps.rotations import all_rotated, beside
 from rehead.conversion.yarn import as_yarn

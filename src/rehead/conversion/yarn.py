@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 from rehead.attention import RopeConfig
-from rehead.attention.rope import Llama3Scaling, YarnScaling
+from rehead.attention.rope_scaling import Llama3Scaling, YarnScaling
 
 FAR = 2048
 """Tokens over which the promise of a conversion counts the difference of two angles."""

@@ -18,10 +18,11 @@ Record = dict[str, Any]
 
 @dataclass
 class _Doing:
-    """Progress `done` of `total`, first seen at `first`; `line` describes it without the time left."""
+    """Progress `done` of `total` at time `now`, first seen at `first`; `line` describes it without the time left."""
 
     first: int
     begun: float
+    now: float
     done: int
     total: int | None
     line: str
@@ -30,8 +31,13 @@ class _Doing:
     def __str__(self) -> str:
         if self.total is None or not self.first < self.done < self.total:
             return self.line
-        pace = (time.monotonic() - self.begun) / (self.done - self.first)
-        return f"{self.line}  {timedelta(seconds=round(pace * (self.total - self.done)))} left"
+        pace = (self.now - self.begun) / (self.done - self.first)
+        left = pace * (self.total - self.done) - (time.monotonic() - self.now)
+        return f"{self.line}  {timedelta(seconds=max(0, round(left)))} left"
+
+    def reach(self, done: int, line: str) -> None:
+        """Update the progress."""
+        self.done, self.now, self.line = done, time.monotonic(), line
 
 
 class PlainLines:
@@ -58,11 +64,10 @@ class PlainLines:
         if stage.state == "begun":
             amount = "" if stage.total is None else f"  {stage.total:,} {stage.unit}"
             begun = time.monotonic()
-            self._doing[title] = _Doing(0, begun, 0, stage.total, f"{title}{amount}", shown=False)
+            self._doing[title] = _Doing(0, begun, begun, 0, stage.total, f"{title}{amount}", shown=False)
         elif stage.state == "going":
             of = "" if stage.total is None else f"/{stage.total:,}"
-            doing = self._doing[title]
-            doing.done, doing.line = stage.done, f"{title}  {stage.done:,}{of} {stage.unit}"
+            self._doing[title].reach(stage.done, f"{title}  {stage.done:,}{of} {stage.unit}")
         else:
             del self._doing[title]
         self._print_due()
@@ -70,13 +75,13 @@ class PlainLines:
     def run(self, record: Record, total: int, title: str, event: str) -> None:
         """Update a run of `total` steps with a record, and print its `event` if there is one."""
         step, now = record["step"], time.monotonic()
-        doing = self._doing.setdefault(title, _Doing(step, now, step, total, title, shown=True))
+        doing = self._doing.setdefault(title, _Doing(step, now, now, step, total, title, shown=True))
         if "loss" in record:
-            doing.done, doing.line = step, f"{title}  step {step}/{total}  loss {record['loss']:.4f}"
+            doing.reach(step, f"{title}  step {step}/{total}  loss {record['loss']:.4f}")
         if "train_loss" in record and record.get("event") != "end":
             losses = (key for key in ("train_loss", "val_loss") if key in record)
             state = "  ".join(f"{key.replace('_', ' ')} {record[key]:.4f}" for key in losses)
-            doing.done, doing.line = step, f"{title}  step {step}/{total}  {state}"
+            doing.reach(step, f"{title}  step {step}/{total}  {state}")
             self.say(str(doing))
         elif event:
             self.say(f"{title}  {event}")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope import LinearScaling, YarnScaling
+from rehead.attention.rope_scaling import LinearScaling, YarnScaling
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.gguf.names import FREQUENCIES
 from rehead.config import GPTConfig

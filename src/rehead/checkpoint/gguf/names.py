@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rehead.attention import GroupedConfig
-from rehead.attention.rope import Llama3Scaling
+from rehead.attention.rope_scaling import Llama3Scaling
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.files.shards import require_names
 from rehead.checkpoint.gguf.file import File

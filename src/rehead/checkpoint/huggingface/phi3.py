@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from rehead.attention import GroupedConfig, RopeConfig
-from rehead.attention.rope import LongRopeScaling
+from rehead.attention.rope_scaling import LongRopeScaling
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.llama import LlamaLike

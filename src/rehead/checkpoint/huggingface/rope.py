@@ -5,7 +5,8 @@ import sys
 from typing import NamedTuple
 
 from rehead.attention import RopeConfig, scalings
-from rehead.attention.rope import Layout, LongRopeScaling, RopeScaling
+from rehead.attention.rope import Layout
+from rehead.attention.rope_scaling import LongRopeScaling, RopeScaling
 from rehead.checkpoint.huggingface.base import Fields, Table
 from rehead.config import decode
 from rehead.errors import InvalidInput

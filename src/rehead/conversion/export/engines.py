@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from rehead.attention import LatentConfig, RopeConfig
-from rehead.attention.rope import Layout, LongRopeScaling, YarnScaling, scalings
+from rehead.attention.rope import Layout
+from rehead.attention.rope_scaling import LongRopeScaling, YarnScaling, scalings
 from rehead.errors import ConfigError
 
 Engine = Literal["transformers", "vllm", "sglang", "mlx", "llama.cpp"]

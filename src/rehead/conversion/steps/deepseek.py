@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
-from rehead.attention.rope import LongRopeScaling
+from rehead.attention.rope_scaling import LongRopeScaling
 from rehead.attention.score import ScaledDot
 from rehead.conversion.base import (
     ExactConversion,
