@@ -1,4 +1,4 @@
-"""Llama 3's scaled angles as the nearest yarn, the only scaling that DeepSeek's class has in every engine."""
+"""Llama 3's scaled angles as the nearest yarn, the only scaling that vLLM's and SGLang's DeepSeek class computes."""
 
 import math
 from dataclasses import replace
