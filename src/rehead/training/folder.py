@@ -22,6 +22,8 @@ from rehead.system.aside import ASIDE
 from rehead.training.metrics import records
 
 log = logging.getLogger("rehead")
+CONFIG = 1 << 20
+"""Characters of a config.yaml, at most."""
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
 
 
@@ -41,7 +43,7 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """Return True if there is a run, with or without a checkpoint."""
-        return (self.checkpoints.exists() and self.config.exists()) or bool(steps(self.path))
+        return self._has_config() or bool(steps(self.path))
 
     @contextmanager
     def open(self, *, resume: bool) -> Iterator[Path | None]:
@@ -55,11 +57,10 @@ class RunFolder:
         with hold(self.path, lambda: self.begun, "system.work_dir") as self._held:
             is_new = not self.checkpoints.exists()
             try:
-                for file in (self.config, self.metrics, self.tokens) if is_new else ():
-                    if file.exists():
+                for file in () if self.begun else (self.config, self.metrics, self.tokens):
+                    if file.exists() and is_new:  # with checkpoints/, they are of a run killed as it began
                         raise InvalidInput(
-                            f"{file} is not from a run, which would have checkpoints beside it: training would "
-                            "overwrite it. Choose another system.work_dir."
+                            f"{file} is not from a run, and training would overwrite it. Choose another system.work_dir."
                         )
                 with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                     self.checkpoints.mkdir(exist_ok=True)
@@ -83,6 +84,13 @@ class RunFolder:
                     self.read_tokens.unlink(missing_ok=True)
                     if is_new and not self.begun:
                         self.checkpoints.rmdir()
+
+    def _has_config(self) -> bool:
+        """Return True if config.yaml has the sections of a run's."""
+        with suppress(OSError), self.config.open(encoding="utf-8", errors="replace") as file:
+            lines = file.read(CONFIG).splitlines()
+            return {"system:", "data:", "model:", "trainer:"} <= set(lines)
+        return False
 
     def recorded(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the records of metrics.jsonl, up to `step`. A truncated last line is left out, with a warning."""
