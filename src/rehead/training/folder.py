@@ -60,7 +60,8 @@ class RunFolder:
                 for file in () if self.begun else (self.config, self.metrics, self.tokens):
                     if file.exists() and is_new:  # with checkpoints/, they are of a run killed as it began
                         raise InvalidInput(
-                            f"{file} is not from a run, and training would overwrite it. Choose another system.work_dir."
+                            f"{file} is not from a run, and training would overwrite it. Choose another "
+                            "system.work_dir."
                         )
                 with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                     self.checkpoints.mkdir(exist_ok=True)
