@@ -315,10 +315,18 @@ def test_a_system_that_cannot_exchange_renames(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["model", "other"]
 
 
-def test_a_readme_may_be_added(tmp_path):
+def test_a_readme_may_be_added_and_edited(tmp_path):
+    """Also where a manifest of before lists it."""
     put(tmp_path / "model")
     (tmp_path / "model" / "README.md").write_text("")
     verify(tmp_path / "model")
+    put(tmp_path / "other", {"README.md": "license: unknown", "a.txt": "1"})
+    (tmp_path / "other" / "README.md").write_text("license: mit")
+    assert list(verify(tmp_path / "other")["files"]) == ["a.txt"]
+    manifest = json.loads((tmp_path / "other" / "MANIFEST.json").read_text())
+    manifest["files"]["README.md"] = {"bytes": 1, "sha256": "0"}
+    (tmp_path / "other" / "MANIFEST.json").write_text(json.dumps(manifest))
+    verify(tmp_path / "other")
 
 
 MANIFESTS = [

@@ -198,7 +198,7 @@ def test_engines_own_sizes_are_a_row_and_no_advice():
     config = replace(shape(16, 2048, 32, 8, 64), attention=(heads,) * 16, block_size=131_072)
     found = plan(config, context=8192)
     (row,) = [row for row in found.rows if row.command == "--to mla --target canonical"]
-    assert (row.variant, row.verdict) == ("mla, rank 512 + 64 rotated, rope", "approximate")
+    assert (row.variant, row.verdict) == ("mla, 512 + 64 rotated, canonical", "approximate")
     assert row.gpu_kv_bytes_per_token * 1024 == found.rows[0].gpu_kv_bytes_per_token * 576
     assert "by a yarn's angles, up to 0.31 rad off after 2,048 tokens" in row.why
     assert found.advice.startswith("Nothing smaller is exact. --to mla --kv-fraction 0.5 usually")

@@ -241,6 +241,16 @@ def test_files_of_something_else_are_not_overwritten(name, flags):
     assert [place.name for place in Path("mine").iterdir()] == [name]
 
 
+def test_a_model_s_folder_is_no_place_for_a_run():
+    """`eval`, `generate` and `plan` would read the model."""
+    run("a", "trainer.max_iters=1")
+    rehead.save(rehead.load("a"), "model")
+    before = sorted(os.listdir("model"))
+    with pytest.raises(InvalidInput, match=r"model is a model's folder: .* Choose another system\.work_dir"):
+        run("model")
+    assert sorted(os.listdir("model")) == before
+
+
 def test_a_refused_resume_leaves_the_runs_own_tokens():
     run("a")
     before = Path("a/tokens.bin").read_bytes()

@@ -142,7 +142,7 @@ def _row(
 ) -> Row:
     config, layer, kept = variant.config, variant.attention, kind or dtype
     return Row(
-        variant=_name(config),
+        variant=_name(config, variant.command),
         command=variant.command,
         parameters=parameters(config),
         active_parameters=active_parameters(config),
@@ -158,9 +158,11 @@ def _row(
     )
 
 
-def _name(config: ModelConfig) -> str:
+def _name(config: ModelConfig, command: str) -> str:
     if isinstance(config, GPTConfig):
-        return config.attention[0].describe()
+        name = config.attention[0].describe()
+        made = next((target for target in DECOUPLED if f"--target {target}" in command), "")
+        return f"{name.removesuffix(', rope').replace('rank ', '')}, {made}" if made else name
     assert isinstance(config, RNNConfig)
     return f"rnn, a state of {config.n_layer} x {config.n_hidden}"
 

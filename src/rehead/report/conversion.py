@@ -54,18 +54,23 @@ def present_parts(plan: Plan) -> None:
 def present_certificate(certificate: Certificate, folder: Path, asked: float | None = None) -> None:
     """Print a conversion's certificate in a few lines; `asked` is the share of the cache that was asked for."""
     first, logits = certificate.layers[0], certificate.logits
-    before, after = certificate.kv_bytes_per_token
     kind = "exact" if certificate.exact else "approximate"
     if certificate.exact and logits["argmax_flips"]:
         kind += f"; what changes below is the rounding of the new weights to {certificate.dtype}"
     print(f"{first.source} -> {first.result}: {kind}")
-    share = f"{100 * after / before:.0f} %" if asked is None else _reached(certificate, asked)
-    print(f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})")
+    print(cache(certificate, None if asked is None else _reached(certificate, asked)))
     if certificate.loss is not None:
         old, new = certificate.loss
         print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
     print(predictions(certificate))
     print(f"certificate   {folder / PAGE}")
+
+
+def cache(certificate: Certificate, share: str | None = None) -> str:
+    """Return the line that says what becomes of the KV cache, also as a `share` in other words."""
+    before, after = certificate.kv_bytes_per_token
+    share = share or f"{100 * after / before:.0f} %"
+    return f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})"
 
 
 def predictions(certificate: Certificate) -> str:

@@ -63,6 +63,11 @@ class RunFolder:
                             f"{file} is not from a run, and training would overwrite it. Choose another "
                             "system.work_dir."
                         )
+                if is_new and not self.begun and (self.path / "config.json").exists():
+                    raise InvalidInput(
+                        f"{self.path} is a model's folder: commands would read that model and not the run. Choose "
+                        "another system.work_dir."
+                    )
                 with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                     self.checkpoints.mkdir(exist_ok=True)
                 recover(self.checkpoints)

@@ -25,6 +25,8 @@ MANIFEST = "MANIFEST.json"
 FORMAT = 1
 READ = (".json", ".safetensors")
 """Suffixes of files that rehead reads; such a file is refused if the manifest does not list it."""
+FREE = ("README.md",)
+"""Files that anybody may add or edit: no manifest lists them."""
 BEFORE = ".before-rehead-"
 """Prefix of a folder's name while it is replaced, on file systems that cannot exchange two folders."""
 LARGEST = 4 * 2**20
@@ -142,7 +144,10 @@ def recorded(folder: Path, manifest: dict[str, Any] | None = None) -> dict[str, 
     """Return size and sha256 of the files that the manifest of a folder lists, unchecked."""
     try:
         files = (_manifest(folder) if manifest is None else manifest)["files"]
-        return {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+        listed = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+        return {
+            name: entry for name, entry in listed.items() if name not in FREE
+        }  # earlier manifests have them
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _incomplete(folder) from error
 
@@ -255,7 +260,8 @@ def _write_manifest(aside: Path) -> None:
     for path in sorted(aside.iterdir()):
         path.chmod(0o666 & ~_umask())
         _sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        if path.name not in FREE:
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest = aside / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
     _sync(manifest)

@@ -44,7 +44,7 @@ FORMATS = """
 ## Other number formats
 
 Keep these weights in bfloat16 or float32. Rounded to float16, or to 8 bits as in llama.cpp's q8_0, these rows lose more
-than {lost:.0%} of their size, and the model would predict noise:
+than {lost:.0%} of their size, and the model may predict noise:
 
 | rows of | float16 | q8_0 |
 |---|---:|---:|

@@ -69,17 +69,23 @@ def export_folder(
     return family.architecture, certificate
 
 
+LOSING: Mapping[Storage, str] = {"fp16": "float16", "q8_0": "formats of 8 bits"}
+"""Smaller formats whose lost rows are counted."""
+
+
 def _lost(model: LanguageModel) -> Mapping[str, Mapping[Storage, float]]:
     """Return the shares of rows that smaller number formats lose, and warn of them; none if a latent loses nothing."""
     assert isinstance(model.config, GPTConfig)
     if not any(isinstance(layer, LatentConfig) for layer in model.config.attention):
         return {}
-    lost = lost_rows(model, "fp16", "q8_0")
+    lost = lost_rows(model, *LOSING)
     if lost:
         names = ", ".join(name.removesuffix(".weight") for name in lost)
+        kinds = [words for kind, words in LOSING.items() if any(shares.get(kind) for shares in lost.values())]
         log.warning(
-            "keep this export in bfloat16 or float32. float16 and formats of 8 bits lose %s, whose numbers are very "
-            "small or very large: the model would predict noise. Its README.md says more.",
+            "keep this export in bfloat16 or float32, or measure with `rehead check` what smaller formats cost: %s "
+            "would lose rows of %s, whose numbers are very small or very large. Its README.md says which.",
+            " and ".join(kinds),
             names,
         )
     return lost
