@@ -91,7 +91,7 @@ MUTANTS = {  # file, source, fault, test file, and which of its tests
         "training/folder.py", '(step is None or record["step"] <= step)', "True", "training/test_resume.py", "",
     ),
     "files are not flushed": (
-        "checkpoint/files/publish.py", "        _sync(path)\n        files[", "        files[",
+        "checkpoint/files/publish.py", "        _sync(path)\n        if", "        if",
         ATTACKS, "power or flush",
     ),
     "the folder is not flushed": (

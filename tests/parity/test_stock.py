@@ -531,15 +531,18 @@ SERVED = {
 UNSERVED = {
     "cache rows": ({"kv_lora_rank": 128}, "kv_lora_rank + qk_rope_head_dim = 192"),
     "heads": ({"v_head_dim": 64}, "heads of (128, 64, 64)"),
-    "angles": ({"rope_parameters": YARN}, "scaled rope"),
+    "angles": ({"rope_parameters": LLAMA3}, "scaled rope"),
+    "magnitude": ({"rope_parameters": YARN | {"attention_factor": 1.3}}, "scaled rope"),
+    "scores": ({"rope_parameters": DEEPSEEK_YARN | {"mscale": 0.5, "attention_factor": 1.0}}, "scaled rope"),
     "layout": ({"rope_interleave": False}, "rope_layout=half-split"),
 }
 
 
 @torch.no_grad()
-def test_for_vllm_eps_and_head_are_what_it_reads(tmp_path):
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": DEEPSEEK_YARN}], ids=["plain", "yarn"])
+def test_for_vllm_eps_and_head_are_what_it_reads(rope, tmp_path):
     """The same function; only for transformers every bit stays."""
-    fields = BASE | SERVED | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    fields = BASE | SERVED | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True} | rope
     theirs = made("DeepseekV3", fields, tmp_path / "mla")
     ids = torch.randint(1, 53, (2, 40))
     for engine in ("vllm", None):
