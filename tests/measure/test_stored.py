@@ -134,6 +134,7 @@ def test_an_export_says_what_a_smaller_format_would_lose(exported):
 
 
 @pytest.mark.process
+@pytest.mark.timeout(400)
 def test_a_long_text_is_compared_whole(exported):
     """The loss with and without rounding is of the same tokens: that of `eval` without --stored-as."""
     texts = [TEXT, TEXT[::-1], "dog fox over the "]

@@ -241,6 +241,17 @@ def test_files_of_something_else_are_not_overwritten(name, flags):
     assert [place.name for place in Path("mine").iterdir()] == [name]
 
 
+def test_a_foreign_config_beside_checkpoints_is_not_overwritten():
+    """Other trainers have such folders, too; metrics without a config are of a run that was killed as it began."""
+    Path("mine/checkpoints").mkdir(parents=True)
+    Path("mine/config.yaml").write_text("lr: 1\n")
+    with pytest.raises(InvalidInput, match=r"mine/config\.yaml is not from a run"):
+        run("mine")
+    assert Path("mine/config.yaml").read_text() == "lr: 1\n"
+    Path("mine/config.yaml").rename("mine/metrics.jsonl")
+    run("mine")
+
+
 def test_a_model_s_folder_is_no_place_for_a_run():
     """`eval`, `generate` and `plan` would read the model."""
     run("a", "trainer.max_iters=1")

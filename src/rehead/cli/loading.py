@@ -11,4 +11,4 @@ def load_torch() -> None:
     if "torch" in sys.modules or not console.is_terminal or console.is_dumb_terminal:
         return
     with console.status("loading PyTorch"):
-        import torch  # noqa: F401
+        import torch  # noqa: F401  the command uses it

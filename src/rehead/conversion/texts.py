@@ -76,9 +76,8 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int, bos: int 
     model = assembled(model.config, state)  # in memory: every decoded token reads all of it
     together = max(1, TOGETHER // length)
     groups = [slice(at, at + together) for at in range(0, count, together)]
-    ids = torch.zeros(
-        count, length, dtype=torch.long
-    )  # tokens kept one by one would pin freed memory between them
+    # One array: tokens kept one by one would pin freed memory between them.
+    ids = torch.zeros(count, length, dtype=torch.long)
     ids[:, 0] = first = torch.from_numpy(starts)
     streams = (stream(model, list(first[at, None]), length - 1, seed=seeds[at]) for at in groups)
     drawn = staged(

@@ -57,17 +57,8 @@ class RunFolder:
         with hold(self.path, lambda: self.begun, "system.work_dir") as self._held:
             is_new = not self.checkpoints.exists()
             try:
-                for file in () if self.begun else (self.config, self.metrics, self.tokens):
-                    if file.exists() and is_new:  # with checkpoints/, they are of a run killed as it began
-                        raise InvalidInput(
-                            f"{file} is not from a run, and training would overwrite it. Choose another "
-                            "system.work_dir."
-                        )
-                if is_new and not self.begun and (self.path / "config.json").exists():
-                    raise InvalidInput(
-                        f"{self.path} is a model's folder: commands would read that model and not the run. Choose "
-                        "another system.work_dir."
-                    )
+                if not self.begun:
+                    self._require_free(is_new=is_new)
                 with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                     self.checkpoints.mkdir(exist_ok=True)
                 recover(self.checkpoints)
@@ -90,6 +81,19 @@ class RunFolder:
                     self.read_tokens.unlink(missing_ok=True)
                     if is_new and not self.begun:
                         self.checkpoints.rmdir()
+
+    def _require_free(self, *, is_new: bool) -> None:
+        """Refuse files that are from no run; beside checkpoints/, metrics and tokens are of one killed as it began."""
+        for file in (self.config, self.metrics, self.tokens) if is_new else (self.config,):
+            if file.exists():
+                raise InvalidInput(
+                    f"{file} is not from a run, and training would overwrite it. Choose another system.work_dir."
+                )
+        if (self.path / "config.json").exists():
+            raise InvalidInput(
+                f"{self.path} is a model's folder: commands would read that model and not the run. Choose another "
+                "system.work_dir."
+            )
 
     def _has_config(self) -> bool:
         """Return True if config.yaml has the sections of a run's."""

@@ -245,7 +245,7 @@ def _sizes() -> dict[int, tuple[str, int, int]]:
     for kind, (block, n_byte) in GGML_QUANT_SIZES.items():
         try:
             dequantize(np.zeros((1, n_byte), np.uint8), kind)
-        except NotImplementedError:
+        except NotImplementedError:  # how the package says that it cannot dequantise this kind
             continue
         sizes[int(kind)] = (kind.name, block, n_byte)
     return sizes

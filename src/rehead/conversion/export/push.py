@@ -46,7 +46,7 @@ class Pushed:
 def require_name(name: str) -> None:
     """Raise UsageError unless the Hub can have a model called `name`."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported, but not for mypy
 
     wrong = f"--push {name!r:.120} is not a valid name on the Hub: write org/name, for example me/my-model."
     if not NAME.fullmatch(name):
@@ -189,7 +189,7 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
     """Let huggingface_hub log errors only, and show its progress only if asked."""
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported, but not for mypy
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
