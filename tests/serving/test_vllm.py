@@ -133,6 +133,28 @@ def test_a_canonical_latent_of_eight_kv_heads(scaling, tmp_path, vllm):
     assert written.apart(answer) < 1e-4
 
 
+def test_a_yarn_that_scales_rotations_and_scores(tmp_path, vllm):
+    """`mscale` and `mscale_all_dim` that differ, as DeepSeek-V2-Lite's nearly do."""
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "mscale": 0.7}
+    config = ModelOptions(
+        shape="llama", n_layer=2, n_query_head=4, n_embd=64, attention="mla", rope=True, rope_layout="interleaved",
+        rope_scaling=yarn | {"beta_fast": 8, "mscale_all_dim": 0.5}, **sizes,
+    ).resolve(53, 96)  # fmt: skip
+    torch.manual_seed(1)
+    model = build(replace(config, learned_positions=False)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    rehead.save(model, tmp_path / "mla")
+    assert main(["export", str(tmp_path / "mla"), str(tmp_path / "out"), "--for", "vllm"]) == 0
+    written = Written(model.double())
+    answer = vllm(tmp_path / "out", PROMPTS)
+    assert written.lead > 1e-4
+    assert answer["tokens"] == written.tokens
+    assert written.apart(answer) < 1e-4
+
+
 def test_weights_in_bfloat16(tmp_path, vllm):
     """Computed in float32 the folder's own tokens; in bfloat16 nearly as near to float64 as its source.
 
