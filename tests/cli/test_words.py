@@ -59,6 +59,9 @@ def test_a_place_under_a_file(run, capfd):
     assert "input.txt/new cannot be created: input.txt is a file. Choose a path in a folder." in said
     said = refused(capfd, "inspect", run, "--text", "God", "--html", "input.txt/page.html")
     assert "input.txt is a file" in said
+    Path("latest").symlink_to("removed")
+    said = refused(capfd, "convert", run, "latest/new", "--to", "mha")
+    assert "latest/new cannot be created: latest is a link to nothing. Choose a path in a folder." in said
 
 
 def test_export_says_what_can_be_done(run, capfd):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import yaml
@@ -123,10 +124,15 @@ def _unknown_option(key: str, where: str) -> str:
         return f"{where}: unknown group {group!r:.80}.{nearest(group, list(GROUPS))}"
     word = (rest or group).partition(".")[0]
     everywhere = {name for names in OPTIONS.values() for name in names}
-    near = [word] if word in everywhere else get_close_matches(word, OPTIONS.get(group, everywhere), n=1)
-    homes = [home for home, names in OPTIONS.items() if near and near[0] in names]
-    homes = [group] if group in homes else homes
-    hint = f" Did you mean {' or '.join(f'{home}.{near[0]}' for home in homes)}?" if homes else ""
+    mine = OPTIONS.get(group, everywhere)
+    near = (
+        get_close_matches(word, mine, n=1, cutoff=0.9)
+        or get_close_matches(word, everywhere, n=1, cutoff=0.9)
+        or get_close_matches(word, mine, n=2)
+    )
+    places = [f"{home}.{name}" for name in near for home, names in OPTIONS.items() if name in names]
+    own = [place for place in places if place.startswith(f"{group}.")]
+    hint = f" Did you mean {' or '.join(own or places)}?" if places else ""
     return f"{where}: unknown option {key!r:.80}.{hint} `rehead train --help` lists all."
 
 
@@ -167,10 +173,12 @@ def _value(flag: str, key: str, text: str) -> Any:
 
     Numbers that YAML reads in another base (010 is 8 there, 1:30 is 90) are refused.
     """
-    if not text.strip():
-        raise ConfigError(f"{flag!r} has no value: write null for none.")
     group, _, name = key.partition(".")
     option = OPTIONS.get(group, {}).get(name)
+    if not text.strip():
+        optional = option is None or NoneType in get_args(option.type)
+        advice = "write null for none" if optional else f"write {key}={example(option)}, for example"
+        raise ConfigError(f"{flag!r} has no value: {advice}.")
     if text != "null" and option is not None and str in (option.type, *get_args(option.type)):
         return text
     try:

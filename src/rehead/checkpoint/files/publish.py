@@ -222,7 +222,8 @@ def require_folders(path: Path, *, itself: bool = False) -> None:
     """Raise InvalidInput for a path that leads through a file or, if `itself` is to be a folder, is one."""
     for place in (path, *path.parents) if itself else path.parents:
         if os.path.lexists(place) and not place.is_dir():
-            raise InvalidInput(f"{path} cannot be created: {place} is a file. Choose a path in a folder.")
+            what = "a file" if place.exists() else "a link to nothing"
+            raise InvalidInput(f"{path} cannot be created: {place} is {what}. Choose a path in a folder.")
 
 
 def _refuse_existing(folder: Path, overwrite: bool) -> None:
