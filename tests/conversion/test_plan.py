@@ -208,6 +208,19 @@ def test_engines_own_sizes_are_a_row_and_no_advice():
     assert any(note.startswith("canonical: as uneven") and "vLLM" in note for note in found.notes)
 
 
+def test_rotary_parts_that_are_not_listed_are_accounted_for(gpt):
+    """Norms on queries and keys, as in Qwen3, leave no row of them: a note has the reason, and what to do."""
+    normed = plan(gpt(replace(GQA, rope=ROPE, qk_norm_eps=1e-6)).config, 11)
+    said = [
+        note for note in normed.notes if note.startswith("--target uneven and canonical are left out: norms")
+    ]
+    assert len(said) == 1
+    assert said[0].endswith("Use --target rebuilt.")
+    assert not any("--target" in row.command for row in normed.rows)
+    for known in (replace(GQA, rope=ROPE), GQA):
+        assert not [note for note in plan(gpt(known).config, 11).notes if "left out" in note]
+
+
 def test_a_context_longer_than_the_models_own_is_noted(gpt):
     config = gpt(GQA).config
     note = f"The model was made for {config.block_size:,} tokens: with a context of {config.block_size + 1:,}"

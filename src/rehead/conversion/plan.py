@@ -11,6 +11,7 @@ from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
 from rehead.conversion.base import summary
 from rehead.conversion.export.fit import lacks_class
+from rehead.conversion.target import Target
 from rehead.conversion.variants import Variant, Verdict, others, share
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes, kv_bytes_per_token, parameters
@@ -197,6 +198,7 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
         if made := [variant.config for variant in variants if f"--target {target}" in variant.command]:
             lacking = [lacks_class(config) for config in made]
             yield f"{target}: {words} {f'{CLASSLESS} {lacking[0]}' if all(lacking) else served}"
+    yield from _without_rotary_part(variants[0].config)
     if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
         yield TIED
     for step in dict.fromkeys(variant.step for variant in variants if variant.step):
@@ -210,6 +212,17 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
             f"The model was made for {limit:,} tokens: with a context of {context:,} the figures are those of a model "
             "trained for that many."
         )
+
+
+def _without_rotary_part(config: ModelConfig) -> Iterator[str]:
+    """Yield why no row has a decoupled rotary part, of a model whose heads rotate."""
+    asked = Target(to="mla", target="uneven", kv_fraction=0.5)
+    for layer in dict.fromkeys(config.attention if isinstance(config, GPTConfig) else ()):
+        try:
+            asked.attention(layer, config.n_embd)
+        except ConfigError as error:
+            yield f"--target {' and '.join(DECOUPLED)} are left out: {error}"
+            return
 
 
 def _of_layers(config: ModelConfig) -> Iterator[str]:
