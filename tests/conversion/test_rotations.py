@@ -369,7 +369,7 @@ def test_a_rotary_part_beside_a_rank_is_a_third_of_both():
         ({"head_dim": 96}, r"heads of which 96 numbers rotate have no angles of a rotary part of 64"),
         (
             {"qkv_bias": True},
-            r"biases, which vLLM's and SGLang's .* leave out. Use --target uneven, for transformers",
+            r"biases, which vLLM's and SGLang's .* leave out. Use --target uneven",
         ),
         (
             {"rope": RopeConfig(scaling=LinearScaling(factor=2.0))},

@@ -116,7 +116,7 @@ def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeCon
     if heads.qkv_bias:
         raise ConfigError(
             "its queries, keys and values have biases, which vLLM's and SGLang's DeepseekV3ForCausalLM leave out. Use "
-            "--target uneven, for transformers."
+            "--target uneven."
         )
     if heads.rope.scaling is None:
         return width, replace(heads.rope, partial_rotary_factor=1.0)
