@@ -64,7 +64,7 @@ def converted(source, folder, method, target):
 def separate(model, texts, rank):
     """Keys and values in latents of their own, half the rank each: (loss, KL to the source)."""
     with tempfile.TemporaryDirectory() as folder:
-        found = gather(model, blocks_of(model, texts.train), Path(folder), gradients=False)
+        found = gather(model, blocks_of(model, texts.train), Path(folder), needs=())
         moments = [statistics.in_memory() for statistics in found]
     target = Target(to="mla", kv_rank=rank)
     latents = [target.attention(layer, model.config.n_embd) for layer in model.config.attention]

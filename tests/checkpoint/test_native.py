@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import rehead
 from rehead.checkpoint import read_config
-from rehead.checkpoint.own import LARGEST_CONFIG
+from rehead.checkpoint.own import LARGEST_CONFIG, read_dtype
 from rehead.config import ModelOptions, RNNConfig
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.model import build
@@ -104,6 +104,12 @@ def test_the_config_says_its_format_and_dtype(tmp_path):
     rehead.save(make(dtype=torch.bfloat16), tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (config["format"], config["dtype"], config["model_type"]) == ("rehead-1", "bfloat16", "gpt")
+
+
+def test_the_config_of_a_folder_named_like_a_file(tmp_path):
+    rehead.save(make(dtype=torch.bfloat16), tmp_path / "model.json")
+    assert read_config(tmp_path / "model.json") == CONFIGS["gqa, rope"]
+    assert read_dtype(tmp_path / "model.json") == torch.bfloat16
 
 
 def test_the_name_of_a_folder_means_nothing(tmp_path):

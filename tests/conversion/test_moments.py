@@ -16,7 +16,6 @@ from rehead.conversion.base import Statistics
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import SecondMoment, attentions
 from rehead.data import IGNORE, evaluation_blocks
-from rehead.errors import ConfigError
 from rehead.stages import listening
 
 pytestmark = pytest.mark.heavy
@@ -267,11 +266,9 @@ def test_a_moment_holds_one_matrix():
     assert {name: tuple(value.shape) for name, value in held.items()} == {"total": (7, 7)}
 
 
-def test_evidence_that_is_not_there():
+def test_moments_that_weigh():
     statistics = Statistics(inputs=torch.eye(4))
     inputs, outputs = statistics.weighing(("inputs",))
     assert torch.equal(inputs, torch.eye(3))
     assert outputs is None
     assert statistics.weighing(()) == (None, None)
-    with pytest.raises(ConfigError, match=r"reads a text. Give a calibration text, or use method=svd"):
-        statistics.weighing(("pair",))

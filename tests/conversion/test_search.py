@@ -107,6 +107,14 @@ def test_no_squeeze_on_the_way():
     assert [step.result.n_kv_head for step in steps] == [6, 3]
 
 
+def test_heads_with_many_divisors():
+    """360 has 24: all are ways, though a message lists the first 20."""
+    source = GroupedConfig(n_query_head=360, n_kv_head=1, head_dim=2)
+    assert [step.name for step in path(source, replace(source, n_kv_head=360), D)] == ["repeat-heads"]
+    names = [step.name for step in path(replace(source, n_kv_head=360), replace(source, n_kv_head=180), D)]
+    assert names == ["pool-heads"]
+
+
 heads = st.sampled_from([1, 2, 3, 6])
 maps = st.sampled_from(["contiguous", "modular"])
 ropes = st.sampled_from([None, ROPE, replace(ROPE, layout="interleaved")])

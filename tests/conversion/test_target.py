@@ -91,6 +91,14 @@ def test_meaningless(options, says):
     assert all(part in str(caught.value) for part in says), str(caught.value)
 
 
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_latent_of_nothing_beside_a_rotary_part(rank):
+    with pytest.raises(
+        ConfigError, match=rf"^kv_rank={rank}: .* beside a rotary part of .*\. Use 1 to \d+\.$"
+    ):
+        Target(to="mla", target="uneven", kv_rank=rank).attention(replace(GQA, rope=RopeConfig()), D)
+
+
 def test_mha_is_no_gqa_as_it_is():
     with pytest.raises(
         ConfigError, match=r"--to gqa needs --n-kv-head: how many KV heads\? Use one of \[2, 3\]"

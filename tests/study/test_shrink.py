@@ -271,6 +271,13 @@ def test_one_source_is_what_all_others_were_made_of():
     assert one_source(jobs(Preset.read("frontier"), [])) is None
 
 
+def test_exports_alone_compare_nothing(tmp_path):
+    """No conversion says what the source's cache is, so that the page is a study's, without a table of certificates."""
+    file = tmp_path / "exports.yaml"
+    file.write_text("about: Exports.\nvariants:\n  base: {model: {shape: llama}}\n  stock: {from: base, export: {}}\n")
+    assert one_source(jobs(Preset.read(str(file)), [])) is None
+
+
 BAD = [
     ({"b": {"export": {}}}, ["b:", "export needs a model to start from", "from:"]),
     ({"b": {"from": "a", "export": {"form": "x"}}}, ["'form'", "Known: format, for"]),

@@ -25,7 +25,7 @@ from rehead.checkpoint import find
 from rehead.cli import main
 from rehead.data.hold import hold
 from rehead.errors import InvalidInput
-from rehead.study import Preset, jobs
+from rehead.study import Preset, jobs, maps
 from rehead.study.claims import compare
 from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
 from rehead.study.prompt import prompt_note
@@ -143,6 +143,53 @@ def test_what_is_done_is_not_done_again(whole, here, monkeypatch):
     monkeypatch.setattr("rehead.study.costs.costs", lambda jobs: 1 / 0)
     assert main([*TINY, "system.work_dir=whole"]) == 0
     assert stamps(whole) == before
+
+
+def test_the_text_of_a_run_stays_the_one_it_was_trained_on(whole, here):
+    """Whether its file was changed since, or is gone."""
+    shutil.copytree(whole, "kept")
+    tokens = {file: file.read_bytes() for file in Path("kept").rglob("tokens.bin")}
+    text, words = Path("input.txt").read_text(), [*TINY, "system.work_dir=kept"]
+    assert main(words) == 0
+    page = Path("kept/report.html").read_text()
+    try:
+        Path("input.txt").write_text("weary God, flat and stale. O\n" * 60)
+        assert main(words) == 0
+        Path("input.txt").unlink()
+        assert main(words) == 0
+    finally:
+        Path("input.txt").write_text(text)
+    assert len(tokens) > 5
+    assert {file: file.read_bytes() for file in tokens} == tokens
+    assert Path("kept/report.html").read_text() == page
+
+
+def test_texts_of_different_letters_give_a_page(here):
+    """Attention is shown of the models whose vocabulary has the text."""
+    Path("one.txt").write_text("O God, é! how weary\n" * 80)
+    Path("two.txt").write_text("O God! how weary\n" * 80)
+    small = Path("tiny.yaml").read_text().partition("variants:")[0].replace("path: input.txt, ", "")
+    Path("texts.yaml").write_text(
+        small + "variants: {A: {data: {path: one.txt}}, B: {data: {path: two.txt}}}\n"
+    )
+    found = jobs(Preset.read("texts.yaml"), ["system.work_dir=texts", "system.seed=1", "trainer.max_iters=1"])
+    assert (
+        main(
+            [
+                "study",
+                "--preset",
+                "texts.yaml",
+                "system.work_dir=texts",
+                "system.seed=1",
+                "trainer.max_iters=1",
+            ]
+        )
+        == 0
+    )
+    assert Path("texts/report.html").exists()
+    shown = maps(found)
+    assert list(shown) == ["A"]
+    assert "é" in "".join(shown["A"].tokens)
 
 
 def test_a_seed_more_trains_only_that_one(whole, here):

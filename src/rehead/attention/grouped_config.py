@@ -157,8 +157,8 @@ class GroupedConfig(AttentionConfig):
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of `number` to list in a message: the first 20, none above 4096."""
-    return [n for n in range(1, min(number, 4096) + 1) if number % n == 0][:20]
+    """Return the divisors of `number` up to 4096. A message lists the first 20."""
+    return [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
 
 
 def require_divides(n_kv_head: int, n_query_head: int) -> None:
@@ -166,5 +166,5 @@ def require_divides(n_kv_head: int, n_query_head: int) -> None:
     if n_query_head % n_kv_head:
         raise ConfigError(
             f"n_kv_head={n_kv_head} does not divide n_query_head={n_query_head}: "
-            f"every KV head serves equally many query heads. Use one of {divisors(n_query_head)}."
+            f"every KV head serves equally many query heads. Use one of {divisors(n_query_head)[:20]}."
         )

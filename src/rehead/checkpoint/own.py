@@ -113,13 +113,13 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the config of a model folder, or of its config.json itself, without reading weights."""
     if os.path.lexists(folder / MANIFEST):
         verify(folder, only="config.json")
-    path = folder if folder.suffix == ".json" else folder / "config.json"
+    path = folder if folder.is_file() else folder / "config.json"
     return _config(_table(path), str(path))
 
 
 def read_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype that config.json names or, without one, the widest of the weights; None without weights."""
-    path = folder if folder.suffix == ".json" else folder / "config.json"
+    path = folder if folder.is_file() else folder / "config.json"
     table = _table(path)
     named = table.get("dtype") or table.get("torch_dtype")
     if named is not None:

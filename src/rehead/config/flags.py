@@ -176,8 +176,9 @@ def _value(flag: str, key: str, text: str) -> Any:
     group, _, name = key.partition(".")
     option = OPTIONS.get(group, {}).get(name)
     if not text.strip():
-        optional = option is None or NoneType in get_args(option.type)
-        advice = "write null for none" if optional else f"write {key}={example(option)}, for example"
+        advice = "write null for none"
+        if option is not None and NoneType not in get_args(option.type):
+            advice = f"write {key}={example(option)}, for example"
         raise ConfigError(f"{flag!r} has no value: {advice}.")
     if text != "null" and option is not None and str in (option.type, *get_args(option.type)):
         return text

@@ -132,7 +132,7 @@ def _head_dim(flags: "ModelOptions") -> int:
     if flags.n_query_head < 1 or flags.n_embd % flags.n_query_head:
         raise ConfigError(
             f"model.n_query_head={flags.n_query_head} does not divide model.n_embd={flags.n_embd}: heads share "
-            f"the width equally. Use one of {divisors(flags.n_embd)}, or set model.head_dim."
+            f"the width equally. Use one of {divisors(flags.n_embd)[:20]}, or set model.head_dim."
         )
     return flags.n_embd // flags.n_query_head
 

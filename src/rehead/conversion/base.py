@@ -94,13 +94,7 @@ class Statistics:
         return Statistics.of({name: materialise(tensor) for name, tensor in self.tensors().items()})
 
     def weighing(self, needs: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
-        """Return the moments of inputs and outputs by which a method weighs an error; None for equal weights.
-
-        Raises ConfigError where no text was given.
-        """
-        missing = [name for name in needs if getattr(self, name) is None]
-        if missing:
-            raise ConfigError("this method reads a text. Give a calibration text, or use method=svd.")
+        """Return the moments of inputs and outputs by which a method weighs an error; None for equal weights."""
         if "pair" in needs:
             assert self.pair is not None
             return self.pair
@@ -235,12 +229,14 @@ class Step:
     def method(self, wanted: str | None, *, calibrated: bool) -> str:
         """Return the method to use: `wanted` if this step has it, else the first whose statistics are available.
 
-        Returns an empty text for an exact step.
+        Returns an empty text for an exact step. Raises ConfigError for one that reads a text where there is none.
         """
         methods = {} if self.promise.exact else self.conversion.methods
         unusable = self.conversion.unusable(self.source)
         known = {name: needs for name, needs in methods.items() if name not in unusable}
         if wanted in known:
+            if known[wanted] and not calibrated:
+                raise ConfigError("this method reads a text. Give a calibration text, or use method=svd.")
             return str(wanted)
         return next((name for name, needs in known.items() if calibrated or not needs), "")
 

@@ -87,7 +87,7 @@ def decoupled(
 
 def _require_needed(rank: int, full: int, width: int, numbers: int) -> None:
     """Refuse a latent with numbers that are always zero, and a cache that is larger than that of the heads."""
-    if rank > full:
+    if not 1 <= rank <= full:
         raise ConfigError(
             f"kv_rank={rank}: {full} numbers beside a rotary part of {width} hold all keys and values exactly, more "
             f"would be zeros. Use 1 to {min(full, numbers - width)}."

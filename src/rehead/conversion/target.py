@@ -121,7 +121,7 @@ def _gqa(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
     heads = heads_of(source)
     n_kv_head = heads.n_kv_head if target.n_kv_head is None else target.n_kv_head
     if not 1 < n_kv_head < heads.n_query_head:
-        between = divisors(heads.n_query_head)[1:-1]
+        between = divisors(heads.n_query_head)[1:-1][:20]
         if not between:
             raise ConfigError(
                 f"between one and {heads.n_query_head} KV heads there is none. Use --to mqa or --to mha."

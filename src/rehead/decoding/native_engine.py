@@ -54,8 +54,8 @@ def prepare(model: LanguageModel) -> None:
     """Build the C++ that generation with this model may need, so that its messages do not interrupt the text."""
     in_cpp = model.device.type == "cpu" and model.head.weight.dtype != torch.float64
     if in_cpp and model.lower() is not None:
-        for name in ("sequence", "decode"):
-            library(name)
+        library("sequence")
+        native_refusal(model)  # builds the decoder for a model that it takes
 
 
 def native_decoder(model: LanguageModel) -> Decode | None:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rehead import checkpoint
-from rehead.data import split
+from rehead.checkpoint import read_config
+from rehead.checkpoint.find import read_at
+from rehead.config import GPTConfig
 from rehead.measure.attention_maps import attention_maps
 from rehead.model import GPT
 from rehead.study.job import Job, firsts
-from rehead.study.work import load
+from rehead.study.prompt import unknown_characters
+from rehead.study.work import load, texts_of
 from rehead.tokenizer import load_tokenizer
-from rehead.training.folder import RunFolder
-from rehead.training.start import read_text
 
 TOKENS = 24
 """First tokens of the validation text that are shown; more if a window would not show."""
@@ -32,18 +32,21 @@ class Maps:
 
 
 def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
-    """Return the maps by variant, from the first job of each; models without attention are left out."""
-    models = [(job, model) for job in firsts(jobs) if isinstance(model := load(job), GPT)]
-    tokenizer, tokens = read_text(
-        jobs[0].options, RunFolder(jobs[0].folder).tokens, checkpoint.resolve(jobs[0].model)
-    )
-    data = jobs[0].options.data
-    windows = [layer.window for _, model in models for layer in model.config.attention]
-    shown = split(tokens.ids, data.block_size, data.val_fraction).val[: n_token(windows)]
-    text = tokenizer.decode([int(token) for token in shown])
+    """Return the maps by variant, from the first job of each.
+
+    Models without attention are left out, and those whose tokenizer lacks a character of the text.
+    """
+    configs = [read_at(job.model, read_config) for job in firsts(jobs)]
+    windows = [
+        layer.window for config in configs if isinstance(config, GPTConfig) for layer in config.attention
+    ]
+    texts, tokenizer = texts_of(jobs[0])
+    text = tokenizer.decode([int(token) for token in texts.val[: n_token(windows)]])
     by_variant: dict[str, Maps] = {}
-    for job, model in models:
-        own = load_tokenizer(job.model)
+    for job in firsts(jobs):
+        model, own = load(job), load_tokenizer(job.model)
+        if not isinstance(model, GPT) or unknown_characters(own, text):
+            continue
         ids = torch.from_numpy(own.encode(text)).long()[: model.config.block_size]
         by_variant[job.variant] = Maps(
             tokens=[own.decode([int(token)]) for token in ids],

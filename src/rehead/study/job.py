@@ -174,7 +174,7 @@ class Job:
 
 
 def one_source(jobs: Sequence[Job]) -> Job | None:
-    """Return the first job if all other variants were converted, healed or exported from its variant.
+    """Return the first job if all other variants were made from its variant, one or more of them by a conversion.
 
     Returns None otherwise, for example if several variants were trained: the report then compares variants
     instead of showing what became of one model.
@@ -182,7 +182,8 @@ def one_source(jobs: Sequence[Job]) -> Job | None:
     first = jobs[0]
     others = [job for job in jobs if job.variant != first.variant]
     derived = all(job.parent is not None and job.kind != "trained" for job in others)
-    return first if others and derived and first.parent is None else None
+    converted = any(job.convert is not None for job in others)
+    return first if derived and converted and first.parent is None else None
 
 
 def firsts(jobs: Sequence[Job]) -> list[Job]:

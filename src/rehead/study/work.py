@@ -13,6 +13,7 @@ from rehead.conversion.export.folder import export_folder
 from rehead.data import Batch, Ids, Split, evaluation_blocks, shown, split
 from rehead.data.files import write_whole
 from rehead.data.hold import hold
+from rehead.data.tokens import read_ids
 from rehead.generation import stream
 from rehead.measure import evaluate
 from rehead.model import LanguageModel
@@ -25,7 +26,7 @@ from rehead.study.prompt import unknown_characters
 from rehead.study.readback import read_back
 from rehead.study.sharing import Sharing
 from rehead.system.device import choose_device
-from rehead.tokenizer import Tokenizer, open_model
+from rehead.tokenizer import Tokenizer, load_tokenizer
 from rehead.training import train
 from rehead.training.folder import RunFolder
 from rehead.training.run import PROMPT_TOKENS
@@ -109,10 +110,10 @@ def _subject(job: Job, preset: Preset) -> Record:
 
 def _measure(job: Job, preset: Preset) -> Record:
     if job.export is not None and job.parent is not None:
-        return {"read_back": read_back(load(job.parent), job.model, _texts(job)[0].val)}
-    opened = open_model(job.model, device=choose_device(job.options.trainer.device))
-    model, tokenizer = opened.model, opened.require_tokenizer()
-    texts, bos = _texts(job)
+        return {"read_back": read_back(load(job.parent), job.model, texts_of(job)[0].val)}
+    model = load(job)
+    texts, tokenizer = texts_of(job)
+    bos = tokenizer.bos
     metrics = read_metrics(job.folder / "metrics.jsonl")
     own = job.length
     losses = metrics.losses[-1][1:] if metrics.losses else _losses(job, model, texts, own, bos)
@@ -130,10 +131,16 @@ def _measure(job: Job, preset: Preset) -> Record:
     }
 
 
-def _texts(job: Job) -> tuple[Split, int | None]:
-    """Return the text of a job, and the id that begins each window of it (`Tokenizer.bos`)."""
-    tokenizer, tokens = read_text(job.options, RunFolder(job.folder).tokens, checkpoint.resolve(job.model))
-    return split(tokens.ids, job.options.data.block_size, job.options.data.val_fraction), tokenizer.bos
+def texts_of(job: Job) -> tuple[Split, Tokenizer]:
+    """Return the text of a job and its tokenizer. What a run was trained on stays, whatever became of the file."""
+    store, data = RunFolder(job.folder).tokens, job.options.data
+    if store.exists():
+        tokenizer = load_tokenizer(job.model)
+        ids = read_ids(store, tokenizer)
+    else:
+        tokenizer, tokens = read_text(job.options, store, checkpoint.resolve(job.model))
+        ids = tokens.ids
+    return split(ids, data.block_size, data.val_fraction), tokenizer
 
 
 def _losses(job: Job, model: LanguageModel, texts: Split, size: int, bos: int | None) -> tuple[float, float]:
@@ -147,8 +154,8 @@ def _losses(job: Job, model: LanguageModel, texts: Split, size: int, bos: int | 
 
 def validation_blocks(job: Job) -> Iterator[Batch]:
     """Return the blocks of the validation text on which a job's loss is measured."""
-    texts, bos = _texts(job)
-    return _blocks(job, texts.val, job.length, bos)
+    texts, tokenizer = texts_of(job)
+    return _blocks(job, texts.val, job.length, tokenizer.bos)
 
 
 def _blocks(job: Job, ids: Ids, size: int, bos: int | None) -> Iterator[Batch]:

@@ -98,9 +98,9 @@ def _one_list(table: Table, length: int, where: str, inside: str) -> Table:
     """Merge longrope's lists for short and long texts, and compute its magnitude as transformers does."""
     short, long = table.get("short_factor"), table.get("long_factor")
     reach, stretch = table["original_max_position_embeddings"], table.get("factor")
-    known = {"short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"}
+    known = ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor")
     lists = isinstance(short, list) and isinstance(long, list)
-    if not lists or type(reach) is not int or reach < 2 or table.keys() - known:
+    if not lists or type(reach) is not int or reach < 2 or table.keys() - set(known):
         raise InvalidInput(
             f"{where}: longrope with {', '.join(map(str, table)):.200}: expected {', '.join(known)}."
         )
