@@ -21,6 +21,8 @@ from rehead.conversion.certificate import Certificate
 from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs, one_source
 
+pytestmark = pytest.mark.timeout(400)  # a whole demo is made for the first test: 20 s, 120 beside six processes
+
 DEMO = [
     "study", "--preset", "demo", "--fraction", "0.01", "data.path=input.txt", "data.block_size=16", "model.n_embd=16",
     "trainer.batch_size=2", "trainer.eval_batches=1", "trainer.save_every=2",
