@@ -19,7 +19,7 @@ from rehead.attention import EMPTY
 from rehead.decoding import decoder, is_intercepted, is_whole
 from rehead.errors import ReheadError, UsageError
 from rehead.model import LanguageModel, evaluated, evaluating
-from rehead.model.base import Decode, LayerState, require_model, require_one_dtype
+from rehead.model.base import Decode, require_model, require_one_dtype
 from rehead.model.ids import require_ids, require_range
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
@@ -162,7 +162,7 @@ class Contexts:
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = prompt
         self.starts: list[int] | None = None
-        self.cache: list[LayerState] = []
+        self.cache: list[Any] = []
         self.decode: Decode | None = None
 
     def add(self, token: Int[Tensor, " B"]) -> None:

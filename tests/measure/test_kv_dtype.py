@@ -181,7 +181,8 @@ def test_a_layer_reads_what_is_read_back(name, kind):
     x = torch.randn(B, L, D)
     by_hand = (grouped if name in GROUPED else latent)(layer, x, oracle(kind))
     for cuts in ([0, L], [0, 12, 15, *range(16, L + 1)]):
-        cache = RoundedCache(config, kv_dtypes[kind](), B, L, dtype=x.dtype, device=x.device)
+        sizes = {"batch_size": B, "capacity": L, "dtype": x.dtype, "device": x.device}
+        cache = RoundedCache(config, kv_dtypes[kind](), **sizes)
         parts = [layer(x[:, a:b], cache=cache) for a, b in pairwise(cuts)]
         assert (torch.cat(parts, 1) - by_hand).abs().max() <= 1e-12 * by_hand.abs().max()
     if kind not in ("fp32",):

@@ -21,7 +21,8 @@ from rehead.conversion.certificate import Certificate
 from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs, one_source
 
-pytestmark = pytest.mark.timeout(400)  # a whole demo is made for the first test: 20 s, 120 beside six processes
+# A whole demo is made for the first test: in 20 s, or 120 beside six other processes.
+pytestmark = pytest.mark.timeout(400)
 
 DEMO = [
     "study", "--preset", "demo", "--fraction", "0.01", "data.path=input.txt", "data.block_size=16", "model.n_embd=16",
@@ -276,7 +277,9 @@ def test_one_source_is_what_all_others_were_made_of():
 def test_exports_alone_compare_nothing(tmp_path):
     """No conversion says what the source's cache is, so that the page is a study's, without a table of certificates."""
     file = tmp_path / "exports.yaml"
-    file.write_text("about: Exports.\nvariants:\n  base: {model: {shape: llama}}\n  stock: {from: base, export: {}}\n")
+    file.write_text(
+        "about: Exports.\nvariants:\n  base: {model: {shape: llama}}\n  stock: {from: base, export: {}}\n"
+    )
     assert one_source(jobs(Preset.read(str(file)), [])) is None
 
 

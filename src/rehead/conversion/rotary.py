@@ -3,12 +3,9 @@
 from dataclasses import replace
 from typing import Literal
 
-import torch
-
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope_scaling import LongRopeScaling
 from rehead.conversion.base import common
-from rehead.conversion.steps.rotations import all_rotated, beside
+from rehead.conversion.steps.rotations import all_rotated, beside, repeated
 from rehead.conversion.yarn import as_yarn
 from rehead.errors import ConfigError
 
@@ -124,15 +121,3 @@ def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeCon
     if yarn is None:
         raise ConfigError("scaled rope: native MLA kernels compute other angles. Use --target uneven.")
     return width, yarn
-
-
-def repeated(rope: RopeConfig, head_dim: int, width: int, pairs: list[int] | None = None) -> RopeConfig:
-    """Return the rope of a part of `width`: these `pairs` of the heads, or all in turn from the fastest on.
-
-    With base 1 the factors alone determine every angle, with one rounding less.
-    """
-    frequencies = rope.frequencies(head_dim)
-    chosen = pairs or sorted(index % len(frequencies) for index in range(width // 2))
-    factors = (1 / frequencies[torch.tensor(chosen)]).tolist()
-    scaling = LongRopeScaling(factors=tuple(factors), attention_factor=rope.magnitude)
-    return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)

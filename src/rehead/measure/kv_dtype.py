@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import ceil, prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -178,24 +178,8 @@ class DeepSeekFloat8(KVDtype):
 class RoundedCache(LayerCache):
     """The cache of `layer` whose rows are rounded to `kind` as they come in; every query reads them so."""
 
-    def __init__(
-        self,
-        layer: AttentionConfig,
-        kind: KVDtype,
-        batch_size: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            layer.cache_rows(),
-            batch_size=batch_size,
-            capacity=capacity,
-            window=layer.window,
-            dtype=dtype,
-            device=device,
-        )
+    def __init__(self, layer: AttentionConfig, kind: KVDtype, **sizes: Any) -> None:
+        super().__init__(layer.cache_rows(), window=layer.window, **sizes)
         self._layer, self._kind = layer, kind
 
     def append(
@@ -210,6 +194,5 @@ def rounded_caches(model: LanguageModel, kind: KVDtype, ids: Int[Tensor, "B L"])
     """Return an empty cache per layer, for a forward pass of a GPT over `ids`."""
     config, dtype = model.config, model.head.weight.dtype
     assert isinstance(config, GPTConfig)
-    return [
-        RoundedCache(layer, kind, *ids.shape, dtype=dtype, device=ids.device) for layer in config.attention
-    ]
+    sizes = {"batch_size": len(ids), "capacity": ids.shape[1], "dtype": dtype, "device": ids.device}
+    return [RoundedCache(layer, kind, **sizes) for layer in config.attention]

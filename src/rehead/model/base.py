@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,18 +20,6 @@ Decode = Callable[[Tensor, Sequence[Any]], Tensor]
 """Maps token ids (B,) and the caches to the next logits, (B, vocab), and appends the tokens to the caches."""
 
 models: Registry[type["LanguageModel"]] = Registry("model type")
-
-
-class LayerState(Protocol):
-    """The interface of a layer's cache that generation uses."""
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes allocated."""
-        ...
-
-    def select_batch(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace sequence i by sequence `rows[i]`."""
 
 
 class LanguageModel(nn.Module, ABC):

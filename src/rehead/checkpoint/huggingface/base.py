@@ -1,10 +1,11 @@
 """The contract of a family of stock models: configs in both directions, and the names of weights."""
 
+import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any, ClassVar, NoReturn
@@ -218,3 +219,9 @@ def different(layers: Sequence[AttentionConfig]) -> str:
     which = ", ".join(map(str, odd[:MOST_NAMED])) + (", ..." if len(odd) > MOST_NAMED else "")
     kinds = f"{'layer' if len(odd) == 1 else 'layers'} {which}"
     return f"different layers ({kinds} of 0 to {len(layers) - 1}: {', '.join(fields)})"
+
+
+def written(value: float, reads_back: Callable[[float], bool]) -> float:
+    """Return a number with few digits, or next to `value`, that reads back as what was meant; else `value`."""
+    near = (float(f"{value:.12g}"), value, math.nextafter(value, 0), math.nextafter(value, math.inf))
+    return next(filter(reads_back, near), value)

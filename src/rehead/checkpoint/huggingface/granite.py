@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rehead.attention import GroupedConfig
 from rehead.attention.score import ScaledDot
-from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.base import Fields, Table, families, written
 from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.llama import Llama
 from rehead.config import GPTConfig
@@ -39,18 +39,11 @@ class Granite(Llama):
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return the four factors, as numbers that read back as the same."""
-        inverse = 1 / config.logit_scale
-        near = (
-            float(f"{inverse:.12g}"),
-            inverse,
-            math.nextafter(inverse, 0),
-            math.nextafter(inverse, math.inf),
-        )
         return super().extra_json(config, first) | {
             "attention_multiplier": first.scale,
             "embedding_multiplier": config.embed_scale,
             "residual_multiplier": config.residual_scale,
-            "logits_scaling": next((one for one in near if 1 / one == config.logit_scale), inverse),
+            "logits_scaling": written(1 / config.logit_scale, lambda one: 1 / one == config.logit_scale),
         }
 
 

@@ -4,7 +4,7 @@ import math
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
-from rehead.checkpoint.huggingface.base import Fields, Table, families
+from rehead.checkpoint.huggingface.base import Fields, Table, families, written
 from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.mla import LatentLike, has_layout
 from rehead.config import GPTConfig
@@ -60,12 +60,12 @@ class MiniCPM3(LatentLike):
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
         """Return the three scales, as numbers that read back as the same."""
         root = math.sqrt(config.n_layer)
-        depth = config.residual_scale * root
-        near = (float(f"{depth:.12g}"), depth, math.nextafter(depth, 0), math.nextafter(depth, math.inf))
         return super().extra_json(config, first) | {
             "mlp_bias": False,
             "scale_emb": config.embed_scale,
-            "scale_depth": next((number for number in near if number / root == config.residual_scale), depth),
+            "scale_depth": written(
+                config.residual_scale * root, lambda one: one / root == config.residual_scale
+            ),
             "dim_model_base": _base(config),
         }
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
-from rehead.attention.rope_scaling import LongRopeScaling
-from rehead.attention.score import ScaledDot
 from rehead.conversion.base import (
     ExactConversion,
     R,
@@ -24,6 +22,8 @@ from rehead.conversion.base import (
     projections,
     with_bias,
 )
+from rehead.conversion.steps.latent import misfit
+from rehead.conversion.steps.rotations import repeated
 
 SMALL = -40
 """The latent is divided by two to this power before the identity norm; see `IdentityNorm`."""
@@ -80,13 +80,7 @@ class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
 
     def refusal(self, source: GroupedConfig) -> str:
         """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
-        if not isinstance(source.score, ScaledDot):
-            return (
-                f"MLA has plain scaled dot products for scores, and this attention has {source.score.words()}"
-            )
-        if source.qk_norm_eps is not None:
-            return "qk_norm_eps: MLA's rotary part has no norm"
-        return "tie_kv=True" if source.tie_kv else ""
+        return misfit(source)
 
     def rewrite(self, weights: Weights, source: GroupedConfig, result: LatentConfig) -> Weights:
         """Pad the queries with zeros, rescale them, and let the expansion copy the latent."""
@@ -123,15 +117,11 @@ def unrotated(source: GroupedConfig) -> int:
 
 
 def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
-    """Return the rope of `n_head` heads of `width` in one part: the frequencies of each, one head after another.
-
-    With base 1 the factors alone determine every angle, with one rounding less.
-    """
+    """Return the rope of `n_head` heads of `width` in one part: the frequencies of each, one head after another."""
     if n_head == 1:
         return replace(rope, partial_rotary_factor=1.0)
-    factors = (1 / rope.frequencies(width)).repeat(n_head)
-    scaling = LongRopeScaling(factors=tuple(factors.tolist()), attention_factor=rope.magnitude)
-    return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)
+    n_pair = rope.rotated(width) // 2
+    return repeated(rope, width, 2 * n_head * n_pair, n_head * list(range(n_pair)))
 
 
 def _rescale(result: LatentConfig, width: int) -> float:

@@ -38,6 +38,20 @@ def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
     return min(config.n_kv_head * (key + value), config.d_context or d_model)
 
 
+def other_scores(source: GroupedConfig) -> str:
+    """Return what is wrong with scores that are no scaled dot products; an empty text for those."""
+    if isinstance(source.score, ScaledDot):
+        return ""
+    return f"MLA has plain scaled dot products for scores, and this attention has {source.score.words()}"
+
+
+def misfit(source: GroupedConfig) -> str:
+    """Return what of these heads has no place beside a rotary part of MLA; an empty text if all has."""
+    if source.qk_norm_eps is not None:
+        return other_scores(source) or "qk_norm_eps: MLA's rotary part has no norm"
+    return other_scores(source) or ("tie_kv=True" if source.tie_kv else "")
+
+
 def rank_on_the_way(target: AttentionConfig) -> int:
     """Return the rank of a latent attention or of its reduced form, 0 for any other."""
     if isinstance(target, LatentConfig):
@@ -100,10 +114,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
 
     def refusal(self, source: GroupedConfig) -> str:
         """Refuse other scores than the scaled dot product, other norms than of heads, tied heads."""
-        if not isinstance(source.score, ScaledDot):
-            return (
-                f"MLA has plain scaled dot products for scores, and this attention has {source.score.words()}"
-            )
+        if scores := other_scores(source):
+            return scores
         if source.qk_norm == "layernorm" or source.qk_norm_over != "head":
             which = f"qk_norm={source.qk_norm} over a {source.qk_norm_over}"
             return f"{which}: a latent has RMSNorms of single heads"
