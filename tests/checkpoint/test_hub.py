@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -15,6 +12,7 @@ from corpus import stock_folder
 import rehead
 from rehead.checkpoint import hub
 from rehead.errors import InvalidInput
+from typed_lines import typed
 
 COMMIT, OTHER = "a1" * 20, "b2" * 20
 NEVER = {"pytorch_model.bin": b"\x80\x04.", "modeling_x.py": b"raise SystemExit", "onnx/config.json": b"{}"}
@@ -82,25 +80,8 @@ def run(tmp_path_factory):
 
     def run(*lines, endpoint=f"http://127.0.0.1:{server.server_port}", cache="cache", **more):
         before = len(Hub.asked)
-        program = """
-import contextlib, io, json, sys
-from rehead.cli import main
-for line in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(line)
-    print(json.dumps([code, out.getvalue(), err.getvalue()]))
-"""
         there = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", program, json.dumps(lines)],
-            capture_output=True,
-            text=True,
-            cwd=folder / "here",
-            env=os.environ | there | more,
-            check=True,
-        )
-        return [json.loads(line) for line in done.stdout.splitlines()], Hub.asked[before:]
+        return typed(*lines, cwd=folder / "here", **there, **more), Hub.asked[before:]
 
     yield run
     server.shutdown()

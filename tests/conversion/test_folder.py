@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from rehead.conversion import Certificate, Target
 from rehead.conversion.folder import convert_folder
 from rehead.generation import generate
 from rehead.tokenizer import Tokenizer
+from typed_lines import typed
 
 pytestmark = pytest.mark.heavy
 
@@ -274,14 +274,14 @@ def test_several_calibrations_as_typed(run, capfd):
     words = [run, "out/new", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]
     texts = ["--calibration", "other.txt", "--calibration", "self"]
 
-    def typed():
-        command = [sys.executable, "-m", "rehead", "convert", *words, *texts, "--length", "12"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0
-        for line in done.stderr.splitlines():  # on a slow machine it says how far it is, and nothing else
+    def convert():
+        """In a process of its own."""
+        [(code, _, err)] = typed(["convert", *words, *texts, "--length", "12"])
+        assert code == 0
+        for line in err.splitlines():  # on a slow machine it says how far it is, and nothing else
             assert re.fullmatch(PROGRESS, line), line
 
-    typed()
+    convert()
     one = Certificate.read(Path("out/new"))
     assert [text.name for text in one.calibration] == ["other.txt", "self"]
     assert one.calibration[1].read == one.calibration[1].tokens == 24_576
@@ -291,7 +291,7 @@ def test_several_calibrations_as_typed(run, capfd):
     assert "so of its kind: on other kinds of text more may be lost" in written
     assert "tokens of self (sampled from the source, at temperature 1" in written
     words[1] = "again"
-    typed()
+    convert()
     assert Path("again/model.safetensors").read_bytes() == Path("out/new/model.safetensors").read_bytes()
     assert main(["convert", run, "tested", *words[2:], *texts, "--test", "text.txt", "--json"]) == 0
     two = json.loads(capfd.readouterr().out.splitlines()[-1])

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from rehead import tokenizer
 from rehead.cli import main
 from rehead.data import BatchSampler, split
 from rehead.generation import stream
+from typed_lines import documents
 
 TEXT = "Ünïcödé and plain: it droppeth as the gentle rain\nfrom heaven upon the place beneath. " * 20
 PADDED = 5000
@@ -60,20 +59,11 @@ def plain(model, ids, length, stride, bos=None):
     return torch.cat(losses).mean().item(), sum(map(len, losses))
 
 
-def typed(place, *words, model="llama"):
-    done = subprocess.run(
-        [sys.executable, "-m", "rehead", "eval", model, "--data", "text.txt", *map(str, words), "--json"],
-        cwd=place, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.process
 def test_eval_is_the_loop_anyone_would_write(stock):
     model, ids, place = stock
     loss, tokens = plain(model, ids, 2048, 2048)
-    found = typed(place)
+    (found,) = documents("eval llama --data text.txt", cwd=place)
     assert (found["length"], found["stride"], found["tokens"], found["dtype"]) == (
         2048,
         2048,
@@ -137,14 +127,13 @@ def test_blocks_begin_as_every_text_does(stock, begun):
     """With the token that the tokenizer puts before a text; not if asked not to."""
     torch.set_default_dtype(torch.float32)
     model, ids, _ = stock
-    for words, expected in (
-        ([], plain(model, ids, 50, 17, begun)),
-        (["--no-bos"], plain(model, ids, 50, 17)),
-    ):
-        found = typed(stock[2], "--length", 50, "--stride", 17, *words, model="begun")
-        assert (found["loss"], found["tokens"]) == (pytest.approx(expected[0], abs=1e-5), expected[1])
-        assert found.get("bos") == (None if words else "<s>")
-    assert abs(plain(model, ids, 50, 17, begun)[0] - expected[0]) > 1e-3
+    asked = "eval begun --data text.txt --length 50 --stride 17"
+    found = documents(asked, f"{asked} --no-bos", cwd=stock[2])
+    expected = [plain(model, ids, 50, 17, bos) for bos in (begun, None)]
+    for one, (loss, tokens) in zip(found, expected, strict=True):
+        assert (one["loss"], one["tokens"]) == (pytest.approx(loss, abs=1e-5), tokens)
+    assert [one.get("bos") for one in found] == ["<s>", None]
+    assert abs(expected[0][0] - expected[1][0]) > 1e-3
 
 
 @pytest.mark.filterwarnings("default:.*not in the tokenizer's vocabulary")

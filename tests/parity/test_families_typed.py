@@ -1,9 +1,5 @@
 """A folder of every family, written by transformers, through the commands a user types."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import tokenizers as hf
 import torch
@@ -11,6 +7,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from parity.test_stock import CASES, made
+from typed_lines import documents
 
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 12
 LETTERS = sorted(set(TEXT.replace(" ", "Ġ")))
@@ -34,36 +31,31 @@ def folder(request, tmp_path):
     return tmp_path
 
 
-def typed(folder, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", "rehead", *words, "--json"],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_the_plan_offers_is_made_measured_and_read_from(folder):
     """The plan's last exact row and its last approximate one; or the advice to keep the model as it is."""
-    plan = typed(folder, "plan", "theirs")
-    rows = {row["verdict"]: row for row in plan["rows"]}
-    before = typed(folder, "eval", "theirs", "--data", "held.txt", "--length", "60")["loss"]
+    text = "--data held.txt --length 60"
+    plan, measured = documents("plan theirs", f"eval theirs {text}", cwd=folder)
+    rows, before = {row["verdict"]: row for row in plan["rows"]}, measured["loss"]
     offered = {verdict: rows[verdict]["command"] for verdict in ("exact", "approximate") if verdict in rows}
     if not offered:
         assert "keep it as it is" in plan["advice"]
     for verdict, command in {"present": "", **offered}.items():
         made_of = {"present": "theirs"}.get(verdict, verdict)
+        fit = "--calibration fit.txt --test held.txt --length 60 --allow-loss"
+        making = [f"convert theirs {verdict} {command} {fit}", f"eval {verdict} {text}"] if command else []
+        *made_as, generated, bench = documents(
+            *making,
+            f"generate {made_of} --prompt 'To be' --max-new-tokens 5 --temperature 0",
+            f"bench {made_of} --prompt-lengths 5 --new-tokens 6 --rounds 1",
+            cwd=folder,
+        )
         if command:
-            fit = ["--calibration", "fit.txt", "--test", "held.txt", "--length", "60", "--allow-loss"]
-            certificate = typed(folder, "convert", "theirs", verdict, *command.split(), *fit)
+            certificate, after = made_as[0], made_as[1]["loss"]
             assert certificate["loss"][0] == pytest.approx(before, abs=1e-6)
-            after = typed(folder, "eval", verdict, "--data", "held.txt", "--length", "60")["loss"]
             assert after == pytest.approx(certificate["loss"][1], abs=1e-6)
             assert verdict != "exact" or after == pytest.approx(before, abs=1e-5)
-        options = ["--prompt", "To be", "--max-new-tokens", "5", "--temperature", "0"]
-        assert typed(folder, "generate", made_of, *options)["results"][0]["prompt"] == "To be"
-        lengths = ["--prompt-lengths", "5", "--new-tokens", "6", "--rounds", "1"]
-        case, *_ = typed(folder, "bench", made_of, *lengths)["cases"]
+        assert generated["results"][0]["prompt"] == "To be"
+        case, *_ = bench["cases"]
         assert case["cache_bytes_held"] == case["cache_bytes_predicted"]

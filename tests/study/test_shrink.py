@@ -20,6 +20,7 @@ from rehead.cli import main
 from rehead.conversion.certificate import Certificate
 from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs, one_source
+from typed_lines import typed
 
 # A whole demo is made for the first test: in 20 s, or 120 beside six other processes.
 pytestmark = pytest.mark.timeout(400)
@@ -41,12 +42,6 @@ temperature: 0
 """
 
 
-def rehead(*words, **more):
-    return subprocess.run(
-        [sys.executable, "-m", "rehead", *words], capture_output=True, text=True, check=False, **more
-    )
-
-
 @pytest.fixture(scope="module")
 def demo(place):
     """`make demo`, tiny, killed while it heals and started again: what it printed, and its folder."""
@@ -66,10 +61,10 @@ def demo(place):
     before = {file: file.stat().st_mtime_ns for file in place.rglob("demo/*/*/measured.json")}
     assert len(before) == 6
     assert not (place / "demo/report.html").exists()
-    told = rehead(*words, cwd=place)
-    assert told.returncode == 0, told.stderr
+    [(code, out, err)] = typed(words, cwd=place)
+    assert code == 0, err
     assert {file: file.stat().st_mtime_ns for file in before} == before
-    return told, place / "demo"
+    return (out, err), place / "demo"
 
 
 @pytest.fixture
@@ -87,22 +82,20 @@ def certificates(results):
 
 @pytest.mark.process
 def test_the_terminal_tells_every_step_with_its_command(demo, results):
-    told, _ = demo
-    steps = re.findall(r"^(\d+)\. (.*)\n   \$ rehead (\w+)", told.stderr, re.MULTILINE)
+    (out, err), _ = demo
+    steps = re.findall(r"^(\d+)\. (.*)\n   \$ rehead (\w+)", err, re.MULTILINE)
     assert [int(number) for number, _, _ in steps] == list(range(1, 11))
     assert [command for _, _, command in steps] == [
         "train", "plan", *["convert"] * 5, "heal", "export", "bench",
     ]  # fmt: skip
-    assert re.search(r"^   exact +50 % of the KV cache  --to mla$", told.stderr, re.MULTILINE)
-    assert "exact: KV cache 512 -> 256 bytes per token (50 %)" in told.stderr
+    assert re.search(r"^   exact +50 % of the KV cache  --to mla$", err, re.MULTILINE)
+    assert "exact: KV cache 512 -> 256 bytes per token (50 %)" in err
     loss = results["variants"][0]["runs"][0]["val_loss"]
-    assert f"\n   loss {loss:.4f} nats per token on text it was not trained on\n" in told.stderr
-    assert "LlamaForCausalLM, read back by transformers" in told.stderr
+    assert f"\n   loss {loss:.4f} nats per token on text it was not trained on\n" in err
+    assert "LlamaForCausalLM, read back by transformers" in err
     for name in (one["variant"] for one in results["variants"]):
-        assert len(re.findall(rf"^ ?{name} ", told.stdout, re.MULTILINE)) >= 2, (
-            "in the table, and with its text"
-        )
-    assert told.stdout.rstrip().splitlines()[-2] == "report   demo/report.html"
+        assert len(re.findall(rf"^ ?{name} ", out, re.MULTILINE)) >= 2, "in the table, and with its text"
+    assert out.rstrip().splitlines()[-2] == "report   demo/report.html"
 
 
 @pytest.mark.process
