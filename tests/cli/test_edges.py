@@ -1,7 +1,6 @@
-"""Odd terminals, closed pipes, and configs whose values no model has: as typed, in a process of its own."""
+"""Odd terminals, closed pipes, and configs whose values no model has: as typed."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import torch
 
 import rehead
 from rehead.checkpoint.own import read_config
+from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.errors import ReheadError
 from rehead.model import build
@@ -37,23 +37,17 @@ def folder(tmp_path_factory):
     return place
 
 
-def typed(*words, **more):
-    return subprocess.run(
-        [sys.executable, "-m", "rehead", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **more,
-    )
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("columns", ["0", "-5", "wide", "99999999999999", ""])
-def test_columns_that_are_no_width_count_as_none(folder, columns):
-    unset = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    done = typed("plan", folder, env=unset | {"COLUMNS": columns, "LINES": columns})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == typed("plan", folder, env=unset).stdout
+def test_columns_that_are_no_width_count_as_none(folder, monkeypatch, capfd):
+    shown = {}
+    for columns in (None, "0", "-5", "wide", "99999999999999", "", "40"):
+        for name in ("COLUMNS", "LINES"):
+            monkeypatch.delenv(name, raising=False)
+            if columns is not None:
+                monkeypatch.setenv(name, columns)
+        assert main(["plan", str(folder)]) == 0
+        shown[columns] = capfd.readouterr()
+    assert shown.pop("40").out != shown[None].out
+    assert set(shown.values()) == {(shown[None].out, "")}
 
 
 @pytest.mark.process
@@ -67,7 +61,6 @@ def test_a_closed_pipe_is_no_failure(folder, words):
     assert process.returncode == 0
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -77,20 +70,17 @@ def test_a_closed_pipe_is_no_failure(folder, words):
         ("plan /dev/null", "/dev/null is neither a file nor a folder"),
     ],
 )
-def test_absurd_arguments(folder, words, said):
-    done = typed(*words.format(folder).split())
-    assert done.returncode in (2, 3)
-    assert done.stderr.startswith(f"rehead: {said}")
-    assert len(done.stderr.splitlines()) == 1
+def test_absurd_arguments(folder, words, said, capfd):
+    assert main(words.format(folder).split()) in (2, 3)
+    error = capfd.readouterr().err
+    assert error.startswith(f"rehead: {said}")
+    assert len(error.splitlines()) == 1
 
 
-@pytest.mark.process
-def test_an_empty_prompt_is_named(folder):
-    done = typed("generate", folder, "--prompt", "")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "rehead: --prompt: the argument is empty. Give it a value of at least one character.\n",
-    )
+def test_an_empty_prompt_is_named(folder, capfd):
+    assert main(["generate", str(folder), "--prompt", ""]) == 2
+    said = "rehead: --prompt: the argument is empty. Give it a value of at least one character.\n"
+    assert capfd.readouterr().err == said
 
 
 @pytest.mark.parametrize(
