@@ -59,19 +59,12 @@ def read(folder):
     return ModelCard.load(Path(folder) / "README.md")
 
 
-def typed(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "rehead", *words], capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.process
 def test_the_card_of_a_converted_model_says_what_eval_measures(capfd):
     card = f"---\nlicense: apache-2.0\nbase_model: org/base\nbase_model_commit: {COMMIT}\n---\n# Its card\n"
     llama("llama", card)
     texts = ["--calibration", "fit.txt", "--test", "test.txt", "--length", "32"]
-    assert typed("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", *texts).returncode == 0
-    assert typed("export", "mqa", "stock", "--format", "deepseek_v3").returncode == 0
+    run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", *texts)
+    run("export", "mqa", "stock", "--format", "deepseek_v3")
     shown = read("stock")
     facts = shown.data.to_dict()
     assert facts["library_name"] == "transformers"
@@ -80,7 +73,9 @@ def test_the_card_of_a_converted_model_says_what_eval_measures(capfd):
     assert facts["base_model_relation"] == "finetune"
     assert facts["base_model_commit"] == COMMIT
     assert facts["tags"] == ["rehead", "mla"]
-    measured = json.loads(typed("eval", "mqa", "--data", "test.txt", "--length", "32", "--json").stdout)
+    capfd.readouterr()
+    run("eval", "mqa", "--data", "test.txt", "--length", "32", "--json")
+    measured = json.loads(capfd.readouterr().out)
     results = {result.metric_type: result for result in shown.data.eval_results}
     assert set(results) == {"loss", "perplexity", "bits_per_byte"}
     for name, result in results.items():
