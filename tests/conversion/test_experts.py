@@ -1,8 +1,7 @@
 """Models with experts, through the commands a user types: the attention is converted, the experts are copied."""
 
 import json
-import subprocess
-import sys
+import shlex
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 import rehead
 from rehead.cli import main
 from rehead.tokenizer import train
+from typed_lines import documents
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -45,15 +45,6 @@ def written(kind, fields, folder):
     return model
 
 
-def typed(folder, words):
-    done = subprocess.run(
-        [sys.executable, "-m", "rehead", *words.split(), "--json"],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def encoded(folder, file):
     return torch.as_tensor(rehead.load_tokenizer(folder / "theirs").encode((folder / file).read_text()))
 
@@ -81,15 +72,26 @@ def untouched(theirs, ours):
 
 @pytest.mark.long
 @pytest.mark.process
-@pytest.mark.timeout(600)  # eight processes, on a machine that may be busy
+@pytest.mark.timeout(600)  # seven commands, on a machine that may be busy
 @torch.no_grad()
 def test_qwen3_moe_as_typed(tmp_path):
     """Exact at full rank, fitted below it, pooled and exported: each figure twice."""
     theirs = written("Qwen3Moe", QWEN, tmp_path)
     ids = encoded(tmp_path, "held.txt")
     loss = their_loss(theirs, ids, 64)
+    fitted = "--calibration fit.txt --test held.txt --length 64 --allow-loss"
+    prompt = shlex.quote((tmp_path / "held.txt").read_text()[:5])
+    planned, certificate, half, measured, pooled, exported, generated = documents(
+        "plan theirs",
+        "convert theirs exact --to mla --test held.txt --length 64",
+        f"convert theirs half --to mla --kv-fraction 0.5 {fitted}",
+        "eval half --data held.txt --length 64",
+        f"convert theirs pooled --to mqa {fitted}",
+        "export pooled stock",
+        f"generate pooled --prompt {prompt} --max-new-tokens 32 --temperature 0",
+        cwd=tmp_path,
+    )
 
-    planned = typed(tmp_path, "plan theirs")
     rows = {row["command"]: row for row in planned["rows"]}
     verdicts = [rows[key]["verdict"] for key in ("", "--to mla", "--to mla --kv-fraction 0.5", "--to mqa")]
     assert verdicts == ["present", "exact", "approximate", "approximate"]
@@ -98,7 +100,6 @@ def test_qwen3_moe_as_typed(tmp_path):
     assert rows[""]["parameters"] - rows[""]["active_parameters"] == 2 * (5 - 3) * per_expert
     assert any("2 of 3 layers have 5 experts; a token uses 3" in note for note in planned["notes"])
 
-    certificate = typed(tmp_path, "convert theirs exact --to mla --test held.txt --length 64")
     assert certificate["exact"]
     assert certificate["loss"] == pytest.approx([loss, loss], abs=1e-5)
     wanted = theirs(ids[None, :64]).logits
@@ -109,35 +110,20 @@ def test_qwen3_moe_as_typed(tmp_path):
         "Experts and their routers are those of the source" in (tmp_path / "exact/CONVERSION.md").read_text()
     )
 
-    fitted = "--calibration fit.txt --test held.txt --length 64 --allow-loss"
-    half = typed(tmp_path, f"convert theirs half --to mla --kv-fraction 0.5 {fitted}")
     assert not half["exact"]
     assert {method for layer in half["layers"] for method in layer["methods"]} == {"weighted"}
     assert half["loss"][0] == pytest.approx(loss, abs=1e-5)
-    measured = typed(tmp_path, "eval half --data held.txt --length 64")
     assert measured["loss"] == pytest.approx(half["loss"][1], abs=1e-5)
     untouched(tmp_path / "theirs", tmp_path / "half")
 
-    pooled = typed(tmp_path, f"convert theirs pooled --to mqa {fitted}")
-    assert typed(tmp_path, "export pooled stock")["architecture"] == "Qwen3MoeForCausalLM"
+    assert exported["architecture"] == "Qwen3MoeForCausalLM"
     untouched(tmp_path / "theirs", tmp_path / "stock")
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()
     assert their_loss(stock, ids, 64) == pytest.approx(pooled["loss"][1], abs=1e-5)
     tokens = stock.generate(ids[None, :5], max_new_tokens=32, do_sample=False)
-    asked = [
-        "generate",
-        "pooled",
-        "--prompt",
-        (tmp_path / "held.txt").read_text()[:5],
-        "--max-new-tokens",
-        "32",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "rehead", *asked, "--temperature", "0", "--json"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    completion = json.loads(done.stdout.splitlines()[-1])["results"][0]["completion"]
-    assert completion == rehead.load_tokenizer(tmp_path / "theirs").decode(tokens[0, 5:].tolist())
+    assert generated["results"][0]["completion"] == rehead.load_tokenizer(tmp_path / "theirs").decode(
+        tokens[0, 5:].tolist()
+    )
 
 
 def test_what_no_engine_has_a_class_for_is_refused_by_name(tmp_path, capfd):

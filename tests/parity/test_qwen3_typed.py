@@ -1,9 +1,5 @@
 """A Qwen3 folder as it is published, through the commands a user types."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import tokenizers as hf
 import torch
@@ -11,6 +7,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 import rehead
+from typed_lines import documents
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -42,43 +39,35 @@ def folder(tmp_path):
     return tmp_path
 
 
-def typed(folder, words):
-    done = subprocess.run(
-        [sys.executable, "-m", "rehead", *words.split(), "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.long
 @pytest.mark.process
-@pytest.mark.timeout(600)  # six processes, on a machine that may be busy
+@pytest.mark.timeout(600)  # six commands, on a machine that may be busy
 @torch.no_grad()
 def test_every_command_takes_a_latent_with_norms(folder):
     """Half the cache, and each figure twice: from the command that promises it and from the one that measures it."""
-    rows = {row["command"]: row for row in typed(folder, "plan theirs --dtype bf16")["rows"]}
+    wanted = "--to mla --kv-fraction 0.5 --calibration fit.txt --test held.txt --length 64 --allow-loss"
+    plan, certificate, measured, bench, inspected, result = documents(
+        "plan theirs --dtype bf16",
+        f"convert theirs ours {wanted}",
+        "eval ours --data held.txt --length 64",
+        f"bench ours --prompt-lengths {N_PROMPT} --new-tokens {N_NEW} --rounds 1",
+        "inspect ours --text To,be",
+        f"generate ours --prompt To,be --max-new-tokens {N_NEW} --temperature 0",
+        cwd=folder,
+    )
+    rows = {row["command"]: row for row in plan["rows"]}
     present, half = rows[""], rows["--to mla --kv-fraction 0.5"]
     assert half["verdict"] == "approximate"
     assert 2 * half["kv_bytes_per_token"] == present["kv_bytes_per_token"]
-    wanted = "--to mla --kv-fraction 0.5 --calibration fit.txt --test held.txt --length 64 --allow-loss"
-    certificate = typed(folder, f"convert theirs ours {wanted}")
     assert [layer["kv_numbers"] for layer in certificate["layers"]] == [[64, 32]] * 2
     assert {name for layer in certificate["layers"] for name in layer["methods"]} == {"weighted"}
-    measured = typed(folder, "eval ours --data held.txt --length 64")
     assert measured["loss"] == pytest.approx(certificate["loss"][1], abs=1e-6)
-    case, *_ = typed(folder, f"bench ours --prompt-lengths {N_PROMPT} --new-tokens {N_NEW} --rounds 1")[
-        "cases"
-    ]
+    case, *_ = bench["cases"]
     assert case["cache_bytes_held"] == case["cache_bytes_predicted"]
     assert case["cache_bytes_held"] == half["kv_bytes_per_token"] * (N_PROMPT + N_NEW)
-    weights = torch.tensor(typed(folder, "inspect ours --text To,be")["map"]["weights"])
+    weights = torch.tensor(inspected["map"]["weights"])
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(N_PROMPT))
 
-    result = typed(folder, f"generate ours --prompt To,be --max-new-tokens {N_NEW} --temperature 0")
     text = "To,be" + result["results"][0]["completion"]
     ids = torch.as_tensor(rehead.load_tokenizer(folder / "ours").encode(text))[None]
     logits = rehead.load(folder / "ours")(ids)[:, N_PROMPT - 1 : -1].double()
