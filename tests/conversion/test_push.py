@@ -15,6 +15,9 @@ import pytest
 import torch
 import transformers
 
+import rehead
+from typed_lines import typed
+
 pytestmark = pytest.mark.process
 
 TOKEN = "hf_" + "secretSECRET" * 2
@@ -326,10 +329,7 @@ def test_a_failure_is_one_line_and_leaves_the_folder(name, hub, export):
     assert words in error
     assert error.endswith(LATER)
     assert "hf_other" not in done.stderr
-    again = subprocess.run(
-        [sys.executable, "-c", "import rehead; rehead.load('out')"], cwd=export.out.parent, check=False
-    )
-    assert again.returncode == 0
+    assert rehead.load(export.out).config.n_layer == 1
 
 
 REFUSED = {
@@ -342,23 +342,22 @@ REFUSED = {
     "me/sm\u00e4ll": "is not a valid name on the Hub",
     "me/small --format gguf": "a .gguf file has no card to go with it. Upload it yourself: hf upload me/small FILE.",
 }
+ALONE = ["--private", "--replace"]
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_pushed_is_refused_before_any_work(words, hub, export):
-    done = export("--push", *words.split(" "))
-    assert done.returncode == 2
-    assert REFUSED[words] in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not export.out.exists()
+def test_what_cannot_be_pushed_is_refused_before_any_work(hub, source, tmp_path):
+    """Flags of an upload need one, too."""
+    asked = {f"--push {words}": text for words, text in REFUSED.items()}
+    asked |= {flag: f"rehead: {flag} is about an upload: give --push org/name.\n" for flag in ALONE}
+    lines = [f"export {source} out {words}" for words in asked]
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    results = typed(*lines, cwd=tmp_path, **own)
+    for (code, out, err), (words, text) in zip(results, asked.items(), strict=True):
+        assert (code, out) == (2, ""), words
+        assert text in err
+        assert len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
     assert hub.seen == []
-
-
-@pytest.mark.parametrize("flag", ["--private", "--replace"])
-def test_flags_of_an_upload_need_one(flag, hub, export):
-    done = export(flag)
-    assert done.returncode == 2
-    assert done.stderr == f"rehead: {flag} is about an upload: give --push org/name.\n"
 
 
 def test_a_traceback_does_not_have_the_token(hub, export):
