@@ -1,8 +1,7 @@
 """What storing weights in a smaller format changes: against the gguf package, NumPy and transformers."""
 
 import json
-import subprocess
-import sys
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from rehead.errors import NumericError
 from rehead.measure.stored import as_stored, lost_rows, rounded
 from rehead.model import build
 from small import llama_shaped
+from typed_lines import documents, typed
 
 HEADS = GroupedConfig(n_query_head=2, n_kv_head=2, head_dim=32, rope=True)
 TEXT = "the quick brown fox jumps over the lazy dog " * 6
@@ -89,37 +89,32 @@ def exported(tmp_path):
     return tmp_path
 
 
-def typed(folder, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "rehead", *words], cwd=folder, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.process
 @torch.no_grad()
 def test_an_export_says_what_a_smaller_format_would_lose(exported):
     """Of a model whose values and output projections are far from 1, but not their product."""
-    same = typed(exported, "export", "llama", "again")
-    assert same.returncode == 0
-    assert "keep this export" not in same.stderr
+    evals = {kind: f"eval again --data text.txt --stored-as {kind} --json" for kind in ("q8_0", "fp16")}
+    (code, _, err), *printed = typed("export llama again", *evals.values(), cwd=exported)
+    assert code == 0
+    assert "keep this export" not in err
     assert "Other number formats" not in (exported / "again/README.md").read_text()
     model = transformers.LlamaForCausalLM.from_pretrained(exported / "llama")
     for layer in model.model.layers:
         layer.self_attn.v_proj.weight.mul_(2.0**-30)
         layer.self_attn.o_proj.weight.mul_(2.0**30)
     model.save_pretrained(exported / "llama")
-    done = typed(exported, "export", "llama", "mla", "--format", "deepseek_v3")
-    assert done.returncode == 0
-    assert "keep this export in bfloat16 or float32" in done.stderr
-    assert "self_attn.o_proj" in done.stderr
+    (code, _, err), (noise, _, reason) = typed(
+        "export llama mla --format deepseek_v3", "eval mla --data text.txt --stored-as fp16", cwd=exported
+    )
+    assert code == 0
+    assert "keep this export in bfloat16 or float32" in err
+    assert "self_attn.o_proj" in err
     assert "| `self_attn.o_proj.weight` | 100% | 0% |" in (exported / "mla/README.md").read_text()
-    noise = typed(exported, "eval", "mla", "--data", "text.txt", "--stored-as", "fp16")
-    assert noise.returncode != 0
-    assert "o_proj.weight leaves the range of fp16" in noise.stderr
+    assert noise != 0
+    assert "o_proj.weight leaves the range of fp16" in reason
     ids = torch.tensor(hf.Tokenizer.from_file(str(exported / "again/tokenizer.json")).encode(TEXT).ids)[None]
-    for kind in ("q8_0", "fp16"):
-        words = ["eval", "again", "--data", "text.txt", "--stored-as", kind, "--json"]
-        found = json.loads(typed(exported, *words).stdout)
+    for kind, (_, out, _) in zip(evals, printed, strict=True):
+        found = json.loads(out)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(exported / "again", dtype=torch.float32)
         exact = theirs(ids).logits[0, :-1].double().log_softmax(-1)
         for weight in theirs.parameters():
@@ -139,11 +134,9 @@ def test_a_long_text_is_compared_whole(exported):
     """The loss with and without rounding is of the same tokens: that of `eval` without --stored-as."""
     texts = [TEXT, TEXT[::-1], "dog fox over the "]
     (exported / "long.txt").write_text("".join(texts[i * i % 7 % 3] * (1 + i % 5) for i in range(120)))
-    for stride in ("64", "48"):
-        words = ["eval", "llama", "--data", "long.txt", "--length", "64", "--stride", stride, "--json"]
-        plain, found = (
-            json.loads(typed(exported, *words, *more).stdout) for more in ([], ["--stored-as", "q8_0"])
-        )
+    words = [f"eval llama --data long.txt --length 64 --stride {stride}" for stride in (64, 48)]
+    results = documents(*words, *(f"{line} --stored-as q8_0" for line in words), cwd=exported)
+    for plain, found in zip(results[:2], results[2:], strict=True):
         assert found["tokens"] > 65_536
         assert found["loss_exact"] == pytest.approx(plain["loss"], rel=1e-7)
         assert found["loss"] != plain["loss"]
@@ -161,8 +154,15 @@ def test_the_rounded_model_shares_what_the_first_shares():
 @pytest.mark.process
 @torch.no_grad()
 def test_check_says_what_transformers_would_predict(exported):
-    done = typed(exported, "check", "llama", "--data", "text.txt", "--json")
-    said = json.loads(done.stdout)
+    model = transformers.LlamaForCausalLM.from_pretrained(exported / "llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(2.0**30)
+    shutil.copytree(exported / "llama", exported / "large")
+    model.save_pretrained(exported / "large")
+    (_, printed, _), (code, unsafe, _) = typed(
+        "check llama --data text.txt --json", "check large --data text.txt --dtype fp16", cwd=exported
+    )
+    said = json.loads(printed)
     assert (said["blocks"], said["tokens"]) == (1, len(TEXT) - 1)
     assert (said["safe"], list(said["formats"])) == (True, ["fp16", "bf16", "q8_0"])
     model = transformers.LlamaForCausalLM.from_pretrained(exported / "llama")
@@ -176,30 +176,27 @@ def test_check_says_what_transformers_would_predict(exported):
         assert found["kl"] == pytest.approx(float((exact.exp() * (exact - logs)).sum(-1).mean()), rel=1e-3)
         assert found["loss"] == pytest.approx(-float(logs.gather(1, ids[0, 1:, None]).mean()), abs=1e-5)
         assert found["safe"]
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.mul_(2.0**30)
-    model.save_pretrained(exported / "llama")
-    done = typed(exported, "check", "llama", "--data", "text.txt", "--dtype", "fp16")
-    assert done.returncode == 0
-    assert "fp16: NOT SAFE: layers.0.self_attn.o_proj.weight leaves the range of fp16" in done.stdout
+    assert code == 0
+    assert "fp16: NOT SAFE: layers.0.self_attn.o_proj.weight leaves the range of fp16" in unsafe
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_damaged_model_is_refused_as_convert_refuses_it(bad, exported):
+def test_a_damaged_model_is_refused_as_convert_refuses_it(exported):
     """No format is to blame, and none helps; nothing is written, so nothing can be uploaded."""
     model = transformers.LlamaForCausalLM.from_pretrained(exported / "llama")
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = bad
-    model.save_pretrained(exported / "llama")
+    for folder, bad in (("infinite", float("inf")), ("llama", float("nan"))):
+        model.model.layers[1].mlp.up_proj.weight.data[3, 5] = bad
+        model.save_pretrained(exported / folder)
     reason = "layers.1.mlp.up_proj.weight holds NaN or infinity: this model is damaged. Go back to one that is not."
-    for words in (
-        ("convert", "llama", "out", "--to", "mla"),
-        ("export", "llama", "out"),
-        ("export", "llama", "out", "--push", "me/llama"),
-        ("export", "llama", "out.gguf", "--format", "gguf", "--dtype", "q8_0"),
-        ("check", "llama", "--data", "text.txt"),
-    ):
-        done = typed(exported, *words)
-        assert (done.returncode, done.stdout) == (7, ""), words
-        assert done.stderr.splitlines()[-1] == f"rehead: {reason}", words
-    assert {path.name for path in exported.iterdir()} == {"llama", "text.txt"}
+    lines = [
+        "convert llama out --to mla",
+        "export llama out",
+        "export llama out --push me/llama",
+        "export llama out.gguf --format gguf --dtype q8_0",
+        "check llama --data text.txt",
+        "convert infinite out --to mla",
+    ]
+    for line, (code, out, err) in zip(lines, typed(*lines, cwd=exported), strict=True):
+        assert (code, out) == (7, ""), line
+        assert err.splitlines()[-1] == f"rehead: {reason}", line
+    assert {path.name for path in exported.iterdir()} == {"llama", "infinite", "text.txt"}
