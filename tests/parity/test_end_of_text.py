@@ -1,8 +1,7 @@
 """Generation ends at the ids that a folder names, as transformers' does."""
 
 import json
-import subprocess
-import sys
+import shutil
 
 import pytest
 import tokenizers as hf
@@ -13,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import rehead
 from rehead.generation import stream, until
 from rehead.tokenizer import open_model
+from typed_lines import typed
 
 LETTERS = [chr(n) for n in range(97, 123)]
 N_NEW = 12
@@ -46,21 +46,6 @@ def say(folder, **tables):
         path.write_text(json.dumps({key: value for key, value in (table | more).items() if value is not ...}))
 
 
-def typed(folder, *words):
-    command = [
-        sys.executable,
-        "-m",
-        "rehead",
-        "generate",
-        folder,
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        str(N_NEW),
-    ]
-    return subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout
-
-
 def letters(ids):
     return "".join(LETTERS[int(i)] for i in ids)
 
@@ -75,14 +60,23 @@ def test_as_typed_it_ends_where_transformers_ends(folder):
     assert whole[3] not in whole[:3]
     end, other = LETTERS.index(whole[3]), LETTERS.index(whole[1])
     (path / "generation_config.json").unlink()
-    for tables in ({"config": {"eos_token_id": end}}, {"generation_config": {"eos_token_id": [other, end]}}):
-        say(path, **tables)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
+    say(path, config={"eos_token_id": end})
+    several = path.with_name(f"{path.name}-several")
+    shutil.copytree(path, several)
+    say(several, generation_config={"eos_token_id": [other, end]})
+    words = [
+        f"generate {place} --prompt cab --temperature 0 --max-new-tokens {N_NEW}" for place in (path, several)
+    ]
+    results = typed(*(f"{line}{more}" for line in words for more in ("", " --json", " --json --ignore-eos")))
+    assert not any(code for code, _, _ in results), results
+    for place, printed in ((path, results[:3]), (several, results[3:])):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
         ended = letters(theirs.generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0, 3:])
-        (result,) = json.loads(typed(path, "--prompt", "cab", "--json"))["results"]
+        shown, stopped, ignored = (out for _, out, _ in printed)
+        assert shown == f"cab{ended[:-1]}\n"
+        (result,) = json.loads(stopped)["results"]
         assert result == {"prompt": "cab", "completion": ended[:-1], "finish_reason": "stop"}
-        assert typed(path, "--prompt", "cab") == f"cab{ended[:-1]}\n"
-        (result,) = json.loads(typed(path, "--prompt", "cab", "--json", "--ignore-eos"))["results"]
+        (result,) = json.loads(ignored)["results"]
         assert result == {"prompt": "cab", "completion": whole, "finish_reason": "length"}
 
 
