@@ -3,8 +3,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,9 @@ import torch
 
 from rehead.checkpoint import resolve
 from rehead.cli import main
+from rehead.config.flags import read
+from rehead.errors import ResourceError
+from rehead.training import train
 from test_phases import TINY, wait_for
 
 RUN = [
@@ -78,24 +81,42 @@ GONE = {
 }
 
 
+SAID = (
+    "run was deleted, moved or replaced while this run trained. If it was moved, move it back and continue with "
+    "trainer.resume=True; otherwise start again."
+)
+
+
+def train_while(happens):
+    """Train 80 steps here; something `happens` after step 25, once the first checkpoint is there."""
+    for record in train(read([*RUN, "trainer.max_iters=80", "system.work_dir=run"])):
+        if record["step"] == 25:
+            while not saved():
+                time.sleep(0.01)
+            happens()
+
+
+def standing():
+    """What is in `run`, if it is a folder, or whether it is a file."""
+    return Path("run").exists() and (Path("run").is_file() or sorted(os.listdir("run")))
+
+
 @pytest.mark.parametrize("how", GONE)
-def test_a_run_whose_folder_goes_away_ends_at_its_next_line(how, training):
+def test_a_run_whose_folder_goes_away_ends_at_its_next_line(how):
     """And leaves alone what stands there instead."""
-    GONE[how]()
-    stands = Path("run").exists() and (Path("run").is_file() or sorted(os.listdir("run")))
-    assert training.wait(60) == 5, training.said.read_text()
-    said = training.said.read_text()
-    assert said.splitlines()[-1] == (
-        "rehead: run was deleted, moved or replaced while this run trained. If it was moved, move it back and continue "
-        "with trainer.resume=True; otherwise start again."
-    )
-    assert "Traceback" not in said
-    assert (Path("run").exists() and (Path("run").is_file() or sorted(os.listdir("run")))) == stands
+    stands = []
+    with pytest.raises(ResourceError) as ended:
+        train_while(lambda: (GONE[how](), stands.append(standing())))
+    assert str(ended.value) == SAID
+    assert stands == [standing()]
 
 
 def test_a_run_that_was_moved_and_moved_back_goes_on(training, capfd):
     moved()
-    training.wait(60)
+    assert training.wait(60) == 5, training.said.read_text()
+    said = training.said.read_text()
+    assert said.splitlines()[-1] == f"rehead: {SAID}"
+    assert "Traceback" not in said
     Path("elsewhere").rename("run")
     last = int(saved()[-1].name[5:])
     resumed = ["train", *RUN, "system.work_dir=run", "trainer.resume=True", f"trainer.max_iters={last + 10}"]
@@ -105,16 +126,10 @@ def test_a_run_that_was_moved_and_moved_back_goes_on(training, capfd):
 
 
 @pytest.mark.parametrize("part", [".lock", "checkpoints", "metrics.jsonl"])
-def test_a_part_of_a_run_that_goes_away_ends_nothing(part, training):
+def test_a_part_of_a_run_that_goes_away_ends_nothing(part):
     place = Path("run", part)
-    if place.is_dir():
-        shutil.rmtree(place, ignore_errors=True)  # it may be saving now
-    else:
-        place.unlink()
-    before = saved()
-    wait_for(lambda: len(saved()) == 2 and saved() != before, training)
-    training.send_signal(signal.SIGTERM)
-    assert training.wait(60) == 143
+    train_while(lambda: shutil.rmtree(place) if place.is_dir() else place.unlink())
+    assert [folder.name for folder in saved()] == ["step-000060", "step-000080"]
     assert resolve(Path("run")) == saved()[-1]
 
 
