@@ -85,10 +85,12 @@ MUTANTS = {  # file, source, fault, test file, and which of its tests
         "training/test_run.py", "finite",
     ),
     "random states are not restored": (
-        "training/state.py", 'torch.set_rng_state(states["rng.torch"])', "pass", "training/test_resume.py", "",
+        "training/state.py", 'torch.set_rng_state(states["rng.torch"])', "pass",
+        "training/test_run.py", "uninterrupted",
     ),
     "later records are kept on resume": (
-        "training/folder.py", '(step is None or record["step"] <= step)', "True", "training/test_resume.py", "",
+        "training/folder.py", '(step is None or record["step"] <= step)', "True",
+        "training/test_run.py", "after_a_crash",
     ),
     "files are not flushed": (
         "checkpoint/files/publish.py", "        _sync(path)\n        if", "        if",

@@ -338,6 +338,7 @@ def test_a_changed_run_is_not_resumed_and_is_left_as_it_was():
     for flag, message in REFUSED_ON_RESUME:
         with pytest.raises(ConfigError, match=re.escape(message)) as caught:
             resume("a", flag)
+        assert ("leave it out" in str(caught.value)) == (" was " in message)
         assert "new system.work_dir" in str(caught.value)
     assert before == {file: file.read_bytes() for file in before}
     resume("a")
@@ -519,7 +520,7 @@ def test_metrics_say_what_was_done():
     steps = [record for record in rest if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     for record in steps:
-        assert {"step", "loss", "learning_rate", "grad_norm", "seconds"} < record.keys()
+        assert {"step", "loss", "learning_rate", "grad_norm", "seconds", "rss_bytes"} <= record.keys()
         assert record["seconds"] > 0
     evaluations = [record for record in rest if "val_loss" in record]
     assert [record["step"] for record in evaluations] == [0, 2, 4, 6]
@@ -562,7 +563,10 @@ def test_evaluating_and_sampling_change_nothing():
 # Warm start (seeds B20)
 
 
-@pytest.mark.parametrize("flags", [[], ["model.rope=True"], ["model.rope=True", "model.attention=mla"]])
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["model.rope=True"], ["model.rope=True", "model.attention=mla"], ["model.type=rnn"]],
+)
 def test_a_longer_block_keeps_what_was_learned(flags):
     run("short", *flags)
     run("long", *flags, "data.block_size=17", "model.pretrained_folder=short", "trainer.max_iters=0")
