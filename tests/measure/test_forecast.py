@@ -25,6 +25,7 @@ from rehead.measure.forecast import (
 from rehead.measure.size import cache_bytes, parameters
 from rehead.measure.training import step_memory
 from rehead.model import build, skeleton
+from typed_lines import typed
 
 pytestmark = pytest.mark.process
 WITHIN = 2.0
@@ -103,32 +104,30 @@ def llama(tmp_path):
     return tmp_path
 
 
-def limited(place, gigabytes, *words):
-    """Run rehead with so much address space: exit status, and the last line of stderr."""
-    command = f"ulimit -v {int(gigabytes * 1e6)}; exec {sys.executable} -m rehead {' '.join(words)}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=place, timeout=100)
-    return done.returncode, (done.stderr.splitlines() or [""])[-1]
+def limited(place, gigabytes, *lines):
+    """Run rehead with so much address space: exit status and the last line of stderr, for each line."""
+    before = ["bash", "-c", f'ulimit -v {int(gigabytes * 1e6)}; exec "$@"', "bash"]
+    results = typed(*lines, cwd=place, before=before)
+    return [(status, (err.splitlines() or [""])[-1]) for status, _, err in results]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("eval llama --data text.txt --length 100000", "reading 1 x 100,000 tokens at once needs about"),
-        ("eval llama --data text.txt --batch-size 40", "Use a smaller --batch-size or --length."),
-        ('inspect llama --length 50000 --text "$(cut -c -26000 text.txt)"', "a text of 26,000 tokens"),
-        ("bench llama --prompt-lengths 90000", "with prompts of 90,000 tokens needs about"),
-        ("generate llama --prompt a --samples 300 --max-new-tokens 9000", "300 texts of 1 tokens and 9,000 new ones"),
-        ("convert llama new --to mla --kv-fraction 0.5 --length 90000", "Use a smaller --length."),
-        ("train data.path=text.txt data.block_size=9000 trainer.batch_size=64", "a step of 64 x 9,000 tokens"),
-        ("train data.path=text.txt model.n_embd=9600", "Use a smaller model.n_embd or model.n_layer."),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_with_the_numbers_and_the_flag(llama, words, says):
-    status, line = limited(llama, 3, words)
-    assert status == 5, line
-    assert says in line
-    for part in (" needs about ", "B (", "B are free. Use "):
-        assert part in line
+TOO_LARGE = {
+    "eval llama --data text.txt --length 100000": "reading 1 x 100,000 tokens at once needs about",
+    "eval llama --data text.txt --batch-size 40": "Use a smaller --batch-size or --length.",
+    f"inspect llama --length 50000 --text {'a' * 26000}": "a text of 26,000 tokens",
+    "bench llama --prompt-lengths 90000": "with prompts of 90,000 tokens needs about",
+    "generate llama --prompt a --samples 300 --max-new-tokens 9000": "300 texts of 1 tokens and 9,000 new ones",
+    "convert llama new --to mla --kv-fraction 0.5 --length 90000": "Use a smaller --length.",
+    "train data.path=text.txt data.block_size=9000 trainer.batch_size=64": "a step of 64 x 9,000 tokens",
+    "train data.path=text.txt model.n_embd=9600": "Use a smaller model.n_embd or model.n_layer.",
+}
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_and_the_flag(llama):
+    for (status, line), says in zip(limited(llama, 3, *TOO_LARGE), TOO_LARGE.values(), strict=True):
+        assert status == 5, line
+        for part in (says, " needs about ", "B (", "B are free. Use "):
+            assert part in line
 
 
 def test_a_model_that_does_not_fit_is_not_loaded(llama):
@@ -147,7 +146,7 @@ def test_a_model_that_does_not_fit_is_not_loaded(llama):
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
     for words in ("generate large --prompt a", "generate large --prompt a --dtype bf16"):
-        status, line = limited(llama, 1.9 if "bf16" in words else 3.2, words)
+        [(status, line)] = limited(llama, 1.9 if "bf16" in words else 3.2, words)
         assert status == 5, line
         assert "loading large" in line
         assert "are free. Free some memory" in line
