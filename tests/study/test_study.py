@@ -29,6 +29,7 @@ from rehead.study import Preset, jobs, maps
 from rehead.study.claims import compare
 from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
 from rehead.study.prompt import prompt_note
+from typed_lines import typed
 
 TINY = ["study", "--preset", "tiny.yaml"]
 
@@ -477,12 +478,10 @@ def test_a_prompt_of_other_letters_is_the_texts_beginning_and_said_so(here):
     )
     text = Path("input.txt").read_text()
     begin = text[int(0.9 * len(text)) :][:8]
-    for more in ([], ["--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "rehead", *words, *more], capture_output=True, text=True, check=True
-        )
-        assert done.stderr.splitlines().count(f"rehead: warning: {note}") == 1, done.stderr
-    document = json.loads(done.stdout)
+    [(code, out, err)] = typed([*words, "--json"])
+    assert code == 0
+    assert err.splitlines().count(f"rehead: warning: {note}") == 1, err
+    document = json.loads(out)
     assert document["prompt_note"] == note
     assert all(one["runs"][0]["sample"].startswith(begin) for one in document["variants"])
     page = Path("o/report.html").read_text()
