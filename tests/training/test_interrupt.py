@@ -274,7 +274,7 @@ publish = Saver._publish
 
 def slowly(saver, snapshot):
     print("saving", flush=True)
-    time.sleep(4)
+    time.sleep(2.5)
     return publish(saver, snapshot)
 
 Saver._publish = slowly
@@ -292,7 +292,7 @@ def test_a_save_that_takes_longer_than_a_command_has_to_answer(again, start):
         process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saving\n"
     if again == "later":
-        time.sleep(1.5)
+        time.sleep(1)
         process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
