@@ -388,27 +388,6 @@ def test_only_distances_between_positions_matter(config):
     assert (distance(spread, module(x)) > 1e-3) == (config.rope is not None or config.window is not None)
 
 
-BUDGETS = {torch.float32: (1e-5, 1e-6, 3, 1e-6), torch.bfloat16: (2.5e-2, 2.5e-3, 2, 8e-3)}
-
-
-@examples
-@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
-def test_low_precision_keeps_the_budget(config, dtype):
-    """Decoding from the cache is as near the float64 gold as one pass is."""
-    most, on_average, ratio, unit = BUDGETS[dtype]
-    torch.manual_seed(1)
-    module, x = config.build(D).to(dtype), torch.randn(B, T, D).to(dtype)
-    passes = [module(x), cached(module, x, config.cache(B, dtype=dtype), cuts_of(3))]
-    gold = module.double()(x.double())
-    whole, chunked = (out.double() for out in passes)
-    largest = gold.abs().max()
-    assert (chunked - whole).abs().max() <= most * largest
-    assert (chunked - whole).abs().mean() <= on_average * largest
-    allowed = ratio * max((whole - gold).abs().max(), unit * largest)
-    assert (chunked - gold).abs().max() <= allowed
-    assert (whole - gold).abs().max() <= 10 * unit * largest
-
-
 def gradients_are_right(module, n):
     positions = torch.stack([torch.arange(n), torch.arange(n).masked_fill(torch.arange(n) > n - 2, EMPTY)])
     names = [name for name, _ in module.named_parameters()]
@@ -890,8 +869,7 @@ def test_no_variant_is_built_for_no_width(variant, width):
     "config", [config for config in EXAMPLES.values() if config.causal], ids=lambda c: c.name
 )
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of qk_norm
-@pytest.mark.parametrize("chunk", [1, 3, 7])
-def test_under_autocast_a_cache_keeps_what_is_computed(config, chunk):
+def test_under_autocast_a_cache_keeps_what_is_computed(config):
     """A float32 layer under bfloat16 autocast: with a float32 cache, or a bfloat16 one, as without."""
     module, x = config.build(D).float().eval(), torch.randn(B, T, D, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -899,10 +877,9 @@ def test_under_autocast_a_cache_keeps_what_is_computed(config, chunk):
         for dtype in (torch.float32, torch.bfloat16):
             for positions in (None, torch.arange(T)[None].expand(B, -1)):
                 cache = config.cache(B, dtype=dtype)
-                cuts = [0, 6, *range(6 + chunk, T, chunk), T]
                 parts = [
                     module(x[:, a:b], cache=cache, positions=None if positions is None else positions[:, a:b])
-                    for a, b in pairwise(cuts)
+                    for a, b in pairwise([0, 6, 7, 10, 17, T])
                 ]
                 assert all(store.dtype == dtype for store in cache.stores)
                 torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0.05, atol=0.02)
