@@ -100,7 +100,7 @@ def test_greedy_cached_is_uncached_is_the_definition(name):
     assert torch.equal(generate(model, ids, NEW, 0, use_cache=False), wanted)
 
 
-@each_model
+@pytest.mark.parametrize("name", SOME)
 def test_sampled_cached_is_uncached(name):
     model, ids = make(name), tokens(5)
     settings = {"temperature": 1.5, "top_k": 15, "top_p": 0.97, "seed": [7, 8, 9]}
@@ -172,7 +172,7 @@ def check_samples(name):
     assert torch.equal(mixed[:2], torch.stack(alone))
 
 
-@each_model
+@pytest.mark.parametrize("name", SOME)
 def test_samples_of_one_prompt(name):
     check_samples(name)
 
