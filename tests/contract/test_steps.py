@@ -28,8 +28,6 @@ MORE = {
     "mla, rebuilt keys, rank too large": replace(EXAMPLES["mla, rebuilt keys"], kv_lora_rank=90),
 }
 each = pytest.mark.parametrize("config", (EXAMPLES | MORE).values(), ids=EXAMPLES | MORE)
-LENGTHS = {"alike": None, "ragged": [7, 2, 4], "ragged, one empty": [3, 0, 9]}
-starts = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
 
 def fresh(config, d_model=D):
@@ -73,8 +71,11 @@ def check(config, lengths=None, capacity=40, n_step=11, **tolerance):
 
 
 @each
-@starts
-@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize(
+    ("lengths", "capacity"),
+    [(None, None), ([7, 2, 4], 40), ([3, 0, 9], None)],
+    ids=["alike", "ragged", "ragged, one empty"],
+)
 def test_a_program_is_forward_of_one_token(config, lengths, capacity):
     check(config, lengths, capacity)
 
