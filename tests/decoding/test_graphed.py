@@ -161,19 +161,17 @@ def same(model, decode, most=1e-5, **given):
 
 
 @each
-@starts
-def test_a_replay_is_forward(name, lengths, captures):
+@pytest.mark.parametrize(
+    ("lengths", "dtype", "most"),
+    [(None, torch.float32, 1e-5), ([7, 2, 4], torch.float64, 1e-12), ([3, 0, 9], torch.float32, 1e-5)],
+    ids=LENGTHS,
+)
+def test_a_replay_is_forward(name, lengths, dtype, most, captures):
     """Windows of 4 and 5 wrap around; 9 + 14 tokens cross the 16 of the first graph."""
-    model = model_of(name)
-    same(model, decoding.graph_decoder(model), lengths=lengths)
+    model = model_of(name, dtype)
+    same(model, decoding.graph_decoder(model), most=most, lengths=lengths)
     assert len(captures.n_replay) == 2
     assert sum(captures.n_replay) == STEPS - 4
-
-
-@each
-def test_in_float64_it_is_forward_to_the_last_digits(name, captures):
-    model = model_of(name, torch.float64)
-    same(model, decoding.graph_decoder(model), most=1e-12, lengths=[7, 2, 4])
 
 
 @pytest.mark.parametrize("name", ["gqa, rope", "gqa, window", "mla", "mla, rebuilt keys"])
@@ -185,9 +183,15 @@ def test_a_cache_that_grows_is_captured_anew(name, lengths, captures, monkeypatc
     assert sum(captures.n_replay) > 10
 
 
-@pytest.mark.parametrize("name", ["gqa", "gqa, rope, window", "mla", "mla, rebuilt keys, window"])
-@pytest.mark.parametrize("take", [[1, 1, 0], [2], [0, 1, 2, 1, 0]], ids=str)
-@starts
+TAKES = [[1, 1, 0], [2], [0, 1, 2, 1, 0]]
+TAKEN = [
+    (name, take, [*LENGTHS.values()][(row + column) % 3])  # each name and each `take` with all lengths
+    for row, name in enumerate(["gqa", "gqa, rope, window", "mla", "mla, rebuilt keys, window"])
+    for column, take in enumerate(TAKES)
+]
+
+
+@pytest.mark.parametrize(("name", "take", "lengths"), TAKEN, ids=str)
 def test_rows_may_be_taken_in_between(name, take, lengths, captures):
     model = model_of(name)
     same(model, decoding.graph_decoder(model), lengths=lengths, take=take, n_step=20)
