@@ -47,7 +47,6 @@ EXAMPLES |= {
 LEARNED = ("multiplicative", "concatenated", "additive")
 SLOW = {name for name in EXAMPLES if name.endswith(LEARNED) or "gqa_sum" in name}
 each = pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in SLOW])
-alike_or_not = pytest.mark.parametrize("lengths", [None, [90, 2, 71]], ids=["alike", "ragged"])
 
 
 def gpt(*attention, **other):
@@ -106,8 +105,11 @@ def check(name, dtype=torch.float32, **given):
 
 
 @each
-@alike_or_not
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [(torch.float32, None), (torch.float32, [90, 2, 71]), (torch.bfloat16, [90, 2, 71])],
+    ids=["float32", "float32, ragged", "bfloat16, ragged"],
+)
 def test_native_is_forward(name, dtype, lengths):
     check(name, dtype, lengths=lengths)
 
