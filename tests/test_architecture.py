@@ -252,9 +252,3 @@ for again in range(2):  # a name that is a module's too would be the module from
 """
     done = run(code)
     assert done.stdout.split("\n")[:2] == ["torch.Size([1, 5])"] * 2, done.stderr
-
-
-@pytest.mark.process
-def test_help_imports_no_torch():
-    code = "import sys; from rehead.cli import main; main(['--help']); assert 'torch' not in sys.modules"
-    assert run(code).returncode == 0
