@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -76,8 +77,11 @@ def ragged(size, n_row):
     return torch.linspace(n_row, 1, size[0]).long().tolist() if size[0] > 1 else [(n_row + 1) // 2]
 
 
-@sizes
-@pytest.mark.parametrize("n_row", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize(
+    ("size", "n_row"),
+    [*product(SIZES, (65, 300)), *product(((3, 3, 9, 4), (2, 16, 48, 64)), (1, 63, 64))],
+    ids=str,
+)
 def test_it_is_the_definition(size, n_row):
     """One part; several; more parts than tiles, some of them all hidden, and more than rows."""
     for lengths, n_part in ((None, 1), (None, 4), (ragged(size, n_row), 7)):
