@@ -43,6 +43,10 @@ def refused(folder, *words, kinds=(InvalidInput, IntegrityError)):
 
 
 SAID = {
+    "C01 empty": "model.safetensors is not a safetensors file, or is cut short: 0 bytes",
+    "C02 last byte cut": "model.safetensors has ",
+    "C04 length 0": "model.safetensors is not a safetensors file, or is cut short",
+    "C04 length 18446744073709551615": "with a header of 18,446,744,073,709,551,615",
     "C03 trailing bytes": "download it again",
     "C06 a tensor twice": "a key appears twice",
     "C07 hole": "a hole or an overlap",

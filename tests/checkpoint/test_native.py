@@ -54,8 +54,10 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CONFIGS), *(("gqa, rope", dtype) for dtype in DTYPES[1:])],
+)
 def test_what_is_loaded_is_what_was_saved(name, dtype, tmp_path):
     model = make(name, dtype)
     rehead.save(model, tmp_path / "model")
@@ -191,29 +193,6 @@ def test_each_missing_weight_is_refused(name, tmp_path):
         )
         with pytest.raises(InvalidInput, match=missing):
             rehead.load(tmp_path / "model")
-
-
-BYTES = {  # a damaged weights file, as a function of the whole one
-    "empty": lambda whole: b"",
-    "seven bytes": lambda whole: whole[:7],
-    "half": lambda whole: whole[: len(whole) // 2],
-    "last byte cut": lambda whole: whole[:-1],
-    "one byte more": lambda whole: whole + b"\0",
-    "header of no bytes": lambda whole: bytes(8) + whole[8:],
-    "header of 2 GiB": lambda whole: (2**31).to_bytes(8, "little") + whole[8:],
-    "header of 2^64 - 1": lambda whole: (2**64 - 1).to_bytes(8, "little") + whole[8:],
-    "a pickle": lambda whole: b"\x80\x04\x95" + whole,
-    "a web page": lambda whole: b"<!DOCTYPE html><html>" * 100,
-    "a Git LFS pointer": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n",
-}
-
-
-@pytest.mark.parametrize("case", BYTES)
-def test_damaged_weights_are_refused(case, folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(BYTES[case](path.read_bytes()))
-    with pytest.raises((InvalidInput, IntegrityError), match=r"model\.safetensors (is|has) (no|a|\d)"):
-        rehead.load(folder)
 
 
 def replaced(old, new):
