@@ -1,6 +1,7 @@
 """Sizes from the config alone: the seeds' ground truth, and what is really built, computed and held."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -179,9 +180,12 @@ def held(model, n_prompt, n_new, batch_size):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if name not in ("rnn, bidirectional", "rnn, prefix")]
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in CONFIGS if name not in ("rnn, bidirectional", "rnn, prefix")),
+        ("mha", torch.float64),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bytes_held_are_bytes_predicted(name, dtype):
     config = CONFIGS[name]
     model = build(config).to(dtype)
@@ -289,20 +293,18 @@ def test_windowed_flops_count_the_window_only():
         assert forward_flops(full, n_token) - forward_flops(windowed, n_token) == pairs * max(0, n_token - 5)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 12, 24])
-@pytest.mark.parametrize("n_kv_head", [1, 2, 3, 4, 6, 12])
-def test_cache_of_one_gpu_holds_the_heads_that_its_queries_read(n_kv_head, tp):
+def test_cache_of_one_gpu_holds_the_heads_that_its_queries_read():
     """12 query heads in turn: wherever engines can split them, the fullest GPU has what its query heads need."""
-    layer = GroupedConfig(n_query_head=12, n_kv_head=n_kv_head, head_dim=4, v_head_dim=5)
-    group = 12 // n_kv_head
-    if 12 % tp == 0 and (n_kv_head % tp == 0 or tp % n_kv_head == 0):
-        needed = [
-            {head // group for head in range(gpu * 12 // tp, (gpu + 1) * 12 // tp)} for gpu in range(tp)
-        ]
-        assert layer.kv_numbers(tp) == max(map(len, needed)) * 9
-    else:
-        assert layer.kv_numbers(tp) == -(-n_kv_head // tp) * 9
     latent = LatentConfig(
         n_query_head=12, kv_lora_rank=7, qk_nope_head_dim=4, v_head_dim=5, qk_rope_head_dim=2
     )
-    assert latent.kv_numbers(tp) == latent.kv_numbers() == 9
+    for n_kv_head, tp in product((1, 2, 3, 4, 6, 12), (1, 2, 3, 4, 6, 12, 24)):
+        layer = GroupedConfig(n_query_head=12, n_kv_head=n_kv_head, head_dim=4, v_head_dim=5)
+        group, most = 12 // n_kv_head, -(-n_kv_head // tp)
+        if 12 % tp == 0 and (n_kv_head % tp == 0 or tp % n_kv_head == 0):
+            needed = [
+                {head // group for head in range(gpu * 12 // tp, (gpu + 1) * 12 // tp)} for gpu in range(tp)
+            ]
+            most = max(map(len, needed))
+        assert layer.kv_numbers(tp) == most * 9, f"{n_kv_head=}, {tp=}"
+        assert latent.kv_numbers(tp) == latent.kv_numbers() == 9
