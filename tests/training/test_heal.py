@@ -232,19 +232,21 @@ def test_without_a_certificate_one_is_told(capsys):
     assert not (resolve(Path("bare-healed")) / "conversion.json").exists()
 
 
+SPOILED = [  # what a certificate has instead, and what is said of it
+    ({"format": "other"}, "expected 'rehead-"),
+    ({"layers": []}, "without layers"),
+    ({"logits": {}}, "lack"),
+    ({"length": 0}, "length=0"),
+    ({"length": 10**12}, "length=1000000000000"),
+    ({"loss": 3}, "loss"),
+    ({"healing": [{}]}, "missing"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"format": "other"}, "expected 'rehead-"),
-        ({"layers": []}, "without layers"),
-        ({"logits": {}}, "lack"),
-        ({"length": 0}, "length=0"),
-        ({"length": 10**12}, "length=1000000000000"),
-        ({"loss": 3}, "loss"),
-        ({"healing": [{}]}, "missing"),
-    ],
+    ("change", "says", "command"),
+    [*((*case, "heal") for case in SPOILED), *((*case, "train") for case in (SPOILED[0], SPOILED[-1]))],
 )
-@pytest.mark.parametrize("command", ["heal", "train"])
 def test_a_certificate_that_could_not_be_written_at_the_end_is_refused_at_the_beginning(
     change, says, command, capsys
 ):
