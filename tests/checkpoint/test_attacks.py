@@ -11,29 +11,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from numbered import filled, save_step
 
 import rehead
-from rehead.checkpoint import publish
 from rehead.errors import IntegrityError
-from rehead.model import both_seen
 from rehead.system.aside import ASIDE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*step-:UserWarning")
-
-
-def filled(step):
-    """A model whose every weight is this number."""
-    model = both_seen()
-    for weight in model.parameters():
-        weight.data.fill_(step)
-    return model
-
-
-def save_step(run, step):
-    with publish(run / "checkpoints" / f"step-{step:06d}") as aside:
-        rehead.checkpoint.own.write(
-            filled(step), aside, {f"more-{i}.json": f"{step}" * 100 for i in range(3)}
-        )
 
 
 def content(place):
@@ -156,7 +140,7 @@ WRITER = """
 import os, shutil, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from test_attacks import filled, save_step
+from numbered import filled, save_step
 import rehead
 run, step = Path({run!r}), 2
 while True:

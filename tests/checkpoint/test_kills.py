@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from numbered import filled, save_step
 
 import rehead
-from rehead.checkpoint import newest_step, publish
+from rehead.checkpoint import newest_step
 from rehead.cli import main
 from rehead.config import ModelOptions
-from rehead.model import both_seen, build
+from rehead.model import build
 from rehead.system.aside import ASIDE
 from rehead.tokenizer import train
 
@@ -33,20 +34,9 @@ def kills(few, many):
     )
 
 
-def filled(step):
-    """A model whose every weight is this number."""
-    model = both_seen()
-    for weight in model.parameters():
-        weight.data.fill_(step)
-    return model
-
-
-def save_step(run, step):
+def save_large(run, step):
     """A checkpoint that is large enough to be killed inside; then drop all but the newest two, as a trainer does."""
-    with publish(run / "checkpoints" / f"step-{step:06d}") as aside:
-        rehead.checkpoint.own.write(
-            filled(step), aside, {f"more-{i}.json": f"{step}" * 10_000 for i in range(4)}
-        )
+    save_step(run, step, n_more=4, n_repeat=10_000)
     shutil.rmtree(run / "checkpoints" / f"step-{step - 2:06d}", ignore_errors=True)
 
 
@@ -93,11 +83,11 @@ def duration(save, run, step):
 @kills(20, 200)
 def test_the_newest_step_is_whole(kills, tmp_path):
     run, draw = tmp_path / "run", random.Random(1)
-    one_save = duration(save_step, run, 1)
+    one_save = duration(save_large, run, 1)
     last, inside = 1, 0
     for _ in range(kills):
         delay = draw.uniform(0, one_save)
-        acknowledged = kill_while_saving(save_step, run, last + 1, draw.randrange(3), delay)
+        acknowledged = kill_while_saving(save_large, run, last + 1, draw.randrange(3), delay)
         inside += any(path.name.startswith(ASIDE) for path in (run / "checkpoints").iterdir())
         newest = newest_step(run)
         last = int(newest.name.removeprefix("step-"))
@@ -105,7 +95,7 @@ def test_the_newest_step_is_whole(kills, tmp_path):
         assert all((weight == last).all() for weight in rehead.load(run).parameters())
     assert last > kills / 2
     assert inside > kills / 7, "hardly a kill came inside a save"
-    save_step(run, last + 1)
+    save_large(run, last + 1)
     assert not list((run / "checkpoints").glob(f"{ASIDE}*"))
 
 
