@@ -17,7 +17,8 @@ from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion.base import Statistics, Weights, common, projections
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.layers import with_layers
-from rehead.conversion.steps.rotations import complex_pairs, real_pairs, repeated
+from rehead.conversion.steps.deepseek import repeated
+from rehead.conversion.steps.rotations import complex_pairs, real_pairs
 from rehead.model import LanguageModel
 
 RIDGE = 0.01

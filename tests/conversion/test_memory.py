@@ -16,8 +16,7 @@ from rehead.checkpoint.files.writing import write_weights
 from rehead.model import skeleton
 from small import llama_shaped
 
-WIDTH = 768
-SIZES = {"small": (28, 16_384), "large": (38, 32_768)}  # layers, tokens
+WIDTH, N_LAYER, N_TOKEN = 768, 38, 32_768
 BASE = 300 * 10**6
 TOKENS = 1000
 ACTIVATIONS = TOKENS * 16 * WIDTH * 4
@@ -45,12 +44,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def llama(request, tmp_path_factory):
-    """A folder of 0.7 GB in float32 whose largest tensors have 50 MB, or of 0.9 GB with 100 MB."""
-    n_layer, n_token = SIZES[request.param]
+def llama(tmp_path_factory):
+    """A folder of 0.9 GB in float32 whose largest tensors have 100 MB."""
     layer = GroupedConfig(n_query_head=12, n_kv_head=2, head_dim=64, rope=True)
-    sizes = {"vocab_size": n_token, "block_size": 16, "n_embd": WIDTH, "n_hidden": 2 * WIDTH}
-    config = llama_shaped(*[layer] * n_layer, **sizes)
+    sizes = {"vocab_size": N_TOKEN, "block_size": 16, "n_embd": WIDTH, "n_hidden": 2 * WIDTH}
+    config = llama_shaped(*[layer] * N_LAYER, **sizes)
     shapes = {name: weight.shape for name, weight in skeleton(config).state_dict().items()}
 
     noise = torch.randn(10_007, dtype=torch.float32) / WIDTH**0.5
@@ -67,14 +65,14 @@ def llama(request, tmp_path_factory):
         )
         for weight in families["llama"].weights(config)
     }
-    words = {f"t{token}": token for token in range(n_token)}
+    words = {f"t{token}": token for token in range(N_TOKEN)}
     tokenizer = hf.Tokenizer(hf.models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
     with publish(folder) as aside:
         write_weights(aside, weights, 200 * 10**6)
         (aside / "config.json").write_text(json.dumps(families["llama"].write(config)))
         (aside / "tokenizer.json").write_text(tokenizer.to_str())
-    return folder, config, max(shape.numel() * 4 for shape in shapes.values())
+    return folder, max(shape.numel() * 4 for shape in shapes.values())
 
 
 def whole_of(folder):
@@ -83,16 +81,15 @@ def whole_of(folder):
 
 @pytest.mark.timeout(600)  # reads a gigabyte a few times, on a machine that may be busy
 @pytest.mark.parametrize(
-    ("llama", "command"),
-    [("small", "export"), *(pytest.param("large", name, marks=pytest.mark.slow) for name in COMMANDS)],
-    indirect=["llama"],
+    "command",
+    [name if name == "export" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],
 )
 def test_peak_memory(command, llama, tmp_path):
-    folder, config, largest = llama
+    folder, largest = llama
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"t{7 * token % config.vocab_size}" for token in range(TOKENS)))
+    text.write_text(" ".join(f"t{7 * token % N_TOKEN}" for token in range(TOKENS)))
     command, *options = COMMANDS[command].format(text=text).split()
-    layers = (whole_of(folder) - 2 * largest) // config.n_layer * 2
+    layers = (whole_of(folder) - 2 * largest) // N_LAYER * 2
     extra = layers + ACTIVATIONS if "--calibration" in options else 0
     done = subprocess.run(
         [sys.executable, "-c", RUN, command, folder, tmp_path / "new", *options],

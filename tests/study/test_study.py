@@ -116,8 +116,9 @@ def test_what_is_converted_is_measured_as_what_is_trained(whole, here):
         job for job in jobs(Preset.read("tiny.yaml"), ["system.work_dir=whole"]) if job.variant == "Two heads"
     )
     trained = work.measured(job)
-    model, (texts, bos) = work.load(job), work._texts(job)
-    assert work._losses(job, model, texts, job.length, bos) == (trained["train_loss"], trained["val_loss"])
+    model, (texts, tokenizer) = work.load(job), work.texts_of(job)
+    found = work._losses(job, model, texts, job.length, tokenizer.bos)
+    assert found == (trained["train_loss"], trained["val_loss"])
 
 
 def test_commands_make_the_same_models(whole, here):

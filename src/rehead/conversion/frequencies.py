@@ -10,7 +10,8 @@ from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.checkpoint.files.deferred import materialise
 from rehead.conversion.base import Statistics, heads_of
 from rehead.conversion.fit.moments import attentions
-from rehead.conversion.steps.rotations import directions, repeated
+from rehead.conversion.steps.deepseek import repeated
+from rehead.conversion.steps.rotations import directions
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel

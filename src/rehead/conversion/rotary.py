@@ -5,7 +5,8 @@ from typing import Literal
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion.base import common
-from rehead.conversion.steps.rotations import all_rotated, beside, repeated
+from rehead.conversion.steps.deepseek import repeated
+from rehead.conversion.steps.rotations import all_rotated, beside
 from rehead.conversion.yarn import as_yarn
 from rehead.errors import ConfigError
 

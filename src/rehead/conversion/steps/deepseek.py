@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.latent import NORM_EPS
+from rehead.attention.rope_scaling import LongRopeScaling
 from rehead.conversion.base import (
     ExactConversion,
     R,
@@ -23,7 +24,6 @@ from rehead.conversion.base import (
     with_bias,
 )
 from rehead.conversion.steps.latent import misfit
-from rehead.conversion.steps.rotations import repeated
 
 SMALL = -40
 """The latent is divided by two to this power before the identity norm; see `IdentityNorm`."""
@@ -114,6 +114,18 @@ class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
 def unrotated(source: GroupedConfig) -> int:
     """Return how many numbers of a head do not rotate."""
     return source.head_dim - (source.rope.rotated(source.head_dim) if source.rope else 0)
+
+
+def repeated(rope: RopeConfig, head_dim: int, width: int, pairs: list[int] | None = None) -> RopeConfig:
+    """Return the rope of a part of `width`: these `pairs` of the heads, or all in turn from the fastest on.
+
+    With base 1 the factors alone determine every angle, with one rounding less.
+    """
+    frequencies = rope.frequencies(head_dim)
+    chosen = pairs or sorted(index % len(frequencies) for index in range(width // 2))
+    factors = (1 / frequencies[torch.tensor(chosen)]).tolist()
+    scaling = LongRopeScaling(factors=tuple(factors), attention_factor=rope.magnitude)
+    return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)
 
 
 def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:

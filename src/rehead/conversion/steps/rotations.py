@@ -11,7 +11,6 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope_scaling import LongRopeScaling
 from rehead.conversion.base import (
     Conversion,
     Converted,
@@ -175,18 +174,6 @@ def all_rotated(source: GroupedConfig) -> int:
     """Return the width of a rotary part in which all keys keep their rotation."""
     assert source.rope is not None
     return source.n_kv_head * source.rope.rotated(source.head_dim)
-
-
-def repeated(rope: RopeConfig, head_dim: int, width: int, pairs: list[int] | None = None) -> RopeConfig:
-    """Return the rope of a part of `width`: these `pairs` of the heads, or all in turn from the fastest on.
-
-    With base 1 the factors alone determine every angle, with one rounding less.
-    """
-    frequencies = rope.frequencies(head_dim)
-    chosen = pairs or sorted(index % len(frequencies) for index in range(width // 2))
-    factors = (1 / frequencies[torch.tensor(chosen)]).tolist()
-    scaling = LongRopeScaling(factors=tuple(factors), attention_factor=rope.magnitude)
-    return RopeConfig(theta=1.0, layout=rope.layout, scaling=scaling)
 
 
 def beside(source: GroupedConfig, width: int, d_model: int) -> tuple[int, int]:
