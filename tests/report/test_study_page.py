@@ -216,7 +216,10 @@ def test_seeds_are_a_mean_and_its_span(made_up):
     document = made_up()
     document["variants"][0]["runs"][1]["curve"] = [[0, 3.0, 3.3], [2, 1.0, 1.0], [4, 2.0, 2.5]]
     document["variants"][1]["runs"] = document["variants"][0]["runs"][1:]
-    lines = Figures(document).panel("loss", ["A", "B"]).charts[0].series
+    panel = Figures(document).panel("loss", ["A", "B"])
+    lines = panel.charts[0].series
+    assert "Step 0 is left out." in panel.notes
+    assert "Step 0 is left out." not in Figures(document).panel("loss", ["A"]).notes
     line, whole = (series for series in lines if not series.faint)
     assert whole.x == [2, 4]  # step 0 goes where there is more
     assert (line.x, line.y) == ([0, 4], pytest.approx([3.2, 2.3]))

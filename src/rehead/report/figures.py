@@ -38,11 +38,12 @@ class Figures:
 
     def loss(self, variants: Sequence[Record]) -> Panel:
         """Plot losses over steps: validation as a line, with mean and range over seeds; training dotted."""
-        series = []
+        series, is_cut = [], False
         for variant in variants:
             for key, faint in ((1, True), (2, False)):
                 x, mean, low, high = _over_seeds(variant["runs"], key)
                 if x:
+                    is_cut |= x[0] > 0 and all(run["curve"][0][0] == 0 for run in variant["runs"])
                     series.append(
                         Series(
                             name=variant["variant"], x=x, y=mean, low=[] if faint else low, high=[] if faint else high,
@@ -50,9 +51,10 @@ class Figures:
                         )
                     )  # fmt: skip
         notes = [
-            "Lines: validation loss. Dotted: training loss, without dropout, on the same number of blocks. Step 0 is "
-            "left out."
+            "Lines: validation loss. Dotted: training loss, without dropout, on the same number of blocks."
         ]
+        if is_cut:
+            notes.append("Step 0 is left out.")
         if any(len(variant["runs"]) > 1 for variant in variants):
             notes.append("With several seeds the line is their mean and the band their range.")
         if any(variant["steps_before"] for variant in variants):
@@ -260,9 +262,9 @@ def frontier_note(variants: Sequence[Record]) -> str:
         "all seeds, after the same number of steps on the same text and length."
     )
 
-
+    """Return the steps at which all runs were evaluated (of more than two not 0) with mean, lowest and highest value."""
 def _over_seeds(runs: Sequence[Record], key: int) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return the steps at which all runs were evaluated, except 0, with mean, lowest and highest value."""
+    """Return the steps at which all runs were evaluated, except 0 of more than two, with mean, lowest and highest value."""
     by_step = [{point[0]: point[key] for point in run["curve"] if point[key] is not None} for run in runs]
     steps = sorted(set(by_step[0]).intersection(*by_step[1:])) if by_step else []
     if len(steps) > 2 and steps[0] == 0:
