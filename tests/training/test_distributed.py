@@ -157,6 +157,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from rehead.checkpoint import own
 from rehead.checkpoint.files.deferred import materialise
+from rehead.cli import leave
 from rehead.config import flags
 from rehead.training import state
 from rehead.training.ranks import ranks_of
@@ -190,6 +191,7 @@ with ranks_of(options) as ranks:
         gradients = sum(weight.grad.to_local().nbytes for weight in model.parameters())
         if ranks.rank == 0:
             (out / "bytes").write_text(f"{held} {gradients} {held_moments}")
+leave(0)
 """
 
 
@@ -214,6 +216,7 @@ GRADIENTS = """
 import sys
 import torch
 from safetensors.torch import save_file
+from rehead.cli import leave
 from rehead.config import flags
 from rehead.data import BatchSampler
 from rehead.training import loop
@@ -240,6 +243,7 @@ with ranks_of(flags.read(every)) as ranks:
             save_file({name: value + 0 for name, value in found.items()}, out)
 
     ranks.reading(write)
+leave(0)
 """
 
 
@@ -272,6 +276,7 @@ import time
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from rehead.checkpoint.files.deferred import Deferred
+from rehead.cli import leave
 from rehead.cli.entry import main
 from rehead.training import distributed
 
@@ -303,7 +308,7 @@ if "trainer.resume=True" in sys.argv:
     distributed.Group.wrap, distributed.fully_shard = begin, share
 code = main(sys.argv[1:])
 assert len(gathered) > 20
-sys.exit(code)
+leave(code)
 """
 
 
@@ -465,6 +470,45 @@ def test_several_processes_are_refused_where_one_is_asked_for(capsys, monkeypatc
         monkeypatch.setenv(name, value)
     assert "2 processes were started to train one run" in refused(capsys)
     assert not Path("out").exists()
+
+
+ENDING = """
+import atexit
+import os
+import sys
+from rehead.cli import main
+
+
+class Last:
+    def __del__(self, write=os.write):
+        write(1, b"finalized")
+
+
+last = Last()
+atexit.register(print, "at exit")
+sys.argv[1:] = ["train", "trainer.device=none"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("rank", "ending"), [(None, "at exit\nfinalized"), ("0", "at exit\n")])
+def test_a_process_of_torchrun_ends_without_finalization(rank, ending):
+    """During which a thread of gloo that releases a tensor would abort it: 2 of 30 processes did."""
+    job = (
+        {}
+        if rank is None
+        else {"RANK": rank, "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | job,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, ending)
+    assert "device=none" in done.stderr
 
 
 def test_batches_that_cannot_be_shared():
