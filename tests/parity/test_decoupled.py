@@ -64,11 +64,14 @@ def converted(tmp_path, fields, family="Llama", **options):
 
 
 def require_alike(ours, folder, ids):
-    """The same logits, the same greedy tokens, from a cache of as many numbers."""
+    """The same logits, the same greedy tokens, from a cache of as many numbers.
+
+    Each way of computing them rounds by up to 5e-6, more or less on one CPU or another.
+    """
     theirs, info = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
-    assert relative(theirs(ids).logits, ours(ids)) <= 5e-6
-    assert relative(rehead.load(folder)(ids), ours(ids)) <= 5e-6
+    assert relative(theirs(ids).logits, ours(ids)) <= 2e-5
+    assert relative(rehead.load(folder)(ids), ours(ids)) <= 2e-5
     text = ids[:, :30]
     options = {"max_new_tokens": 32, "do_sample": False, "attention_mask": torch.ones_like(text)}
     expected = rehead.generate(ours, text, max_new_tokens=32, temperature=0)
