@@ -9,7 +9,14 @@ from rehead.attention.score import ScaledDot, ScoreConfig, SoftCapped
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.granite import score_of
-from rehead.checkpoint.huggingface.llama import WINDOW, LlamaLike, which_slide, window_words, windowed
+from rehead.checkpoint.huggingface.llama import (
+    WINDOW,
+    LlamaLike,
+    Windows,
+    which_slide,
+    window_words,
+    windowed,
+)
 from rehead.config import GPTConfig
 
 SMALLEST = 1e-150
@@ -31,6 +38,7 @@ class Gemma2(LlamaLike):
         "post_mlp_layernorm": "post_feedforward_layernorm",
     }
     reads: ClassVar[tuple[str, ...]] = ("scales", "score")
+    windows = Windows.SOME
     caps: ClassVar[dict[str, float | None]] = {
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
@@ -53,11 +61,10 @@ class Gemma2(LlamaLike):
         return [index % 2 == 0 for index in range(n_layer)]
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return biases."""
+        """Return none, but refuse another activation and attention in both directions."""
         fields.expect("hidden_act", "gelu_pytorch_tanh")
         fields.expect("use_bidirectional_attention", False)
-        bias = fields.take("attention_bias", bool, False)
-        return {"qkv_bias": bias, "o_bias": bias}
+        return {}
 
     def cap(self, fields: Fields, name: str) -> float | None:
         """Return a soft cap; None for none."""
@@ -67,27 +74,23 @@ class Gemma2(LlamaLike):
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return the scale of the embeddings and the cap of the logits."""
         cap = self.cap(fields, "final_logit_softcapping")
-        return {"mlp_bias": False, "embed_scale": max(sizes.width, 1) ** 0.5, "logit_softcap": cap}
+        scale = max(sizes.width, 1) ** 0.5
+        return super().extra_config(fields, sizes) | {"embed_scale": scale, "logit_softcap": cap}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also other scales and scores, norms in the heads, several windows, some biases without others."""
+        """Name also other scales and scores."""
         scales = (config.embed_scale, config.residual_scale, config.logit_scale)
         return super().unsupported(config, first) | {
             "scales": scales != (config.n_embd**0.5, 1.0, 1.0),
             "score": not isinstance(first.score, ScaledDot | SoftCapped)
             or scalar_of(first) ** -0.5 != first.scale,
-            "different windows": len({layer.window for layer in config.attention} - {None}) > 1,
-            "qk_norm_eps": first.qk_norm_eps is not None,
-            "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
-            "mlp_bias": config.mlp_bias,
             "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
         }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return which layers have the window, the score and the caps."""
-        return {
+        return super().extra_json(config, first) | {
             **window_words(config),
-            "attention_bias": first.qkv_bias,
             "query_pre_attn_scalar": scalar_of(first),
             "attn_logit_softcapping": first.score.cap if isinstance(first.score, SoftCapped) else None,
             "final_logit_softcapping": config.logit_softcap,

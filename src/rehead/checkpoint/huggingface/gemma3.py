@@ -22,7 +22,7 @@ class Gemma3Text(Gemma2):
     rope = RopeKeys(theta=1_000_000.0)
     local = RopeKeys(theta=10_000.0, theta_key="rope_local_base_freq")
     differ = ("window", "rope")
-    reads = ("scales", "score", "qk_norm")
+    qk_norm = ("zero_centered_rmsnorm", "head")
     caps: ClassVar[dict[str, float | None]] = dict.fromkeys(Gemma2.caps)
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
@@ -71,18 +71,11 @@ class Gemma3Text(Gemma2):
         old = {"rope_scaling": None if scaling["rope_type"] == "default" else scaling}
         return {"rope_parameters": tables, **flat, **old}
 
-    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return biases, and norms with the model's eps."""
-        norm = {"qk_norm_eps": sizes.norm_eps, "qk_norm": "zero_centered_rmsnorm"}
-        return super().attention_fields(fields, sizes) | norm
-
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name other norms in the heads, and ropes that differ between layers of one kind."""
+        """Name other scores, and ropes that differ between layers of one kind."""
         ropes = {(layer.window is None, layer.rope) for layer in config.attention}
         return super().unsupported(config, first) | {
-            "qk_norm_eps": first.qk_norm_eps != config.norm_eps,
             "score": not isinstance(first.score, ScaledDot) or scalar_of(first) ** -0.5 != first.scale,
-            "qk_norm": (first.qk_norm, first.qk_norm_over) != ("zero_centered_rmsnorm", "head"),
             "different ropes": len(ropes) > len({has_none for has_none, _ in ropes}),
         }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any, ClassVar
 
 from rehead.attention import GroupedConfig
@@ -16,6 +17,20 @@ WINDOW = 4096
 """Window of Mistral and Qwen if config.json does not name it."""
 
 
+class Windows(Enum):
+    """Which layers of a family may have a window."""
+
+    NONE = "none"
+    ALIKE = "all, with the same, or none"
+    SOME = "some, with the same"
+
+    def allow(self, windows: set[int | None]) -> bool:
+        """Whether a model may have these."""
+        if self is Windows.NONE:
+            return windows == {None}
+        return len(windows - {None} if self is Windows.SOME else windows) <= 1
+
+
 class LlamaLike(Decoder[GroupedConfig]):
     """MHA, GQA or MQA with rope; the families differ in biases, norms, windows and what else their files say."""
 
@@ -27,6 +42,17 @@ class LlamaLike(Decoder[GroupedConfig]):
     """Defaults of missing keys, where they do not follow from other sizes."""
     reads: ClassVar[tuple[str, ...]] = ()
     """Fields of the attention, of those that `unsupported` names, that this family can represent."""
+    any_head_dim: ClassVar[bool] = True
+    """Whether `head_dim` may be another width than that of the model over the query heads."""
+    windows: ClassVar[Windows] = Windows.NONE
+    biases: ClassVar[tuple[tuple[bool, bool], ...]] = ((False, False), (True, True))
+    """`qkv_bias` and `o_bias`: the ways a model may have them, of which `attention_bias` in config.json chooses."""
+    biased: ClassVar[bool] = False
+    """The default of `attention_bias`."""
+    mlp_biased: ClassVar[bool] = False
+    """Whether the MLP may have biases, as `mlp_bias` in config.json says."""
+    qk_norm: ClassVar[tuple[str, str] | None] = None
+    """`qk_norm` and `qk_norm_over` of norms on queries and keys, which have the model's eps; None for no norms."""
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
         """Return the attention of every layer, all alike."""
@@ -34,6 +60,8 @@ class LlamaLike(Decoder[GroupedConfig]):
             **shared,
             n_kv_head=self.take_size(fields, "num_key_value_heads", sizes.n_query_head),
             head_dim=self.take_size(fields, "head_dim", sizes.head_dim),
+            **self._biases(fields),
+            **self._norms(sizes.norm_eps),
             **self.attention_fields(fields, sizes),
         )
         return [kind] * sizes.n_layer
@@ -43,13 +71,24 @@ class LlamaLike(Decoder[GroupedConfig]):
         size: int = fields.take(name, int, self.heads.get(name, derived), null=derived)
         return size
 
+    def _biases(self, fields: Fields) -> Table:
+        several = len(self.biases) > 1
+        qkv, output = self.biases[fields.take("attention_bias", bool, self.biased) if several else 0]
+        return {"qkv_bias": qkv, "o_bias": output}
+
+    def _norms(self, eps: float) -> Table:
+        if self.qk_norm is None:
+            return {}
+        kind, over = self.qk_norm
+        return {"qk_norm_eps": eps, "qk_norm": kind, "qk_norm_over": over}
+
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
         """Return further fields of the attention."""
         return {}
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return whether the MLP has biases."""
-        return {"mlp_bias": fields.take("mlp_bias", bool, False)}
+        return {"mlp_bias": fields.take("mlp_bias", bool, False) if self.mlp_biased else False}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
         """Name what no class of this kind can represent, unless it is among `reads`."""
@@ -57,16 +96,25 @@ class LlamaLike(Decoder[GroupedConfig]):
         whole = [rope.partial_rotary_factor == 1 for rope in ropes if rope is not None]
         alike: dict[str, Any] = dict.fromkeys(self.differ)
         plain = [replace(layer, **alike) for layer in config.attention]
+        windows = {layer.window for layer in config.attention}
         refused = {
             "scales": config.scaled,
+            "mlp_bias": config.mlp_bias and not self.mlp_biased,
+            "window" if self.windows is Windows.NONE else "different windows": not self.windows.allow(
+                windows
+            ),
             "rope": any(rope is None for rope in ropes),
             "rope_layout": any(rope is not None and rope.layout != self.rope.layout for rope in ropes),
             "partial_rotary_factor": self.rope.partial is None and not all(whole),
             "head_map": first.head_map != "contiguous" and 1 < first.n_kv_head < first.n_query_head,
             "score": first.score != ScaledDot(),
             "tie_kv": first.tie_kv,
+            "head_dim": not self.any_head_dim and first.head_dim * first.n_query_head != config.n_embd,
             "v_head_dim": first.v_head_dim != first.head_dim,
-            "qk_norm": (first.qk_norm, first.qk_norm_over) != ("rmsnorm", "head"),
+            f"qkv_bias={first.qkv_bias} with o_bias={first.o_bias}": (first.qkv_bias, first.o_bias)
+            not in self.biases,
+            "qk_norm_eps": first.qk_norm_eps != (config.norm_eps if self.qk_norm else None),
+            "qk_norm": self.qk_norm is not None and (first.qk_norm, first.qk_norm_over) != self.qk_norm,
             different(plain): len(set(plain)) > 1,
         }
         return {name: bad for name, bad in refused.items() if name not in self.reads}
@@ -74,6 +122,11 @@ class LlamaLike(Decoder[GroupedConfig]):
     def attention_json(self, first: GroupedConfig) -> Table:
         """Return the number of KV heads, and the width of all heads."""
         return {"num_key_value_heads": first.n_kv_head, "head_dim": first.head_dim}
+
+    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
+        """Return the biases."""
+        biases = {"attention_bias": first.qkv_bias} if len(self.biases) > 1 else {}
+        return biases | ({"mlp_bias": config.mlp_bias} if self.mlp_biased else {})
 
     def attention_weights(self, layer: GroupedConfig) -> list[str]:
         """Return four projections, biases, and the norms of queries and keys."""
@@ -91,43 +144,30 @@ class Llama(LlamaLike):
     """Llama 2 and 3, SmolLM, and others of their shape."""
 
     architecture = "LlamaForCausalLM"
+    mlp_biased = True
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return biases on all four projections, or on none."""
-        bias = fields.take("attention_bias", bool, False)
+        """Return none, but refuse the other layout of rope."""
         fields.expect("rope_interleaved", False)
-        return {"qkv_bias": bias, "o_bias": bias}
+        return {}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also windows, norms in the heads, some biases without others."""
+        """Name also widths that the heads do not divide."""
         return super().unsupported(config, first) | {
-            "window": any(layer.window for layer in config.attention),
-            "qk_norm_eps": first.qk_norm_eps is not None,
-            "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
             "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
         }
-
-    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """Return the biases."""
-        return {"attention_bias": first.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
 class Mistral(LlamaLike):
     """A sliding window in every layer, or none."""
 
     architecture = "MistralForCausalLM"
+    windows = Windows.ALIKE
+    biases = ((False, False),)
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
         """Return the window."""
         return {"window": window_of(fields)}
-
-    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also windows that differ, norms in the heads, biases."""
-        return super().unsupported(config, first) | {
-            "different windows": len({layer.window for layer in config.attention}) > 1,
-            "qk_norm_eps": first.qk_norm_eps is not None,
-            "bias": first.qkv_bias or first.o_bias or config.mlp_bias,
-        }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return the window."""
@@ -171,6 +211,9 @@ class Qwen2(LlamaLike):
     """Biases on queries, keys and values; windows in the later layers, if any."""
 
     architecture = "Qwen2ForCausalLM"
+    windows = Windows.SOME
+    biases: ClassVar[tuple[tuple[bool, bool], ...]] = ((True, False),)
+    any_head_dim = False
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
         """Return the attention of every layer, with a window or without."""
@@ -181,31 +224,11 @@ class Qwen2(LlamaLike):
         slides = which_slide(fields, [index >= full for index in range(len(layers))])
         return windowed(layers, slides, window)
 
-    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return biases on three of the four projections."""
-        return {"qkv_bias": True}
-
-    def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also several windows, and what `unsupported_heads` names."""
-        return super().unsupported(config, first) | {
-            "different windows": len({layer.window for layer in config.attention} - {None}) > 1,
-            "mlp_bias": config.mlp_bias,
-            **self.unsupported_heads(config, first),
-        }
-
-    def unsupported_heads(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name norms in the heads, other biases, other widths."""
-        return {
-            "qk_norm_eps": first.qk_norm_eps is not None,
-            "bias": not first.qkv_bias or first.o_bias,
-            "head_dim": first.head_dim * first.n_query_head != config.n_embd,
-        }
-
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return which layers have the window."""
         words = window_words(config)
         slides = words["sliding_window"] is not None
-        return {
+        return super().extra_json(config, first) | {
             "use_sliding_window": slides,
             "max_window_layers": 0 if slides else config.n_layer,
             **words,
@@ -216,22 +239,9 @@ class Qwen3(Qwen2):
     """Norms on queries and keys; biases on all four projections or on none."""
 
     architecture = "Qwen3ForCausalLM"
-
-    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return biases, and norms with the model's eps."""
-        bias = fields.take("attention_bias", bool, False)
-        return {"qkv_bias": bias, "o_bias": bias, "qk_norm_eps": sizes.norm_eps}
-
-    def unsupported_heads(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name missing norms, norms of another eps, some biases without others."""
-        return {
-            "qk_norm_eps": first.qk_norm_eps != config.norm_eps,
-            "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
-        }
-
-    def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """Return which layers have the window, and biases."""
-        return {**super().extra_json(config, first), "attention_bias": first.qkv_bias}
+    biases = LlamaLike.biases
+    qk_norm = ("rmsnorm", "head")
+    any_head_dim = True
 
 
 for name, kind in (("llama", Llama), ("mistral", Mistral), ("qwen2", Qwen2), ("qwen3", Qwen3)):

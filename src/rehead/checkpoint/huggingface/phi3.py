@@ -6,7 +6,7 @@ from rehead.attention import GroupedConfig, RopeConfig
 from rehead.attention.rope_scaling import LongRopeScaling
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
-from rehead.checkpoint.huggingface.llama import LlamaLike
+from rehead.checkpoint.huggingface.llama import LlamaLike, Windows
 from rehead.checkpoint.huggingface.rope import RopeKeys, read_rope
 from rehead.config import GPTConfig
 
@@ -21,6 +21,8 @@ class Phi3(LlamaLike):
     architecture = "Phi3ForCausalLM"
     norm_eps = 1e-5
     rope = RopeKeys(partial=1.0)
+    windows = Windows.ALIKE
+    biases = ((False, False),)
     names: ClassVar[dict[str, str]] = {
         **{f"self_attn.{part}_proj": QKV for part in "qkv"},
         "mlp.gate_proj": "mlp.gate_up_proj",
@@ -46,15 +48,12 @@ class Phi3(LlamaLike):
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return dropout; `embd_pdrop` is a key that the class does not use."""
         fields.take("embd_pdrop", float, 0.0)
-        return {"mlp_bias": False, "resid_pdrop": fields.take("resid_pdrop", float, 0.0)}
+        return super().extra_config(fields, sizes) | {"resid_pdrop": fields.take("resid_pdrop", float, 0.0)}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also windows that differ, norms in the heads, biases, scalings other than longrope."""
+        """Name also scalings other than longrope."""
         scaling = first.rope.scaling if first.rope is not None else None
         return super().unsupported(config, first) | {
-            "different windows": len({layer.window for layer in config.attention}) > 1,
-            "qk_norm_eps": first.qk_norm_eps is not None,
-            "bias": first.qkv_bias or first.o_bias or config.mlp_bias,
             "rope scaling": scaling is not None and not isinstance(scaling, LongRopeScaling),
         }
 

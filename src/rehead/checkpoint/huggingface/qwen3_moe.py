@@ -8,7 +8,7 @@ from rehead.attention import GroupedConfig
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.experts import take_number
-from rehead.checkpoint.huggingface.llama import LlamaLike, Qwen3, window_of
+from rehead.checkpoint.huggingface.llama import LlamaLike, Qwen3, Windows, window_of
 from rehead.config import ExpertsConfig, GPTConfig
 from rehead.errors import InvalidInput
 
@@ -18,6 +18,7 @@ class Qwen3Moe(Qwen3):
 
     architecture = "Qwen3MoeForCausalLM"
     says = ("experts",)
+    windows = Windows.ALIKE
     heads: ClassVar[dict[str, int]] = {"num_key_value_heads": 4}
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
@@ -46,14 +47,13 @@ class Qwen3Moe(Qwen3):
             "norm_topk_prob": fields.take("norm_topk_prob", bool, False),
         }
         experts = ExpertsConfig(layers=tuple(mixed), n_routed_experts=n_expert, **more) if mixed else None
-        return {"mlp_bias": False, "experts": experts}
+        return super().extra_config(fields, sizes) | {"experts": experts}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also MLPs without experts, other experts, and windows that differ."""
+        """Name also MLPs without experts, and other experts."""
         experts = config.experts
         return super().unsupported(config, first) | {
             "layers without experts, all of them,": experts is None,
-            "different windows": len({layer.window for layer in config.attention}) > 1,
             "experts, chosen in another way,": experts is not None
             and (experts.has_correction or experts.n_group > 1 or experts.routed_scaling_factor != 1),
             "shared experts": experts is not None and experts.n_shared_experts > 0,
@@ -63,10 +63,9 @@ class Qwen3Moe(Qwen3):
         """Return the window, biases and the experts."""
         experts = config.experts
         assert experts is not None
-        return {
+        return LlamaLike.extra_json(self, config, first) | {
             "use_sliding_window": first.window is not None,
             "sliding_window": first.window,
-            "attention_bias": first.qkv_bias,
             "num_experts": experts.n_routed_experts,
             "num_experts_per_tok": experts.num_experts_per_tok,
             "moe_intermediate_size": experts.moe_intermediate_size,

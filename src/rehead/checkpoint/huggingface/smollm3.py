@@ -6,7 +6,7 @@ from dataclasses import replace
 from rehead.attention import GroupedConfig
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
-from rehead.checkpoint.huggingface.llama import LlamaLike, which_slide, window_words, windowed
+from rehead.checkpoint.huggingface.llama import LlamaLike, Windows, which_slide, window_words, windowed
 from rehead.checkpoint.huggingface.rope import RopeKeys
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
@@ -20,6 +20,8 @@ class SmolLM3(LlamaLike):
     rope = RopeKeys(theta=2_000_000.0)
     differ = ("window", "rope")
     reads = ("rope",)
+    windows = Windows.SOME
+    mlp_biased = True
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
         """Return the attention of every layer, rotated or not."""
@@ -44,29 +46,18 @@ class SmolLM3(LlamaLike):
             for layer, rotated in zip(layers, rotates, strict=False)
         ]
 
-    def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return biases on all four projections, or on none."""
-        bias = fields.take("attention_bias", bool, False)
-        return {"qkv_bias": bias, "o_bias": bias}
-
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also several windows or ropes, norms in the heads, some biases without others."""
-        return super().unsupported(config, first) | {
-            "different windows": len({layer.window for layer in config.attention} - {None}) > 1,
-            "different ropes": len({layer.rope for layer in config.attention} - {None}) > 1,
-            "qk_norm_eps": first.qk_norm_eps is not None,
-            "qkv_bias without o_bias": first.qkv_bias != first.o_bias,
-        }
+        """Name also several ropes."""
+        several = len({layer.rope for layer in config.attention} - {None}) > 1
+        return super().unsupported(config, first) | {"different ropes": several}
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return which layers rotate and which have the window, and biases."""
         words = window_words(config)
-        return {
+        return super().extra_json(config, first) | {
             "use_sliding_window": words["sliding_window"] is not None,
             **words,
             "no_rope_layers": [int(layer.rope is not None) for layer in config.attention],
-            "attention_bias": first.qkv_bias,
-            "mlp_bias": config.mlp_bias,
         }
 
 
