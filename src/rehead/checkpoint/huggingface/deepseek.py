@@ -1,11 +1,10 @@
 """DeepSeek-V3: MLA, and experts in the layers after the first ones."""
 
 from rehead.attention import LatentConfig
-from rehead.attention.rope import Layout
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.experts import read_deepseek, unsayable, write_deepseek
-from rehead.checkpoint.huggingface.mla import LatentLike, has_layout, interleaved_or_not
+from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.config import GPTConfig
 
 EXPERTS: Table = {
@@ -27,10 +26,6 @@ class DeepseekV3(LatentLike):
     deepseek_kernels = True
     says = ("experts",)
 
-    def layout(self, fields: Fields) -> Layout:
-        """Return the layout that config.json names."""
-        return interleaved_or_not(fields)
-
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return the fields of all MLA families, and the experts."""
         fields.expect("scoring_func", "sigmoid")
@@ -45,15 +40,13 @@ class DeepseekV3(LatentLike):
         return super().extra_config(fields, sizes) | experts
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """Name what this class cannot represent: scales and other experts too."""
-        refused = super().unsupported(config, first) | {"scales": config.scaled}
-        return refused | unsayable(config.experts, config.n_layer, "sigmoid")
+        """Name other experts too."""
+        return super().unsupported(config, first) | unsayable(config.experts, config.n_layer, "sigmoid")
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Return the layout and the keys of experts."""
+        """Return the keys of experts, too."""
         experts = config.experts
         return super().extra_json(config, first) | {
-            "rope_interleave": has_layout(first, "interleaved"),
             **write_deepseek(experts, config.n_layer),
             **({} if experts is None else {"topk_method": "noaux_tc"}),
             "n_group": 1 if experts is None else experts.n_group,

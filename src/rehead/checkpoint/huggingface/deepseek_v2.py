@@ -1,11 +1,10 @@
 """DeepSeek-V2 and V2-Lite: MLA, and experts in the layers after the first ones."""
 
 from rehead.attention import LatentConfig
-from rehead.attention.rope import Layout
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.experts import read_deepseek, unsayable, write_deepseek
-from rehead.checkpoint.huggingface.mla import LatentLike, has_layout
+from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.config import GPTConfig
 
 EXPERTS: Table = {
@@ -26,10 +25,7 @@ class DeepseekV2(LatentLike):
     architecture = "DeepseekV2ForCausalLM"
     deepseek_kernels = True
     says = ("experts",)
-
-    def layout(self, fields: Fields) -> Layout:
-        """Return interleaved, the only layout of this class."""
-        return "interleaved"
+    layouts = ("interleaved",)
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return the fields of all MLA families, and the experts.
@@ -45,7 +41,7 @@ class DeepseekV2(LatentLike):
         return super().extra_config(fields, sizes) | experts
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """Name what this class cannot represent: the other layout, some widths, scales and other experts too."""
+        """Name some widths and other experts, too."""
         experts = config.experts
         refused = unsayable(experts, config.n_layer, "softmax")
         refused |= {"norm_topk_prob": experts is not None and experts.norm_topk_prob}
@@ -53,9 +49,7 @@ class DeepseekV2(LatentLike):
             super().unsupported(config, first)
             | refused
             | {
-                "rope_layout=half-split": not has_layout(first, "interleaved"),
                 "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
-                "scales": config.scaled,
             }
         )
 

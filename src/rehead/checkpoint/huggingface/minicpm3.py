@@ -3,10 +3,9 @@
 import math
 
 from rehead.attention import LatentConfig
-from rehead.attention.rope import Layout
 from rehead.checkpoint.huggingface.base import Fields, Table, families, written
 from rehead.checkpoint.huggingface.decoder import Sizes
-from rehead.checkpoint.huggingface.mla import LatentLike, has_layout
+from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.config import GPTConfig
 
 DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
@@ -26,10 +25,8 @@ class MiniCPM3(LatentLike):
     architecture = "MiniCPM3ForCausalLM"
     tied = True
     norm_eps = 1e-5
-
-    def layout(self, fields: Fields) -> Layout:
-        """Return half-split, the one layout it has."""
-        return "half-split"
+    layouts = ("half-split",)
+    scales = True
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return the three scales."""
@@ -49,9 +46,8 @@ class MiniCPM3(LatentLike):
         }
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
-        """Name what this class cannot represent: the other layout, some widths and logit scales too."""
+        """Name some widths and logit scales, too."""
         return super().unsupported(config, first) | {
-            "rope_layout=interleaved": not has_layout(first, "half-split"),
             "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
             "logit_scale, not a whole number over n_embd,": _base(config) / config.n_embd
             != config.logit_scale,

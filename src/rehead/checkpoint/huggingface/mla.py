@@ -1,8 +1,8 @@
 """The part that families with multi-head latent attention share; each family has its own file."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from rehead.attention import LatentConfig
 from rehead.attention.rope import Layout
@@ -21,6 +21,10 @@ class LatentLike(Decoder[LatentConfig]):
 
     attention = LatentConfig
     attention_words = "attention (it has mla)"
+    layouts: ClassVar[tuple[Layout, ...]] = ("interleaved", "half-split")
+    """Which elements of the rotary part may form a pair; of two layouts `rope_interleave` in config.json chooses."""
+    scales: ClassVar[bool] = False
+    """Whether config.json has keys for the scales of the model."""
 
     def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[LatentConfig]:
         """Return the attention of every layer, all alike."""
@@ -33,7 +37,7 @@ class LatentLike(Decoder[LatentConfig]):
             )
         fields.expect("head_dim", rotated, None)
         kind = LatentConfig(
-            **shared | {"rope": replace(shared["rope"], layout=self.layout(fields))},
+            **shared | {"rope": replace(shared["rope"], layout=self._layout(fields))},
             kv_lora_rank=fields.take("kv_lora_rank", int),
             q_lora_rank=fields.take("q_lora_rank", int, None),
             qk_nope_head_dim=fields.take("qk_nope_head_dim", int),
@@ -44,9 +48,9 @@ class LatentLike(Decoder[LatentConfig]):
         )
         return [kind] * sizes.n_layer
 
-    @abstractmethod
-    def layout(self, fields: Fields) -> Layout:
-        """Return the layout of the rotary part: which of its elements form a pair."""
+    def _layout(self, fields: Fields) -> Layout:
+        interleaved = len(self.layouts) == 1 or fields.take("rope_interleave", bool, True)
+        return self.layouts[0 if interleaved else 1]
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return no biases in the MLP."""
@@ -55,7 +59,10 @@ class LatentLike(Decoder[LatentConfig]):
 
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
         """Name what no class of this kind can represent."""
+        layout = self.layouts[0] if first.rope is None else first.rope.layout
         return {
+            f"rope_layout={layout}": layout not in self.layouts,
+            "scales": config.scaled and not self.scales,
             different(config.attention): len(set(config.attention)) > 1,
             "mlp_bias": config.mlp_bias,
             "latent_norm=False": not first.latent_norm,
@@ -79,8 +86,10 @@ class LatentLike(Decoder[LatentConfig]):
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Return the key of attention biases, those before latents and that of the output."""
-        return {"attention_bias": first.o_bias}
+        """Return the key of attention biases, those before latents and that of the output, and of the layout."""
+        assert first.rope is not None
+        interleaved = {"rope_interleave": first.rope.layout == "interleaved"}
+        return {"attention_bias": first.o_bias, **(interleaved if len(self.layouts) > 1 else {})}
 
     def attention_weights(self, layer: LatentConfig) -> list[str]:
         """Return the projections of queries, with a latent or without, and those of the KV latent."""
@@ -88,13 +97,3 @@ class LatentLike(Decoder[LatentConfig]):
         parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
         biased = [part for part in parts if part in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
         return [f"{part}.weight" for part in parts] + [f"{part}.bias" for part in biased * layer.down_bias]
-
-
-def has_layout(first: LatentConfig, layout: Layout) -> bool:
-    """Whether the rotary part, if there is one, has this layout."""
-    return first.rope is None or first.rope.layout == layout
-
-
-def interleaved_or_not(fields: Fields) -> Layout:
-    """Return the layout that `rope_interleave` names; interleaved where the key is missing."""
-    return "interleaved" if fields.take("rope_interleave", bool, True) else "half-split"
