@@ -191,6 +191,18 @@ def test_templates_that_are_not_passed_on_are_named(capfd):
         assert chat_template(Path("llama")) == {}
 
 
+def test_templates_in_files_of_their_own_are_named(capfd):
+    """As transformers writes several today."""
+    llama("llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("llama")
+    tokenizer.chat_template = {name: name for name in ("tool_use", "default", "rag")}
+    tokenizer.save_pretrained("several")
+    copied = ["additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja"]
+    assert all(Path("several", name).exists() for name in copied)
+    with pytest.warns(UserWarning, match="not rag, tool_use: copy additional_chat_templates to use them"):
+        assert chat_template(Path("several")) == {"chat_template.jinja": "default"}
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe{", b"{" * (2**24 + 1)], ids=["not UTF-8", "too long"])
 def test_a_damaged_chat_template_is_refused(content, capfd):
     llama("llama")

@@ -10,6 +10,7 @@ from rehead.checkpoint.files.shards import strict_json, text_of
 from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
 
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """Keys of generation_config.json that hold for a model with another attention, too."""
@@ -24,9 +25,10 @@ def chat_template(folder: Path) -> dict[str, str]:
     """Return the template that makes a text of a chat (Jinja, for other software), as a file by name, if there is one.
 
     It is chat_template.jinja or, as older folders have it, a string of tokenizer_config.json, or the `default` of
-    several, with a warning that names the others.
+    several. A warning names the others, which have no place in one file.
     """
     file = folder / TEMPLATE
+    _warn_of_others(folder, [one.stem for one in sorted((folder / TEMPLATES).glob("*.jinja"))], TEMPLATES)
     if os.path.lexists(file):
         return {TEMPLATE: text_of(file, LARGEST)}
     named = json_table(folder / TOKENIZER_CONFIG).get("chat_template")
@@ -36,15 +38,20 @@ def chat_template(folder: Path) -> dict[str, str]:
 
 
 def _default(folder: Path, templates: list[dict[str, Any]]) -> object:
-    """Return the template named `default`, if there is one; warn of the others, which have no place in one file."""
-    others = [f"{one.get('name')}"[:40] for one in templates if one.get("name") != "default"]
-    if others:
-        warnings.warn(
-            f"{folder}: of its chat templates only the default is passed on, not {', '.join(others):.300}: copy "
-            f"chat_template in {TOKENIZER_CONFIG} to use them",
-            stacklevel=2,
-        )
+    """Return the template named `default`, if there is one; warn of the others."""
+    others = [f"{one.get('name')}" for one in templates if one.get("name") != "default"]
+    _warn_of_others(folder, others, f"chat_template in {TOKENIZER_CONFIG}")
     return next((one.get("template") for one in templates if one.get("name") == "default"), None)
+
+
+def _warn_of_others(folder: Path, names: list[str], place: str) -> None:
+    if names:
+        shown = ", ".join(name[:40] for name in names)
+        warnings.warn(
+            f"{folder}: of its chat templates only the default is passed on, not {shown:.300}: copy {place} to use "
+            "them",
+            stacklevel=4,
+        )
 
 
 def _generation(folder: Path) -> dict[str, str]:
