@@ -309,14 +309,18 @@ def reduced_output(x, y, weights, n_head, change=lambda reduced: reduced):
         return module(x, y)
 
 
+SHARP = 5e-4
+"""Scores of several hundred round in float32, more or less on one CPU or another: 4.7e-5 to 1.6e-4 measured."""
+
+
 def test_a16_at_the_seeds_own_sizes():
     """D=1024, H=32, r=50, B=32, L1=100, L2=300, weights N(0, 1) in float32; the seed printed 1.29."""
     x, y, weights, vanilla = experiment(32, 1.0, torch.float32)
-    assert relative(reduced_output(x, y, weights, H), vanilla) < 1e-4  # measured: 4.7e-5
+    assert relative(reduced_output(x, y, weights, H), vanilla) < SHARP
 
 
 BUDGETS = {  # E10, E11: weights' std, dtype, bound
-    "float32, sharp": (1.0, torch.float32, 1e-4),
+    "float32, sharp": (1.0, torch.float32, SHARP),
     "float32": (0.02, torch.float32, 1e-5),
     "float64": (0.02, torch.float64, 1e-12),
     "float64, sharp": (1.0, torch.float64, 1e-12),
