@@ -119,6 +119,8 @@ def test_what_is_written_reads_back_as_the_same_model(kind):
         written.append(name)
     assert {"another theta"} <= set(written)
     assert {"norms after", "four norms"} & set(refused)
+    if "wide heads" in {*written, *refused}:  # vLLM's classes of these divide the width by the heads
+        assert ("wide heads" in refused) == (kind in ("qwen2", "olmo2", "gpt_neox"))
 
 
 def test_every_family_is_asked():

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import rehead
 from rehead.checkpoint import families
 from rehead.checkpoint.huggingface.base import SHARED, UNREAD, Fields
+from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.errors import InvalidInput
 from rehead.tokenizer import train
 
@@ -65,6 +67,23 @@ def asked_by(kind):
     )
     families[kind].read(fields)
     return fields.asked
+
+
+@pytest.mark.parametrize("kind", list(families))
+def test_a_missing_key_is_their_default(kind):
+    """What the class's own config has where a key is not given is what rehead takes."""
+    heads = {"num_attention_heads": 64}  # few defaults follow from that
+    if isinstance(families[kind], LatentLike):
+        heads["num_key_value_heads"] = 64
+    theirs = CONFIG_MAPPING[kind](**heads)
+    table = theirs.to_dict() | MORE.get(kind, {}) | {"model_type": kind}
+    ours, found = families[kind].read(Fields(table, "config.json")), {}
+    for key in sorted(asked_by(kind) & table.keys()):
+        with suppress(InvalidInput):  # a key that a file must have
+            rest = {name: value for name, value in table.items() if name != key}
+            found[key] = families[kind].read(Fields(rest, "config.json")) == ours
+    assert len(found) > 5
+    assert {key for key, same in found.items() if not same} == set()
 
 
 def read_in(source):

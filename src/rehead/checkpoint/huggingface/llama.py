@@ -162,6 +162,7 @@ class Mistral(LlamaLike):
     """A sliding window in every layer, or none."""
 
     architecture = "MistralForCausalLM"
+    heads: ClassVar[dict[str, int]] = {"num_key_value_heads": 8}
     windows = Windows.ALIKE
     biases = ((False, False),)
 
@@ -211,6 +212,7 @@ class Qwen2(LlamaLike):
     """Biases on queries, keys and values; windows in the later layers, if any."""
 
     architecture = "Qwen2ForCausalLM"
+    heads: ClassVar[dict[str, int]] = {"num_key_value_heads": 32}
     windows = Windows.SOME
     biases: ClassVar[tuple[tuple[bool, bool], ...]] = ((True, False),)
     any_head_dim = False
@@ -239,6 +241,7 @@ class Qwen3(Qwen2):
     """Norms on queries and keys; biases on all four projections or on none."""
 
     architecture = "Qwen3ForCausalLM"
+    heads: ClassVar[dict[str, int]] = {"num_key_value_heads": 32, "head_dim": 128}
     biases = LlamaLike.biases
     qk_norm = ("rmsnorm", "head")
     any_head_dim = True

@@ -1,6 +1,7 @@
 """MiniCPM3: MLA with scales of the embeddings, of every layer's output and of the logits."""
 
 import math
+from typing import ClassVar
 
 from rehead.attention import LatentConfig
 from rehead.checkpoint.huggingface.base import Fields, Table, families, written
@@ -25,6 +26,7 @@ class MiniCPM3(LatentLike):
     architecture = "MiniCPM3ForCausalLM"
     tied = True
     norm_eps = 1e-5
+    widths: ClassVar[dict[str, int]] = {"q_lora_rank": 768}
     layouts = ("half-split",)
     scales = True
 

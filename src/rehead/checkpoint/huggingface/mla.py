@@ -23,6 +23,8 @@ class LatentLike(Decoder[LatentConfig]):
     attention_words = "attention (it has mla)"
     layouts: ClassVar[tuple[Layout, ...]] = ("interleaved", "half-split")
     """Which elements of the rotary part may form a pair; of two layouts `rope_interleave` in config.json chooses."""
+    widths: ClassVar[dict[str, int]] = {"q_lora_rank": 1536, "v_head_dim": 128}
+    """Defaults of missing keys, where they do not follow from other sizes."""
     scales: ClassVar[bool] = False
     """Whether config.json has keys for the scales of the model."""
 
@@ -39,10 +41,10 @@ class LatentLike(Decoder[LatentConfig]):
         kind = LatentConfig(
             **shared | {"rope": replace(shared["rope"], layout=self._layout(fields))},
             kv_lora_rank=fields.take("kv_lora_rank", int),
-            q_lora_rank=fields.take("q_lora_rank", int, None),
+            q_lora_rank=fields.take("q_lora_rank", int, self.widths["q_lora_rank"], null=None),
             qk_nope_head_dim=fields.take("qk_nope_head_dim", int),
             qk_rope_head_dim=rotated,
-            v_head_dim=fields.take("v_head_dim", int, sizes.head_dim),
+            v_head_dim=fields.take("v_head_dim", int, self.widths.get("v_head_dim", sizes.head_dim)),
             down_bias=bias,
             o_bias=bias,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from rehead.attention import GroupedConfig
 from rehead.checkpoint.huggingface.base import Fields, Table, families
@@ -16,6 +17,7 @@ class SmolLM3(LlamaLike):
     """Llama's layers, every fourth without rope by default."""
 
     architecture = "SmolLM3ForCausalLM"
+    heads: ClassVar[dict[str, int]] = {"num_key_value_heads": 4}
     tied = True
     rope = RopeKeys(theta=2_000_000.0)
     differ = ("window", "rope")
