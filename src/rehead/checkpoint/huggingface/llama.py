@@ -96,13 +96,13 @@ class LlamaLike(Decoder[GroupedConfig]):
         whole = [rope.partial_rotary_factor == 1 for rope in ropes if rope is not None]
         alike: dict[str, Any] = dict.fromkeys(self.differ)
         plain = [replace(layer, **alike) for layer in config.attention]
-        windows = {layer.window for layer in config.attention}
+        windows = "window" if self.windows is Windows.NONE else "different windows"
+        biases = first.qkv_bias, first.o_bias
+        norms = first.qk_norm, first.qk_norm_over
         refused = {
             "scales": config.scaled,
             "mlp_bias": config.mlp_bias and not self.mlp_biased,
-            "window" if self.windows is Windows.NONE else "different windows": not self.windows.allow(
-                windows
-            ),
+            windows: not self.windows.allow({layer.window for layer in config.attention}),
             "rope": any(rope is None for rope in ropes),
             "rope_layout": any(rope is not None and rope.layout != self.rope.layout for rope in ropes),
             "partial_rotary_factor": self.rope.partial is None and not all(whole),
@@ -111,10 +111,9 @@ class LlamaLike(Decoder[GroupedConfig]):
             "tie_kv": first.tie_kv,
             "head_dim": not self.any_head_dim and first.head_dim * first.n_query_head != config.n_embd,
             "v_head_dim": first.v_head_dim != first.head_dim,
-            f"qkv_bias={first.qkv_bias} with o_bias={first.o_bias}": (first.qkv_bias, first.o_bias)
-            not in self.biases,
+            "qkv_bias={} with o_bias={}".format(*biases): biases not in self.biases,
             "qk_norm_eps": first.qk_norm_eps != (config.norm_eps if self.qk_norm else None),
-            "qk_norm": self.qk_norm is not None and (first.qk_norm, first.qk_norm_over) != self.qk_norm,
+            "qk_norm": self.qk_norm is not None and norms != self.qk_norm,
             different(plain): len(set(plain)) > 1,
         }
         return {name: bad for name, bad in refused.items() if name not in self.reads}
