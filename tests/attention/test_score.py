@@ -1,6 +1,8 @@
 """Homework 2.1: each score against its formula, one query and one key at a time, and what it cannot do."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -221,3 +223,14 @@ def test_b8_e20_fits_the_angle_only_with_a_bias(target, bound):
     with pytest.raises(AssertionError):
         check(bias=False)
     assert rms_error(bias=False) > (0.69 if target == "cosine" else 1.7)  # no better than 0
+
+
+@pytest.mark.parametrize("score", ["additive", "concatenated"])
+def test_a_model_without_weights_is_built_at_once(score):
+    """Normal numbers on the meta device import sympy, for over a second."""
+    code = (
+        "import sys; from rehead.config import flags; from rehead.model import skeleton; "
+        f"skeleton(flags.read(['model.score={score}']).model.resolve(11, 16)); "
+        "assert 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -170,7 +170,7 @@ class ConcatenatedScore(Score):
 
     def __init__(self, n_kv_head: int, group: int, head_dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(n_kv_head, group, 2 * head_dim) / math.sqrt(2 * head_dim))
+        self.weight = nn.Parameter(_normal(n_kv_head, group, 2 * head_dim))
 
     def forward(
         self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
@@ -223,11 +223,9 @@ class AdditiveScore(Score):
 
     def __init__(self, n_kv_head: int, group: int, head_dim: int, width: int, bias: bool) -> None:
         super().__init__()
-        self.inner = nn.Parameter(
-            torch.randn(n_kv_head, group, width, 2 * head_dim) / math.sqrt(2 * head_dim)
-        )
-        self.outer = nn.Parameter(torch.randn(n_kv_head, group, width) / math.sqrt(width))
-        self.bias = nn.Parameter(torch.randn(n_kv_head, group, width)) if bias else None
+        self.inner = nn.Parameter(_normal(n_kv_head, group, width, 2 * head_dim))
+        self.outer = nn.Parameter(_normal(n_kv_head, group, width))
+        self.bias = nn.Parameter(_normal(n_kv_head, group, width, std=1.0)) if bias else None
 
     def forward(
         self, query: Float[Tensor, "B L K G E"], key: Float[Tensor, "B S K E"]
@@ -240,3 +238,13 @@ class AdditiveScore(Score):
             query_part = query_part + self.bias[:, :, None]
         units = torch.tanh(key_part + query_part[:, :, :, :, None])
         return torch.einsum("kgu,bkglsu->bkgls", self.outer, units)
+
+
+def _normal(*shape: int, std: float | None = None) -> Tensor:
+    """Return normal numbers; `std` is by default one over the root of the last size.
+
+    On the meta device this draws and imports nothing, since a model without weights skips `nn.init.normal_`.
+    """
+    values = torch.empty(shape)
+    nn.init.normal_(values, std=shape[-1] ** -0.5 if std is None else std)
+    return values
