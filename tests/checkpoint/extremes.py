@@ -164,7 +164,7 @@ if __name__ == "__main__":
             (folder / "config.json").write_text(text)
             Path("input").write_text(f"{name}\n{text}")
             for read in (load, plan):
-                fault = wrong(read, folder) and wrong(read, folder)  # the first may import much of torch
+                fault = wrong(read, folder)
                 if fault:
                     faults[f"{read.__name__}: {name}"] = fault
     print(json.dumps({"inputs": len(chosen), "wrong": faults}, indent=1))

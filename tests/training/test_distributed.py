@@ -493,7 +493,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize(("rank", "ending"), [(None, "at exit\nfinalized"), ("0", "at exit\n")])
 def test_a_process_of_torchrun_ends_without_finalization(rank, ending):
-    """During which a thread of gloo that releases a tensor would abort it: 2 of 30 processes did."""
+    """During which a thread of gloo that releases a tensor would abort it: 5 of 80 processes did (docs/log.md)."""
     job = (
         {}
         if rank is None

@@ -43,15 +43,11 @@ class DeepseekV2(LatentLike):
     def unsupported(self, config: GPTConfig, first: LatentConfig) -> dict[str, bool]:
         """Name some widths and other experts, too."""
         experts = config.experts
-        refused = unsayable(experts, config.n_layer, "softmax")
-        refused |= {"norm_topk_prob": experts is not None and experts.norm_topk_prob}
-        return (
-            super().unsupported(config, first)
-            | refused
-            | {
-                "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
-            }
-        )
+        return super().unsupported(config, first) | {
+            **unsayable(experts, config.n_layer, "softmax"),
+            "norm_topk_prob": experts is not None and experts.norm_topk_prob,
+            "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head > 0,
+        }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
         """Return the keys of experts."""
