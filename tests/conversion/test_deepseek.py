@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope_scaling import LinearScaling
+from rehead.attention.rope_scaling import LinearScaling, YarnScaling
 from rehead.config import ExpertsConfig, ModelOptions
 from rehead.conversion.base import CannotConvert
 from rehead.conversion.export.deepseek import own_target, require_sayable, stock_target, to_deepseek
@@ -122,6 +123,16 @@ def test_float16_cannot_hold_an_identity_norm():
     model = build(llama(attention=(MQA,))).half()
     with pytest.raises(ConfigError, match=r"float16 cannot hold .* use bfloat16 or float32"):
         to_deepseek(model)
+
+
+def test_the_factor_that_a_yarn_puts_on_the_scores_of_a_rotary_part_is_divided_out():
+    """A whole head that rotates has no such factor; MLA has."""
+    scaling = YarnScaling(factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0)
+    model = build(llama(attention=(replace(MQA, rope=RopeConfig(scaling=scaling)),))).double().eval()
+    converted, certificate = to_deepseek(model, "transformers")
+    ids = torch.arange(64)[None] % model.config.vocab_size
+    assert certificate.exact
+    torch.testing.assert_close(converted(ids), model(ids), rtol=0, atol=1e-6)
 
 
 def test_heads_that_rotate_by_themselves_are_not_exact():

@@ -10,14 +10,16 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope_scaling import LinearScaling, LongRopeScaling
+from rehead.attention.rope_scaling import LinearScaling, LongRopeScaling, YarnScaling
 from rehead.conversion.base import Statistics
+from rehead.conversion.converter import Converter
 from rehead.conversion.fit import turns as gathered
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.turns import Directions, Turns, sensitivity
 from rehead.conversion.steps.narrow import Narrow
 from rehead.conversion.steps.rotations import KeepRotations, beside, directions
 from rehead.conversion.target import Target
+from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError
 from rehead.measure.stored import lost_rows
 
@@ -51,6 +53,14 @@ SOURCES = {
         v_head_dim=3,
         rope=RopeConfig(partial_rotary_factor=0.5),
         qkv_bias=True,
+    ),
+    "scaled as DeepSeek's": replace(
+        GQA,
+        rope=RopeConfig(
+            scaling=YarnScaling(
+                factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0
+            )
+        ),
     ),
     "mqa, window": GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=8, v_head_dim=5, rope=ROPE, window=7),
 }
@@ -93,6 +103,27 @@ def test_all_rotations_kept_are_exact(gpt, apart, source):
     assert result.config.attention[0].qk_rope_head_dim == source.n_kv_head * rotated(source)
     assert certificate.exact
     assert apart(model, result) < 1e-12
+
+
+def test_a_rotary_part_of_another_magnitude_has_queries_that_make_up_for_it(gpt, apart):
+    model = gpt(GQA)
+    result, _ = rehead.convert(model, "mla", target="uneven", method="svd")
+    (wanted, *_) = result.config.attention
+    larger = replace(wanted.rope, scaling=replace(wanted.rope.scaling, attention_factor=1.2))
+    result, certificate = rehead.convert(model, replace(wanted, rope=larger), method="svd")
+    assert certificate.exact
+    assert apart(model, result) < 1e-12
+
+
+def test_rotations_that_a_text_does_not_see_are_lost_all_the_same(gpt):
+    """Fewer tokens than directions of the keys: what is left out of them weighs nothing, and is still there."""
+    model = gpt(replace(GQA, n_query_head=8, n_kv_head=8))
+    target = Target(to="mla", target="uneven", kv_fraction=0.75)
+    converter = Converter(model, None, [Passage(name="ids", ids=np.array([5, 7, 9, 11]))])
+    result, records = converter.follow(converter.attentions(target))
+    assert max(record.lost for record in records) < 1e-9
+    assert divergence(model, result, torch.arange(16)[None]) > 0.01
+    assert min(record.converted[0].residual for record in records) > 0.01
 
 
 @pytest.mark.parametrize("method", ["weighted", "whitened", "svd"])

@@ -33,9 +33,7 @@ class LatentAttention(Attention):
     def __init__(self, config: LatentConfig, d_model: int) -> None:
         super().__init__(config, d_model)
         down, up, o, query = config._widths()
-        self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-        if config.qk_rope_head_dim and config.rope is not None:
-            self.scale *= config.rope.score_scale
+        self.scale = config.scale
         if config.q_lora_rank is None:
             self.q_proj = Linear(d_model, query, bias=config.qkv_bias)
         else:

@@ -122,6 +122,12 @@ class LatentConfig(AttentionConfig):
         return self.rope is not None and not self.qk_rope_head_dim
 
     @property
+    def scale(self) -> float:
+        """Factor of the scores, with that of a scaled rope if only a part of the key is rotated."""
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return scale * self.rope.score_scale if self.rope and self.qk_rope_head_dim else scale
+
+    @property
     def n_key_scale(self) -> int:
         """Number of norms of keys that a row of the cache ends with: one per KV head, 0 without them."""
         return 0 if self.qk_norm_eps is None or self.rebuilds_keys else self.n_kv_head

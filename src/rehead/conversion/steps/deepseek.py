@@ -91,8 +91,8 @@ class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
         heads = torch.arange(n_head)
         own = heads // (n_head // n_kv_head)  # the KV head of each
         halves = (2, -1) if source.rope.layout == "half-split" else (1, -1)
-        query = with_bias(weights, "q_proj").unflatten(0, (n_head, -1)) * _rescale(result, source.head_dim)
-        query = query * source.relative_scale  # H E D+1, of [x; 1]
+        query = with_bias(weights, "q_proj").unflatten(0, (n_head, -1))  # H E D+1, of [x; 1]
+        query = query * (source.scale / result.scale)
         key = with_bias(weights, "k_proj").unflatten(0, (n_kv_head, -1))
         turned = key[:, :rotated].unflatten(1, halves).transpose(0, 1)
         wide = query.new_zeros(n_head, *turned.shape)  # H 2 K E/2 D, or H 1 K E D
@@ -134,11 +134,6 @@ def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
         return replace(rope, partial_rotary_factor=1.0)
     n_pair = rope.rotated(width) // 2
     return repeated(rope, width, 2 * n_head * n_pair, n_head * list(range(n_pair)))
-
-
-def _rescale(result: LatentConfig, width: int) -> float:
-    """Return the factor of the queries that keeps a score scale of width ** -0.5."""
-    return math.sqrt((result.qk_nope_head_dim + result.qk_rope_head_dim) / width)
 
 
 @conversions.add("pad-to-stock")
@@ -184,7 +179,7 @@ class PadToStock(TowardsDeepSeek[LatentConfig, LatentConfig]):
         more_rank = result.kv_lora_rank - source.kv_lora_rank
         more_nope, more_v = result.qk_nope_head_dim - nope, result.v_head_dim - v
         query = with_bias(weights, "q_proj").unflatten(0, (heads, -1))
-        query = query * _rescale(result, nope + source.qk_rope_head_dim)
+        query = query * (source.scale / result.scale)
         parts = [
             F.pad(query[:, :nope], (0, 0, 0, more_nope)),
             interleave_rows(query[:, nope:], result, source),

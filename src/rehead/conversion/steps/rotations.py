@@ -23,7 +23,7 @@ from rehead.conversion.base import (
     projections,
     with_bias,
 )
-from rehead.conversion.fit.turns import Directions, pairs
+from rehead.conversion.fit.turns import TINY, Directions, pairs
 from rehead.conversion.steps.latent import misfit
 from rehead.conversion.yarn import FAR, drift, stands_in
 
@@ -135,7 +135,8 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         taken, made = found.taken[frequency, rank], found.made[frequency, :, rank]  # P/2 K
         turned = torch.einsum("pk,kpd->pd", taken, key[:, frequency])
         own = torch.arange(source.n_query_head) // source.group
-        asking = query[:, frequency] * made[:, own].mT.conj()[:, :, None]
+        sized = (source.rope.magnitude / result.rope.magnitude) ** 2
+        asking = query[:, frequency] * made[:, own].mT.conj()[:, :, None] * sized
         rest = key.index_add(1, frequency, torch.einsum("pk,pd->kpd", made, turned), alpha=-1)
         rest[:, [f for f, n in used.items() if n == n_kv_head]] = 0  # all of it rotates: no rounding errors
         still = query * found.constant.conj()[:, :, None] * source.rope.magnitude**2
@@ -147,18 +148,18 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             keys = torch.cat([real_pairs(rest, layout), keys], dim=1)
         padding = (0, 0, 0, result.qk_nope_head_dim - keys.shape[1])  # 1, the least, where all rotates
         queries = torch.cat([F.pad(plain, padding), real_pairs(asking, layout)], dim=1)
-        width = result.qk_nope_head_dim + result.qk_rope_head_dim
-        queries = queries * (
-            source.relative_scale * (width / source.head_dim) ** 0.5 / result.rope.score_scale
-        )
+        queries = queries * (source.scale / result.scale)
         keys[:, :, -1] = 0  # the bias adds one number to all scores of a query
         made = in_parts("q_proj", queries.flatten(0, 1), biased=source.qkv_bias)
         made |= _latent(
             keys, values.unflatten(0, (n_kv_head, -1)), real_pairs(turned[None], layout)[0], result
         )
-        lost = _lost(found.matters, used)
-        off = _off(source, result)
-        return Converted(weights=made | projections(weights, "o_proj"), lost=lost, residual=max(lost, off))
+        still_there = float(rest.abs().square().sum() / key.abs().square().sum().clamp(min=TINY))
+        return Converted(
+            weights=made | projections(weights, "o_proj"),
+            lost=_lost(found.matters, used),
+            residual=max(still_there, _off(source, result)),
+        )
 
 
 def _off(source: GroupedConfig, result: LatentConfig) -> float:
