@@ -278,7 +278,7 @@ def test_b16_grouped_attention(rope):
     class SumForm(GroupedAttention):
         """E19: S^(i) = sum over j of Q^(i,j) K^(i)T: the queries of a group summed before the softmax."""
 
-        def _to_slots(self, query):
+        def to_slots(self, query):
             summed = query.unflatten(2, (K, -1)).sum(3, keepdim=True)
             return summed.expand(-1, -1, -1, H // K, -1).flatten(2, 3)
 

@@ -137,12 +137,14 @@ def test_output_error_by_hand(gpt, words):
     result, certificate = rehead.convert(model, to="mla", kv_rank=7, test=test)
     from rehead.conversion.blocks import blocks_of
 
-    (ids, _), *_ = blocks_of(model, test)
+    (ids, targets), *_ = blocks_of(model, test)
+    counts = targets != -100
+    assert not counts.all()  # the last window is padded, and its padding is nobody's input
     x = model.embed_tokens(ids) + model.embed_positions(torch.arange(ids.shape[1]))
     for layer, other, found in zip(model.layers, result.layers, certificate.layers, strict=True):
         normed = layer.input_layernorm(x)
-        expected = layer.self_attn(normed)
-        difference = other.self_attn(normed) - expected
+        expected = layer.self_attn(normed)[counts]
+        difference = other.self_attn(normed)[counts] - expected
         error = (difference.square().mean() / expected.square().mean()).sqrt().item()
         assert found.output_error == pytest.approx(error, rel=1e-9)
         x = layer(x)
@@ -192,11 +194,13 @@ def test_a_text_is_named_by_its_tokens(words):
     ids = words(100)
 
     def of(ids):
-        return Text.of(Passage(name="words", ids=ids), 60)
+        return Text.of(Passage(name="words", ids=ids), 60)  # token by token
 
     text = of(ids)
     assert (text.name, text.tokens, text.read) == ("words", 100, 60)
     assert of(ids[:50]).read == 50
+    assert Text.of(Passage(name="words", ids=ids), 60, 16).read == 48  # whole windows,
+    assert Text.of(Passage(name="words", ids=ids), 5, 16).read == 16  # at least one
     assert of(ids.astype(np.uint16)) == text  # as it is stored, or as it is computed
     assert of(words(100, seed=1)).sha256 != text.sha256
 
@@ -262,6 +266,7 @@ HUGE = 10**400
         ),
         ({"layers": []}, "without layers"),
         ({"loss": [1.0]}, "not a pair: before and after"),
+        ({"kv_bytes_per_token": [0, 0]}, "kv_bytes_per_token=[0, 0]: its source caches nothing"),
         ({"logits": {"tokens": 3.0}}, "its logits lack argmax_flips"),
         (
             {"format": "rehead-certificate-2"},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rehead
-from rehead.attention import GroupedConfig, LatentConfig
+from rehead.attention import GroupedConfig, LatentConfig, SummedConfig
 from rehead.config import RNNConfig
 from rehead.conversion import Target
 from rehead.errors import ConfigError, InvalidInput, NumericError, ReheadError
@@ -107,6 +107,17 @@ def test_the_reduced_form_of_a_reduced_form_is_itself(gpt):
     reduced, _ = rehead.convert(model, to="reduced")
     (tied, _) = reduced.config.attention
     assert Target(to="reduced").attention(tied, 23) == tied
+
+
+def test_summed_queries_that_stay_are_copied(gpt, apart):
+    """A layer that no step changes keeps the weights of its own config."""
+    summed = SummedConfig(n_query_head=6, n_kv_head=2, head_dim=4)
+    model = gpt(summed)
+    for targets in ([summed, summed], [summed, summed.equivalent()]):
+        result, certificate = rehead.convert(model, targets)
+        assert certificate.exact
+        assert list(result.config.attention) == targets
+        assert apart(model, result) < 1e-12
 
 
 def test_layers_step_together(gpt, words):

@@ -365,6 +365,16 @@ def test_ranks_by_measuring(run, capfd):
     assert loss[1] - loss[0] < 0.1  # kept on the training part, near it on the other
 
 
+def test_a_layout_is_turned_beside_ranks_by_measuring(capfd):
+    Path("text.txt").write_text(TEXT * 12)
+    shape = ["model.rope=True", "model.n_embd=12", "model.n_query_head=3", "model.n_layer=1"]
+    flags = ["data.path=text.txt", "data.block_size=16", "system.work_dir=run", "trainer.max_iters=0"]
+    assert main(["train", *flags, *shape]) == 0
+    words = ["--kv-fraction", "0.5", "--measured-ranks", "--rope-layout", "interleaved", "--allow-loss"]
+    assert main(["convert", "run", "a", "--to", "mla", *words]) == 0
+    assert rehead.load("a").config.attention[0].rope.layout == "interleaved"
+
+
 @pytest.mark.parametrize("command", ["convert", "plan"])
 def test_json_is_one_document(command, model, capfd):
     words = ["convert", model, "new", "--to", "mha"] if command == "convert" else ["plan", model]

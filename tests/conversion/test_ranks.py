@@ -12,6 +12,7 @@ from rehead.attention import GroupedConfig, LatentConfig
 from rehead.conversion.blocks import blocks_of
 from rehead.conversion.converter import Converter
 from rehead.conversion.ranks import PROBE_TOKENS, Allocation
+from rehead.conversion.target import Target
 from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError
 from rehead.measure.fidelity import Comparison, compare
@@ -121,7 +122,7 @@ def allocation(gpt, words):
     attention = model.layers[0].self_attn
     stack = torch.randn(18, 3) @ torch.randn(3, 23)
     attention.k_proj.weight.data, attention.v_proj.weight.data = stack[:8].clone(), stack[8:].clone()
-    return Allocation(Converter(model, calibration=[Passage(name="words", ids=words(200))]))
+    return Allocation(Converter(model, calibration=[Passage(name="words", ids=words(200))]), Target(to="mla"))
 
 
 def measured(allocation, words, targets):
@@ -150,12 +151,6 @@ def test_measured(allocation, words):
         found = allocation.at_loss(max_loss)
         before, after = measured(allocation, words, found)
         assert after - before <= max_loss + 1e-12
-
-
-@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_a_share_that_is_none(fraction):
-    with pytest.raises(ConfigError, match=f"kv_fraction={fraction}: a share of the source's cache"):
-        Table([[1, 2]], [[0.1, 0.0]]).within(fraction)
 
 
 @pytest.mark.parametrize("loss", [-0.1, float("nan")])

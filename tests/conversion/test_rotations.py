@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rehead
-from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, SummedConfig
 from rehead.attention.rope_scaling import LinearScaling, LongRopeScaling, YarnScaling
 from rehead.conversion.base import Statistics
 from rehead.conversion.converter import Converter
@@ -293,6 +293,26 @@ def test_the_frequencies_are_those_that_matter(gpt, text):
             )
             for attention in result.config.attention:
                 torch.testing.assert_close(attention.rope.frequencies(rope_dim), ROPE.frequencies(8)[pairs])
+
+
+@pytest.mark.parametrize("method", ["weighted", "svd"])
+def test_frequencies_are_those_of_the_heads_that_share_a_kv_head(method, gpt, text):
+    """The same function with its query heads in another order has the same rotary part."""
+    model = gpt(replace(GQA, n_query_head=8, n_kv_head=4), std=0.5)
+    other, _ = rehead.convert(model, head_map="modular", to="gqa", n_kv_head=4)
+    options = {"target": "uneven", "rope_dim": 4, "kv_rank": 20, "calibration": text, "method": method}
+    results = [rehead.convert(one, "mla", **options)[0] for one in (model, other)]
+    assert results[0].config == results[1].config
+    assert divergence(*results, text[:48].view(3, 16)) < 1e-12
+
+
+def test_summed_queries_choose_frequencies(gpt, text):
+    model = gpt(SummedConfig(n_query_head=6, n_kv_head=2, head_dim=8, rope=ROPE))
+    heads, _ = rehead.convert(model, "mha")
+    for method in ("svd", "weighted"):
+        options = {"target": "uneven", "rope_dim": 4, "kv_rank": 20, "calibration": text, "method": method}
+        results = [rehead.convert(one, "mla", **options)[0] for one in (model, heads)]
+        assert divergence(*results, text[:48].view(3, 16)) < 1e-12
 
 
 @pytest.mark.parametrize("method", ["weighted", "svd"])

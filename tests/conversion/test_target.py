@@ -61,6 +61,31 @@ def test_a_fraction_is_never_exceeded_and_never_useless(fraction, n_kv_head):
     assert rank + 1 > fraction * source.kv_numbers() or rank == min(D, 9 * n_kv_head)
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.9, 0.75, 0.5])
+@pytest.mark.parametrize(
+    "source",
+    [
+        replace(MLA, rope=RopeConfig(), qk_rope_head_dim=6),
+        replace(MLA, qk_norm_eps=1e-6),
+        replace(GQA, qkv_bias=False, qk_norm_eps=1e-6),
+    ],
+    ids=["a rotary part", "norms of keys", "norms of keys to be"],
+)
+def test_what_is_cached_beside_a_latent_is_a_part_of_the_fraction(source, fraction):
+    made = Target(to="mla", kv_fraction=fraction).attention(source, D)
+    assert made.kv_numbers() <= fraction * source.kv_numbers()
+    assert made.kv_numbers() + 1 > fraction * source.kv_numbers() or made.kv_lora_rank == 18
+
+
+def test_what_is_cached_beside_a_latent_leaves_nothing_for_it():
+    source = replace(MLA, rope=RopeConfig(), qk_rope_head_dim=6)
+    with pytest.raises(
+        ConfigError,
+        match=r"^kv_fraction=0.25 is 6 numbers, and 6 stay beside the latent: none are left for it",
+    ):
+        Target(to="mla", kv_fraction=0.25).attention(source, D)
+
+
 MEANINGLESS = {  # options, what the message must name
     "rank too large": ({"to": "mla", "kv_rank": 19}, ["kv_rank=19", "18", "Use 1 to 18"]),
     "rank too large, reduced": ({"to": "reduced", "kv_rank": 40}, ["kv_rank=40", "Use 1 to 18"]),

@@ -303,6 +303,18 @@ def test_weights_in_a_scratch_folder(gpt, words, tmp_path):
             assert torch.equal(weight.detach() + 0, result.get_parameter(name))
 
 
+def test_a_tied_model_in_its_files_learns_and_is_saved(gpt, words, tmp_path):
+    """Only what was taught is read into memory; the rest stays in the files, tied."""
+    rehead.save(gpt(GQA, tie_embeddings=True, n_step=5).float(), tmp_path / "model")
+    source = rehead.load(tmp_path / "model", in_memory=False)
+    result, _ = rehead.convert(source, to="mla", kv_rank=5, calibration=words(230), length=LENGTH, teach=1)
+    assert isinstance(result.head.weight, Deferred)
+    rehead.save(result, tmp_path / "taught")
+    again = rehead.load(tmp_path / "taught")
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(again(ids), result(ids), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("passes", "options", "message"),
     [

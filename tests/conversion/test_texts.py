@@ -96,8 +96,8 @@ def test_another_seed_draws_other_labels(gpt, words):
 
 
 MISTAKES = {
-    "a path": ("fit.txt", UsageError, "calibration='fit.txt': give token ids, or 'self'"),
-    "a path in a list": ([np.arange(9), "fit.txt"], UsageError, "calibration='fit.txt'"),
+    "a path": ("fit.txt", UsageError, "the text 'fit.txt': give token ids, or calibration='self'"),
+    "a path in a list": ([np.arange(9), "fit.txt"], UsageError, "the text 'fit.txt'"),
     "no whole numbers": (
         np.linspace(0, 3, 50),
         InvalidInput,

@@ -138,7 +138,7 @@ class GroupedAttention(Attention):
         rows = {"key": self._heads(self.k_proj(source), self.k_norm)}
         if self.v_proj is not None:
             rows["value"] = self.v_proj(source).unflatten(2, (config.n_kv_head, config.v_head_dim))
-        query = self._to_slots(query)
+        query = self.to_slots(query)
         key_positions = positions if context is None else context_positions
         if self.rotary is not None:
             query = self.rotary(query, positions, start)
@@ -155,14 +155,14 @@ class GroupedAttention(Attention):
         heads = rows.unflatten(2, (-1, self.config.head_dim))
         return norm(heads) if norm is not None and self.norms_heads else heads
 
-    def _to_slots(self, query: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:
+    def to_slots(self, query: Float[Tensor, "B L H E"]) -> Float[Tensor, "B L H E"]:
         """Reorder query heads by the KV head they read: 0, 3, 6, 9, 1, 4, ... for modular, K = 3."""
         if self.config.head_map == "contiguous":
             return query
         return query.unflatten(2, (-1, self.config.n_kv_head)).transpose(2, 3).flatten(2, 3)
 
     def _from_slots(self, gathered: Float[Tensor, "B L H V"]) -> Float[Tensor, "B L H V"]:
-        """Undo `_to_slots`: restore the order of the rows of `q_proj` and the columns of `o_proj`."""
+        """Undo `to_slots`: restore the order of the rows of `q_proj` and the columns of `o_proj`."""
         if self.config.head_map == "contiguous":
             return gathered
         return gathered.unflatten(2, (self.config.n_kv_head, -1)).transpose(2, 3).flatten(2, 3)

@@ -87,7 +87,7 @@ def convert(
     ] = None,
     kv_fraction: Annotated[
         float | None,
-        Parameter(help="width of the latent as a share of the present cache, instead of --kv-rank"),
+        Parameter(help="the new cache as a share of the present one, instead of --kv-rank"),
     ] = None,
     max_loss: Annotated[
         float | None,

@@ -19,7 +19,7 @@ from rehead.conversion.bounds import bounded
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.teaching import Taught
 from rehead.conversion.texts import SELF, Passage
-from rehead.data import Ids, shown
+from rehead.data import IGNORE, Batch, Ids, shown
 from rehead.errors import ConfigError, InvalidInput
 from rehead.fields import require_types
 from rehead.measure import kv_bytes_per_token, parameters
@@ -57,11 +57,11 @@ class Text:
     bos: int | None = None
 
     @classmethod
-    def of(cls, passage: Passage, limit: int) -> "Text":
-        """Describe a passage of which at most `limit` tokens are read, spread over it."""
+    def of(cls, passage: Passage, limit: int, length: int = 1) -> "Text":
+        """Describe a passage of which whole windows of `length` are read, at most `limit` tokens or one window."""
         ids = passage.ids
         digest = hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
-        read = min(limit, len(ids))
+        read = min(max(1, limit // length) * length, len(ids))
         return cls(name=passage.name, tokens=len(ids), sha256=digest, read=read, bos=passage.bos)
 
     def decoded(self, ids: Ids, tokenizer: Tokenizer | None) -> "Text":
@@ -177,6 +177,8 @@ class Certificate:
         pairs += [pair for healing in self.healing for pair in (healing.kl, healing.loss)]
         if not self.layers or any(pair is not None and len(pair) != 2 for pair in pairs):
             raise InvalidInput("without layers, or with figures that are not a pair: before and after")
+        if self.kv_bytes_per_token[0] < 1:
+            raise InvalidInput(f"kv_bytes_per_token={self.kv_bytes_per_token}: its source caches nothing")
         if missing := MEASURED - self.logits.keys():
             raise InvalidInput(f"its logits lack {sorted(missing)[0]}")
 
@@ -196,9 +198,8 @@ class LayerRecord:
 
     def after(self, method: str, done: Converted) -> "LayerRecord":
         """Return the record with one more step; its weights are not kept."""
-        return replace(
-            self, methods=[*self.methods, method], converted=[*self.converted, replace(done, weights={})]
-        )
+        converted = [*self.converted, replace(done, weights={})]
+        return replace(self, methods=[*self.methods, method], converted=converted)
 
     @property
     def lost(self) -> float:
@@ -224,7 +225,7 @@ def certify(
     source: LanguageModel,
     result: LanguageModel,
     records: Sequence[LayerRecord],
-    blocks: Sequence[tuple[Tensor, Tensor]],
+    blocks: Sequence[Batch],
     *,
     calibration: Sequence[Text],
     test: Text | None,
@@ -278,23 +279,22 @@ def certify(
 
 
 @torch.no_grad()
-def output_errors(
-    source: LanguageModel, result: LanguageModel, blocks: Sequence[tuple[Tensor, Tensor]]
-) -> list[float]:
+def output_errors(source: LanguageModel, result: LanguageModel, blocks: Sequence[Batch]) -> list[float]:
     """Return the relative RMS error of every layer's attention, both on the inputs it gets in the source."""
     pairs = list(zip(attentions(source), attentions(result), strict=True))
     sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    hooks = ExitStack()
+    hooks, counts = ExitStack(), torch.ones(0, dtype=torch.bool)
     for index, (old, new) in enumerate(pairs):
 
         def note(
             _: Any, args: tuple[Tensor, ...], output: Tensor, index: int = index, new: Any = new
         ) -> None:
-            difference = (new(args[0]) - output).double()
-            sums[index] += torch.stack([difference.square().sum(), output.double().square().sum()]).cpu()
+            both = torch.stack([new(args[0]) - output, output])[:, counts].double()
+            sums[index] += both.square().sum(dim=(1, 2)).cpu()
 
         hooks.enter_context(old.register_forward_hook(note))
     with hooks, evaluating(source, result):
-        for ids, _ in blocks:
+        for ids, targets in blocks:
+            counts = (targets != IGNORE).to(source.device)  # not what pads the last window
             source.hidden(ids.to(source.device))
     return [float((error / total).sqrt()) if total else 0.0 for error, total in sums]

@@ -75,11 +75,11 @@ def convert(
     require_seed(seed)
     config, window = require_heads(model), text_length(model.config, length)
     layers = layers_of(config, to, options)
+    measured = None if test is None else passage(test, model, bos)
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed, bos)
     converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
     if isinstance(to, str):
         layers = converter.attentions(Target(to=to, **options))
-    measured = None if test is None else passage(test, model, bos)
     return converter.convert(layers, measured, teach=teach)
 
 
@@ -157,8 +157,8 @@ class Converter:
         """
         self._require_lessons(teach)
         share = CALIBRATION_TOKENS // max(1, len(self.calibration))
-        calibration = [Text.of(text, share) for text in self.calibration]
-        measured = None if test is None else Text.of(test, TEST_TOKENS)
+        calibration = [Text.of(text, share, self.length) for text in self.calibration]
+        measured = None if test is None else Text.of(test, TEST_TOKENS, self.length)
         require_different(calibration, measured)
         shared, records = self.follow(targets, kept)
         if teach:
@@ -193,8 +193,8 @@ class Converter:
         paths = [path(old, new, self.config.n_embd) for old, new in pairs]
         require_method(self.method, [step for steps in paths for step in steps])
         layers: Layers = [
-            (one.config, {name: weight.detach().cpu() for name, weight in one.named_parameters()})
-            for one in attentions(self.model)
+            (config, {name: weight.detach().cpu() for name, weight in one.named_parameters()})
+            for config, one in zip(self.config.attention, attentions(self.model), strict=True)
         ]
         records = [LayerRecord(steps=steps, methods=[], converted=[]) for steps in paths]
         dtype = self.model.head.weight.dtype
@@ -258,8 +258,9 @@ class Converter:
             errors = teaching.teach(
                 self.model, result, lossy, self.blocks, folder, passes=passes, seed=self.seed
             )
-            if self.scratch is None:
-                in_memory(result)
+            if self.scratch is None:  # the folder is about to go
+                for index in lossy:
+                    in_memory(attentions(result)[index])
         return [replace(record, taught=errors.get(index)) for index, record in enumerate(records)]
 
     def kept(self, targets: Sequence[AttentionConfig], n_process: int) -> Kept:

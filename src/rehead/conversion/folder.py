@@ -248,7 +248,7 @@ def _layers(
         return converter.attentions(target)
     if not converter.calibration:
         raise UsageError("ranks are measured on a text: give --calibration TEXT.")
-    allocation = Allocation(converter, target.n_kv_head)
+    allocation = Allocation(converter, replace(target, kv_fraction=None))
     if max_loss is not None:
         return allocation.at_loss(max_loss)
     assert target.kv_fraction is not None

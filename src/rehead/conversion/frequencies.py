@@ -8,8 +8,10 @@ from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.checkpoint.files.deferred import materialise
+from rehead.config import GPTConfig
 from rehead.conversion.base import Statistics, heads_of
 from rehead.conversion.fit.moments import attentions
+from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import repeated
 from rehead.conversion.steps.rotations import directions
 from rehead.conversion.target import Target
@@ -46,18 +48,19 @@ def with_frequencies(
     """
     matters: dict[tuple[object, ...], Tensor] = {}
     at = []
-    for index, module in enumerate(attentions(model)):
-        source = heads_of(module.config)
-        if not are_open(module.config, wanted[index]):
+    assert isinstance(model.config, GPTConfig)
+    for index, (module, layer) in enumerate(zip(attentions(model), model.config.attention, strict=True)):
+        source = heads_of(layer)
+        if not are_open(layer, wanted[index]):
             continue
         assert isinstance(source, GroupedConfig)
+        source = replace(source, head_map="contiguous")
         at.append((index, source))
-        parts = dict(module.named_parameters())
         weights = {
-            name: materialise(parts[name]).double().cpu()
-            for name in parts
-            if name.startswith(("q_proj.", "k_proj."))
+            name: materialise(weight.detach()).double().cpu() for name, weight in module.named_parameters()
         }
+        for step in path(layer, source, model.config.n_embd):
+            weights = step.conversion.convert(weights, step.source, step.result, Statistics(), "").weights
         kind = source.rope, source.head_dim, source.n_kv_head
         found = directions(weights, source, statistics[index].in_memory()).matters
         matters[kind] = matters[kind] + found if kind in matters else found

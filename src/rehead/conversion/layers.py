@@ -1,6 +1,6 @@
 """A model with other attentions."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rehead.attention import Attention, AttentionConfig
@@ -12,9 +12,8 @@ from rehead.model import LanguageModel, assembled
 Layers = list[tuple[AttentionConfig, Weights]]
 
 
-def with_layers(model: LanguageModel, layers: Iterable[tuple[AttentionConfig, Weights]]) -> LanguageModel:
+def with_layers(model: LanguageModel, layers: Sequence[tuple[AttentionConfig, Weights]]) -> LanguageModel:
     """Return `model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
-    layers = list(layers)
     assert isinstance(model.config, GPTConfig)
     config = replace(model.config, attention=tuple(config for config, _ in layers))
     dtype, device = model.head.weight.dtype, model.device

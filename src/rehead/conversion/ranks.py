@@ -29,10 +29,10 @@ class Allocation:
     A layer's damage is the KL to the source where that layer alone is converted, on the calibration texts.
     """
 
-    def __init__(self, converter: Converter, n_kv_head: int | None = None) -> None:
+    def __init__(self, converter: Converter, target: Target) -> None:
+        """`target` is an MLA without a rank."""
         self.converter, self.config = converter, converter.config
         self.probe: list[Batch] = converter.read(PROBE_TOKENS)
-        target = Target(to="mla", n_kv_head=n_kv_head)
         self.grids = [_grid(target.attention(layer, self.config.n_embd)) for layer in self.config.attention]
         tries = [(index, latent) for index, grid in enumerate(self.grids) for latent in grid]
         self.damages: list[list[float]] = [[] for _ in self.grids]
@@ -41,10 +41,6 @@ class Allocation:
 
     def within(self, kv_fraction: float) -> list[LatentConfig]:
         """Return the ranks of least summed damage whose cache is at most this share of the source's."""
-        if not 0 < kv_fraction <= 1:
-            raise ConfigError(
-                f"kv_fraction={kv_fraction}: a share of the source's cache. Use above 0 up to 1."
-            )
         budget = kv_fraction * sum(layer.kv_numbers() for layer in self.config.attention)
         found = self._cheapest(budget)
         if found is None:

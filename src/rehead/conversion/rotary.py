@@ -35,8 +35,6 @@ def decoupled(
             "norms on queries and keys are on whole heads, which a rotary part shared by all of them is not. Use "
             "--target rebuilt."
         )
-    if kv_rank is not None and kv_fraction is not None:
-        raise ConfigError(f"kv_rank={kv_rank} and kv_fraction={kv_fraction} say the same thing. Give one.")
     numbers, most = heads.kv_numbers(), all_rotated(heads)
     total = None if kv_fraction is None else max(4, int(kv_fraction * numbers))
     if kind == "canonical":

@@ -46,6 +46,10 @@ class Target:
             raise ConfigError(
                 f"kv_fraction={self.kv_fraction}: a share of the source's cache. Use a number above 0 up to 1."
             )
+        if self.kv_rank is not None and self.kv_fraction is not None:
+            raise ConfigError(
+                f"kv_rank={self.kv_rank} and kv_fraction={self.kv_fraction} say the same thing. Give one."
+            )
 
     def attention(self, source: AttentionConfig, d_model: int) -> AttentionConfig:
         """Return the attention that replaces `source`. Raises ConfigError for a target that makes no sense for it."""
@@ -70,15 +74,18 @@ class Target:
                     f"{name}={value} means nothing {instead}. Use it with --to {' or '.join(readers)}."
                 )
 
-    def rank(self, source: GroupedConfig | LatentConfig, n_kv_head: int, d_model: int) -> int:
-        """Return the width of the latent: as wide as exactness needs, unless given."""
-        full = full_rank(replace(source, n_kv_head=min(n_kv_head, source.n_kv_head)), d_model)
-        if self.kv_rank is not None and self.kv_fraction is not None:
-            raise ConfigError(
-                f"kv_rank={self.kv_rank} and kv_fraction={self.kv_fraction} say the same thing. Give one."
-            )
+    def rank(self, source: GroupedConfig | LatentConfig, made: LatentConfig, d_model: int) -> int:
+        """Return the width of the latent in `made`, which has any: as wide as exactness needs, unless given."""
+        full = full_rank(replace(source, n_kv_head=min(made.n_kv_head, source.n_kv_head)), d_model)
         if self.kv_fraction is not None:
-            return min(max(1, math.floor(self.kv_fraction * source.kv_numbers())), full)
+            total = max(1, math.floor(self.kv_fraction * source.kv_numbers()))
+            beside = made.kv_numbers() - made.kv_lora_rank
+            if total <= beside:
+                raise ConfigError(
+                    f"kv_fraction={self.kv_fraction} is {total} numbers, and {beside} stay beside the latent: none are "
+                    "left for it. Use a larger --kv-fraction."
+                )
+            return min(total - beside, full)
         if self.kv_rank is not None and not 1 <= self.kv_rank <= full:
             raise ConfigError(
                 f"kv_rank={self.kv_rank}: {full} numbers hold all keys and values exactly, more would be zeros. "
@@ -140,8 +147,8 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
     n_kv_head = heads.n_kv_head if target.n_kv_head is None else target.n_kv_head
     if isinstance(heads, LatentConfig):
         exact = target.kv_rank is None and target.kv_fraction is None
-        rank = heads.kv_lora_rank if exact else target.rank(heads, n_kv_head, d_model)
-        return replace(heads, n_kv_head=n_kv_head, kv_lora_rank=rank)
+        made = replace(heads, n_kv_head=n_kv_head)
+        return made if exact else replace(made, kv_lora_rank=target.rank(heads, made, d_model))
     if target.target in ("uneven", "canonical") and heads.rope is not None:
         return rotary.decoupled(
             heads, target.target, target.rope_dim, target.kv_rank, target.kv_fraction, d_model
@@ -151,13 +158,14 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
             f"rope_dim={target.rope_dim} means nothing for rebuilt keys, which rotate as a whole. Use it with "
             "--target uneven or canonical."
         )
-    return LatentConfig(
+    made = LatentConfig(
         **common(heads),
         n_kv_head=n_kv_head,
-        kv_lora_rank=target.rank(heads, n_kv_head, d_model),
+        kv_lora_rank=1,
         qk_nope_head_dim=heads.head_dim,
         latent_norm=False,
     )
+    return replace(made, kv_lora_rank=target.rank(heads, made, d_model))
 
 
 @targets.add("reduced")

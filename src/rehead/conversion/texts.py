@@ -50,7 +50,9 @@ def passages(
 def passage(ids: Any, model: LanguageModel, bos: int | None = None) -> Passage:
     """Return ids given in Python as a passage. Raises UsageError or InvalidInput for anything but token ids."""
     if isinstance(ids, str):
-        raise UsageError(f"calibration={ids!r}: give token ids, or 'self' for text sampled from the model.")
+        raise UsageError(
+            f"the text {ids!r:.80}: give token ids, or calibration='self' to sample from the model."
+        )
     found = np.asarray(ids)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise InvalidInput(

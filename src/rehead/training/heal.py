@@ -177,7 +177,7 @@ def measured_again(
     blocks = blocks_of(model, held_out.ids, TEST_TOKENS, certificate.length, held_out.bos)
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     loss = list(logits.pop("losses"))
-    test = Text.of(held_out, TEST_TOKENS).decoded(held_out.ids, tokenizer)
+    test = Text.of(held_out, TEST_TOKENS, certificate.length).decoded(held_out.ids, tokenizer)
     return replace(
         certificate, logits=logits, loss=loss, test=test, held_out=True, exact=False, compared_on="text"
     )

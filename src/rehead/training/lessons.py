@@ -156,7 +156,10 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         measured_again(before, source, result, held_out, opened.require_tokenizer()),
         layers=[replace(layer, output_error=error) for layer, error in zip(taught, output, strict=True)],
         teach=passes,
-        calibration=[*before.calibration, replace(Text.of(fitted, CALIBRATION_TOKENS), length=length)],
+        calibration=[
+            *before.calibration,
+            replace(Text.of(fitted, CALIBRATION_TOKENS, length), length=length),
+        ],
     )
     files = {
         CERTIFICATE: after.to_json(),
