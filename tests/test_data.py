@@ -299,6 +299,13 @@ def test_a_large_vocabulary_takes_wider_ids(tmp_path):
     assert tokens.ids[-1] == 65_536
 
 
+def test_a_text_of_which_nothing_is_left_leaves_nothing(tmp_path):
+    for text in ([], [""]):
+        with pytest.raises(InvalidInput, match="the text has 0 tokens"):
+            tokenize(text, trained("byte"), tmp_path / "tokens.bin")
+    assert not list(tmp_path.iterdir())
+
+
 def test_tokens_that_cannot_be_written_leave_nothing(tmp_path):
     with pytest.raises(
         ResourceError, match=r"cannot write the tokens to '.*ids\.bin' \(.*\): free some space"

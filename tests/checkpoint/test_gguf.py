@@ -1,6 +1,7 @@
 """GGUF files become stock folders: the same numbers, logits and token ids as transformers' own loader of such files."""
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -181,6 +182,27 @@ def test_ends_of_texts(tmp_path):
     assert stock("the").input_ids == [0, the, 1]
     assert stock("the", "the").input_ids == [0, the, 1, 0, the, 1]
     assert Tokenizer.load(tmp_path / "out").encode("the").tolist() == [the]
+
+
+def test_every_end_of_a_text_is_taken_along(tmp_path):
+    """As of Llama 3.1 Instruct, whose chats end with another token than its texts."""
+    ends = {"eot_token_id": 0, "eom_token_id": 1}
+    import_file(write(tmp_path / "m.gguf", model("llama"), "llama", vocabulary=ends), tmp_path / "read")
+    assert json.loads((tmp_path / "read" / "config.json").read_text())["eos_token_id"] == [1, 0]
+    beyond = write(tmp_path / "n.gguf", model("llama"), "llama", vocabulary={"eot_token_id": 10**6})
+    refused(beyond, tmp_path / "no", "eot_token_id=1000000: the vocabulary ends at")
+
+
+def test_what_others_say_of_a_file_is_passed_over(tmp_path):
+    """Who quantises adds keys under a name of his own; llama.cpp reads only those it knows."""
+    facts = {
+        "mradermacher.quantize_version": "2",
+        "mradermacher.quantized_at": "2024-09-07",
+        "duynt.note": "x",
+    }
+    path = write(tmp_path / "m.gguf", model("llama"), "llama", facts=facts)
+    import_file(path, tmp_path / "out")
+    assert rehead.load(tmp_path / "out").config.n_layer == 3
 
 
 def test_scaled_angles(tmp_path):

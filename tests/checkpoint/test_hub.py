@@ -68,10 +68,21 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture
+def cache(folder):
+    """Where the Hub's library keeps what it fetched."""
+    return folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def run(folder):
     """Command lines in an environment of their own, as (exit status, stdout, stderr) and what was asked for."""
-    folder = tmp_path_factory.mktemp("hub")
     stock_folder(folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
     Hub.files = NEVER | {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
     Hub.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -104,7 +115,7 @@ SAID = {
 
 
 @pytest.mark.process
-def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run):
+def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run, folder, cache):
     """Nothing but its weights and texts is fetched, once; what is refused says why and how."""
     lines = [
         ["generate", MODEL, *GENERATE],
@@ -117,6 +128,7 @@ def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run):
     assert [code for code, _, _ in results] == [0] * len(lines) + [3] * len(wrong), results
     assert results[0][1].startswith("abc")
     assert not [path for path in asked for name in NEVER if path.endswith(name)], asked
+    assert (folder / "here" / "converted" / "chat_template.jinja").read_text() == "{{ messages }}"
     for (_, _, message), words in zip(results[len(lines) :], SAID.values(), strict=True):
         assert words in message
         assert len(message.splitlines()) == 1
@@ -124,6 +136,16 @@ def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run):
     offline, asked = run(lines[0], ["generate", f"org/model@{OTHER}", *GENERATE], HF_HUB_OFFLINE="1")
     assert not asked
     assert offline[0] == results[0]
+    # A folder that another program began is not the whole model; without a network it is all there is.
+    begun = Path(cache) / "hub" / "models--org--model"
+    for path in [*begun.glob("trees/*"), *(begun / "snapshots" / COMMIT).glob("*.safetensors")]:
+        path.unlink()
+    assert list(begun.glob("snapshots/*/config.json"))
+    (alone,), _ = run(lines[0], HF_HUB_OFFLINE="1")
+    assert alone[0] == 3
+    (again,), asked = run(lines[0])
+    assert again == results[0]
+    assert any(path.endswith(".safetensors") for path in asked)
     unplugged, _ = run(lines[0], endpoint="http://127.0.0.1:9", cache="empty")
     for code, _, message in (offline[1], unplugged[0]):
         assert code == 5

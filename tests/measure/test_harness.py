@@ -127,6 +127,10 @@ def test_an_export_names_the_tokens_around_a_text(tmp_path, capfd):
             "--data y with --tasks: a task brings its own texts. Leave one out.",
         ),
         (["--tasks", "x", "--stride", "2"], "--stride 2 with --tasks"),
+        (
+            ["--tasks", "x", "--no-bos"],
+            "--no-bos with --tasks: a task says how its texts begin. Leave one out.",
+        ),
         (["--tasks", "x", "--limit", "0"], "--limit 0. Use 1 or more."),
         (["--data", "x", "--limit", "2"], "--limit 2 is for --tasks: a text is read whole. Leave it out."),
         ([], "eval needs --data, a text file or a folder of them, or --tasks."),

@@ -1,5 +1,6 @@
 """Stock folders of transformers, read and written: the same logits, the same tokens, the same bytes."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,19 @@ def relative(ours, theirs):
 def case(request, tmp_path):
     name, fields = CASES[request.param]
     return name, made(name, fields, tmp_path / "theirs"), rehead.load(tmp_path / "theirs"), tmp_path
+
+
+@torch.no_grad()
+def test_a_yarn_of_gemmas_local_rope_is_of_the_models_own_length(tmp_path):
+    """Where the file does not say the length of the first training."""
+    ropes = {"full_attention": LOCAL, "sliding_attention": YARN}
+    made("Gemma3", GEMMA | {"layer_types": ["sliding_attention"] * 3, "rope_parameters": ropes}, tmp_path)
+    file = tmp_path / "config.json"
+    table = json.loads(file.read_text())
+    del table["rope_parameters"]["sliding_attention"]["original_max_position_embeddings"]
+    file.write_text(json.dumps(table))
+    theirs, ids = transformers.Gemma3ForCausalLM.from_pretrained(tmp_path), torch.randint(1, 53, (2, 30))
+    assert relative(rehead.load(tmp_path)(ids), theirs(ids).logits) <= 2e-5
 
 
 @torch.no_grad()

@@ -320,6 +320,25 @@ def test_a_run_may_start_from_one(padded, tmp_path, capsys):
     assert code == 0, capsys.readouterr().err
 
 
+def test_a_special_token_beyond_the_embedding_stands_in_no_text(padded, tmp_path, capsys):
+    """As Gemma 3's 1B has one for images, id 262144 of as many tokens."""
+    place = tmp_path / "model"
+    shutil.copytree(padded("words", 0), place)
+    inner = hf.Tokenizer.from_file(str(place / "tokenizer.json"))
+    size = inner.get_vocab_size()
+    inner.add_special_tokens(["<image>"])
+    assert inner.token_to_id("<image>") == size
+    inner.save(str(place / "tokenizer.json"))
+    assert main(["generate", str(place), "--prompt", "to be", "--max-new-tokens", "3"]) == 0
+    assert main(["convert", str(place), str(tmp_path / "mqa"), "--to", "mqa", "--allow-loss"]) == 0
+    capsys.readouterr()
+    assert Tokenizer.load(tmp_path / "mqa").encode("<image>").max() < size
+    inner.add_tokens(["more"])
+    inner.save(str(place / "tokenizer.json"))
+    assert main(["generate", str(place), "--prompt", "to be"]) == 3
+    assert f"has no embedding for 'more' (id {size + 1})" in capsys.readouterr().err
+
+
 def test_a_vocabulary_larger_than_the_embedding_is_refused_by_name(padded, capsys):
     place = padded("words", -3)
     assert main(["generate", str(place), "--prompt", "to be"]) == 3

@@ -5,6 +5,7 @@ code are not fetched.
 """
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rehead.errors import InvalidInput, ReheadError, ResourceError
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-FETCHED, LEFT = ["*.json", "*.safetensors", "*.md"], ["*/*"]
+FETCHED, LEFT = ["*.json", "*.safetensors", "*.jinja", "*.md"], ["*/*"]
 """Files of a repository's top folder. The .md files are fetched because a manifest lists them."""
 PATIENCE = 5.0
 """Timeout in seconds of a request about a model."""
@@ -38,7 +39,7 @@ def snapshot(path: Path) -> Path | None:
             f"{path} does not exist locally. To load it from the Hugging Face Hub, pin a commit: "
             f"{name}@<40 hex digits>.{_newest(name, revision or 'main')}"
         )
-    from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
 
     wanted: dict[str, Any] = {
         "revision": revision,
@@ -46,14 +47,18 @@ def snapshot(path: Path) -> Path | None:
         "ignore_patterns": LEFT,
     }
     try:
+        # Without the list of its files, a folder of which another program fetched some would pass as whole.
+        get_cached_repo_tree(name, revision=revision)
         return Path(snapshot_download(name, local_files_only=True, **wanted))
-    except errors.LocalEntryNotFoundError:
+    except (errors.CachedRepoTreeNotFoundError, errors.LocalEntryNotFoundError):
         pass
     try:
         # This fails at once, a download after retries.
         HfApi().model_info(name, revision=revision, timeout=PATIENCE)
         return Path(snapshot_download(name, **wanted))
     except Exception as error:  # of whichever HTTP library it uses
+        with suppress(errors.LocalEntryNotFoundError):
+            return Path(snapshot_download(name, local_files_only=True, **wanted))
         raise _reason(name, revision, error) from error
 
 

@@ -204,6 +204,8 @@ def eval(
                 raise UsageError(
                     f"{option} {value} with --tasks: a task brings its own texts. Leave one out."
                 )
+        if not bos:
+            raise UsageError("--no-bos with --tasks: a task says how its texts begin. Leave one out.")
         evaluate_tasks(
             folder,
             tasks,

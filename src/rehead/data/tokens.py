@@ -48,20 +48,21 @@ def tokenize(source: Iterable[str], tokenizer: Tokenizer, store: Path) -> Tokens
 
     def blocks() -> Iterator[bytes]:
         nonlocal n_bytes, n_characters, n_unknown
-        last = ""
+        last, n_token = "", 0
         for chunk in staged(source, "tokenizing a text", None, "characters", len):
             digest.update(text := chunk.encode())
             n_bytes += len(text)
             n_characters += len(chunk)
             ids = tokenizer.encode(chunk, after=last)
+            n_token += len(ids)
             n_unknown += 0 if unknown is None else int((ids == unknown).sum())
             yield ids.astype(dtype).tobytes()
             last = chunk[-1:]
+        if not n_token:
+            raise InvalidInput("the text has 0 tokens: give a longer one.")
 
     with resource(f"cannot write the tokens to {str(store)!r}", "free some space, or choose another place"):
         write_whole(store, blocks())
-    if not store.stat().st_size:
-        raise InvalidInput("the text has 0 tokens: give a longer one.")
     ids = np.memmap(store, dtype=dtype, mode="r")
     if n_unknown:
         warnings.warn(

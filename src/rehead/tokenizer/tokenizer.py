@@ -219,7 +219,8 @@ class Tokenizer:
     def load(cls, path: Path) -> "Tokenizer":
         """Read the tokenizer of a model folder, or a `tokenizer.json`. Raises InvalidInput when it is not one.
 
-        In a model folder it may not have more tokens than the model.
+        In a model folder it may not have tokens beyond the model's, but for special ones, which no plain text has, such
+        as Gemma 3's for images.
         """
         with _guard(f"{path} is not a usable {FILE}", AGAIN):
             file = path / FILE if path.is_dir() else path
@@ -231,12 +232,11 @@ class Tokenizer:
             found = cls.from_json(file.read_text(encoding="utf-8"), str(file))
         if file != path and (path / "config.json").is_file():
             size = read_config(path).vocab_size
-            if found.vocab_size > size:
-                first = min(i for i in found._ids if i >= size)
+            if beyond := sorted(i for i in found._ids - found.special_ids if i >= size):
                 raise InvalidInput(
-                    f"{file} has ids up to {found.vocab_size - 1}, the model beside it vocab_size={size}: the model "
-                    f"has no embedding for {found.token(first)!r:.40} (id {first}). Download both again, "
-                    "or save the model after resize_token_embeddings."
+                    f"{file} has ids up to {beyond[-1]}, the model beside it vocab_size={size}: the model has no "
+                    f"embedding for {found.token(beyond[0])!r:.40} (id {beyond[0]}). Download both again, or save the "
+                    "model after resize_token_embeddings."
                 )
         return found
 

@@ -15,8 +15,8 @@ from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.rope_scaling import LinearScaling, YarnScaling
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.gguf.names import FREQUENCIES
+from rehead.checkpoint.huggingface.base import refuse
 from rehead.config import GPTConfig
-from rehead.errors import ConfigError
 from rehead.registry import Registry
 
 Keys = dict[str, Any]
@@ -45,10 +45,7 @@ class Architecture(ABC):
 
     def refuse(self, fields: dict[str, bool]) -> None:
         """Raise ConfigError naming the fields whose value is True."""
-        if refused := [name for name, bad in fields.items() if bad]:
-            raise ConfigError(
-                f"llama.cpp's architecture {self.name} does not compute this model's {', '.join(refused)}."
-            )
+        refuse(fields, f"llama.cpp's architecture {self.name}", "does not compute")
 
 
 architectures: Registry[Architecture] = Registry("GGUF architecture")

@@ -235,16 +235,21 @@ class _Header:
         raise InvalidInput(f"{self.path}: {why}.")
 
 
+def package() -> Any:
+    """Return the package `gguf`. Raises UsageError where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise UsageError('GGUF files need the package gguf: pip install "rehead[gguf]".') from None
+    return gguf
+
+
 def _sizes() -> dict[int, tuple[str, int, int]]:
     """Return name, elements per block and bytes per block of every type that can be dequantised, by its number."""
-    try:
-        from gguf import GGML_QUANT_SIZES, dequantize
-    except ImportError:
-        raise UsageError('reading GGUF files needs the package gguf: pip install "rehead[gguf]".') from None
-    sizes = {}
-    for kind, (block, n_byte) in GGML_QUANT_SIZES.items():
+    gguf, sizes = package(), {}
+    for kind, (block, n_byte) in gguf.GGML_QUANT_SIZES.items():
         try:
-            dequantize(np.zeros((1, n_byte), np.uint8), kind)
+            gguf.dequantize(np.zeros((1, n_byte), np.uint8), kind)
         except NotImplementedError:  # how the package says that it cannot dequantise this kind
             continue
         sizes[int(kind)] = (kind.name, block, n_byte)

@@ -1,6 +1,6 @@
 """The names of fields and weights in a GGUF file, and their names in the stock classes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from rehead.attention import GroupedConfig
 from rehead.attention.rope_scaling import Llama3Scaling
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.files.shards import require_names
-from rehead.checkpoint.gguf.file import File
+from rehead.checkpoint.gguf.file import File, package
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.config import GPTConfig
@@ -20,33 +20,22 @@ from rehead.registry import nearest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures of GGUF; each is also the name of a model family."""
-OUTSIDE = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-}
 FREQUENCIES = "rope_freqs.weight"
 """The tensor of divisors of Llama 3.1's angles."""
-SILENT = ("general.", "tokenizer.", "quantize.", "split.", "rehead.")
-"""Prefixes of keys that do not change what the model computes, or are read elsewhere."""
 
 
-def named(theirs: str) -> str:
-    """Return a weight's name in the file, from its name in a stock class."""
-    if theirs in OUTSIDE:
-        return OUTSIDE[theirs]
-    _, _, layer, rest = theirs.split(".", 3)
-    part, _, leaf = rest.rpartition(".")
-    return f"blk.{layer}.{PARTS[part]}.{leaf}"
+def names(architecture: str, n_layer: int) -> Callable[[str], str]:
+    """Return a function from a weight's name in a stock class to its name in a file, by the package's own table."""
+    gguf = package()
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(kind, n_layer)
+
+    def named(theirs: str) -> str:
+        name = table.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert isinstance(name, str), theirs
+        return name
+
+    return named
 
 
 def read_config(file: File) -> tuple[Table, GPTConfig]:
@@ -54,8 +43,9 @@ def read_config(file: File) -> tuple[Table, GPTConfig]:
 
     Raises InvalidInput for an architecture, a key or a value that rehead does not know.
     """
-    facts = {key: value for key, value in file.facts.items() if not key.startswith(SILENT)}
     arch = file.facts.get("general.architecture")
+    # llama.cpp computes nothing by others; who quantised a file adds some under a name of their own.
+    facts = {key: value for key, value in file.facts.items() if key.startswith((f"{arch}.", "adapter."))}
     if arch not in ARCHITECTURES:
         hint = nearest(str(arch), list(ARCHITECTURES))
         raise InvalidInput(f"{file.path}: general.architecture={arch!r:.80} is not read.{hint}")
@@ -164,6 +154,7 @@ def read_weights(file: File, config: GPTConfig, shapes: Mapping[str, torch.Size]
     `shapes` are those of our model. Raises InvalidInput naming tensors of the file that do not match them.
     """
     family = families[file.facts["general.architecture"]]
+    named = names(file.facts["general.architecture"], config.n_layer)
     wanted = {named(weight.theirs): weight.ours[0] for weight in family.weights(config)}
     held = file.entries.keys() - {FREQUENCIES}
     require_names(file.path, held, wanted.keys(), "tensors", "metadata")

@@ -24,6 +24,8 @@ SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""The tokens that end a text."""
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -93,19 +95,20 @@ class Vocabulary:
         self.cut = self._take("pre", str, "default")
         if self.cut not in CUTS:
             raise self._wrong(f"pre={self.cut!r:.40}: rehead knows the pre-tokenizers {', '.join(CUTS)}")
-        self.ids = {key: self._take(key, int, None) for key in SPECIAL.values()}
+        self.ids = {key: self._take(key, int, None) for key in (*SPECIAL.values(), *ENDS)}
         for key, token in self.ids.items():
             if token is not None and not 0 <= token < vocab_size:
                 raise self._wrong(f"{key}={token}: the vocabulary ends at {vocab_size - 1}")
 
     def special_ids(self) -> Table:
-        """Return the special ids by their keys in config.json."""
-        names = {"padding_token_id": "pad_token_id"}
-        return {
-            names.get(key, key): token
-            for key, token in self.ids.items()
-            if token is not None and key != "unknown_token_id"
+        """Return the special ids by their keys in config.json; a list of several that end a text."""
+        ends = list(dict.fromkeys(token for key in ENDS if (token := self.ids[key]) is not None))
+        ids = {
+            "bos_token_id": self.ids["bos_token_id"],
+            "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+            "pad_token_id": self.ids["padding_token_id"],
         }
+        return {key: value for key, value in ids.items() if value is not None}
 
     def files(self, length: int) -> dict[str, str]:
         """Return tokenizer.json, tokenizer_config.json for a context of `length` tokens, and any chat template."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers as hf
 
-from rehead.checkpoint.gguf.tokenizer import CONTROL, CUTS, OWN
+from rehead.checkpoint.gguf.tokenizer import CONTROL, CUTS, ENDS, OWN
 from rehead.checkpoint.huggingface.base import Table
 from rehead.errors import ConfigError
 
@@ -141,11 +141,13 @@ def _special_ids(special: Mapping[str, Any], inner: hf.Tokenizer, found: dict[st
     ]
     if ends == [None]:
         raise _refused("no token that ends a text", "llama.cpp would end it at token 11")
-    if len(ends) > 3:
-        raise _refused(f"{len(ends)} tokens that end a text", "llama.cpp would stop at 3 of them only")
+    if len(ends) > len(ENDS):
+        raise _refused(
+            f"{len(ends)} tokens that end a text", f"llama.cpp would stop at {len(ENDS)} of them only"
+        )
     return {
         "bos_token_id": [*begin, *ids.get("bos_token_id", []), ends[0]][0],
-        **dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False)),
+        **dict(zip(ENDS, ends, strict=False)),
         "padding_token_id": next(iter(ids.get("pad_token_id", [])), None),
         "add_bos_token": bool(begin),
         "add_eos_token": bool(end),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rehead.checkpoint.files.deferred import materialise
-from rehead.errors import NumericError, UsageError
+from rehead.checkpoint.gguf.file import package
+from rehead.errors import NumericError
 from rehead.stages import staged
 
 Type = Literal["F32", "F16", "BF16", "Q8_0"]
@@ -77,12 +78,3 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-def package() -> Any:
-    """Return the package `gguf`. Raises UsageError where it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise UsageError('writing GGUF files needs the package gguf: pip install "rehead[gguf]".') from None
-    return gguf

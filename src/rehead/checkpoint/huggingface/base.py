@@ -200,11 +200,11 @@ def unusual(config: GPTConfig, *sayable: str) -> dict[str, bool]:
     return {name: getattr(config, name) != defaults[name] for name in BLOCK if name not in sayable}
 
 
-def refuse(fields: dict[str, bool], architecture: str) -> None:
-    """Raise ConfigError naming the fields whose value is True: those that the class cannot represent."""
+def refuse(fields: dict[str, bool], who: str, fails: str = "cannot represent") -> None:
+    """Raise ConfigError naming the fields whose value is True: those that a class or an engine fails at."""
     refused = [name for name, bad in fields.items() if bad]
     if refused:
-        raise ConfigError(f"{architecture} cannot represent this model's {', '.join(refused)}.")
+        raise ConfigError(f"{who} {fails} this model's {', '.join(refused)}.")
 
 
 def different(layers: Sequence[AttentionConfig]) -> str:

@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     """The sizes in config.json on which the attention depends."""
 
     width: int
+    length: int
     n_query_head: int
     n_layer: int
     norm_eps: float
@@ -68,19 +69,19 @@ class Decoder(Family, Generic[A]):
         fields.expect(self.activation, ACTIVATIONS[block["mlp"]])
         sizes = Sizes(
             width=fields.take("hidden_size", int),
+            length=fields.take("max_position_embeddings", int),
             n_query_head=fields.take("num_attention_heads", int),
             n_layer=fields.layers("num_hidden_layers"),
             norm_eps=fields.take("rms_norm_eps", float, self.norm_eps),
         )
-        length = fields.take("max_position_embeddings", int)
         shared = {
             "n_query_head": sizes.n_query_head,
             "attn_pdrop": fields.take("attention_dropout", float, 0.0),
-            "rope": self.read_rope(fields, length),
+            "rope": self.read_rope(fields, sizes.length),
         }
         model = {
             "vocab_size": fields.take("vocab_size", int),
-            "block_size": length,
+            "block_size": sizes.length,
             "n_embd": sizes.width,
             "attention": tuple(self.layers(fields, sizes, shared)),
             **block,

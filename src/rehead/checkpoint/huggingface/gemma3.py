@@ -32,7 +32,6 @@ class Gemma3Text(Gemma2):
                 f"{fields.where}: attn_logit_softcapping: transformers' class caps these scores or not, by the "
                 "attention it was loaded with. Set it to null if the model was trained without."
             )
-        length = fields.look("max_position_embeddings", int, 1)
         layers = super().layers(fields, sizes, shared)
         nested = fields.take("rope_parameters", dict, {})
         if others := nested.keys() - {FULL, SLIDING}:
@@ -42,7 +41,7 @@ class Gemma3Text(Gemma2):
             )
         local = rope_of(
             merged(fields, _table(nested, SLIDING, fields.where), self.local, {}),
-            length,
+            sizes.length,
             self.local,
             fields.where,
         )

@@ -16,8 +16,10 @@ from rehead.attention import LatentConfig
 from rehead.checkpoint.companions import chat_template
 from rehead.checkpoint.files.publish import publish_file
 from rehead.checkpoint.gguf.architectures import Architecture, architectures
+from rehead.checkpoint.gguf.file import package
+from rehead.checkpoint.gguf.names import names
 from rehead.checkpoint.gguf.vocabulary import vocabulary
-from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, package, type_of, write_file
+from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, type_of, write_file
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
@@ -92,17 +94,13 @@ def _tensors(
 ) -> tuple[dict[str, Tensor], set[str]]:
     """Return the tensors of the file, and the names of those that the type asked for would lose."""
     assert isinstance(model.config, GPTConfig)
-    gguf = package()
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind.name)
-    names = gguf.get_tensor_name_map(arch, model.config.n_layer)
+    named = names(kind.name, model.config.n_layer)
     tensors, exact = kind.computed(model.config), set()
     for theirs, weight in weights.items():
         for part, tensor in kind.tensors(theirs, weight, model.config):
-            name = names.get_name(part, try_suffixes=(".weight", ".bias"))
-            assert name is not None, part
-            tensors[name] = tensor
+            tensors[named(part)] = tensor
             if theirs.endswith(lost):
-                exact.add(name)
+                exact.add(named(part))
     return tensors, exact
 
 

@@ -8,11 +8,10 @@ import torch
 
 from rehead.attention import GroupedConfig, RopeConfig
 from rehead.attention.score import SoftCapped
-from rehead.checkpoint.huggingface.base import Family, families
+from rehead.checkpoint.huggingface.base import Family, families, refuse
 from rehead.checkpoint.huggingface.gpt2 import GPT2
 from rehead.config import GPTConfig
 from rehead.conversion.export.engines import kind
-from rehead.errors import ConfigError
 
 Checks = dict[str, Callable[[GPTConfig], bool]]
 """By the name of what mlx-lm does not compute: whether a model has it."""
@@ -119,13 +118,10 @@ def require_computed(config: GPTConfig, family: Family) -> None:
     computed = COMPUTED.get(families.name_of(family))
     if computed is None:
         return
-    found = [name for name, bad in computed.refused.items() if bad(config)]
-    kinds = sorted({kind(rope) for rope in _ropes(config)} - set(computed.ropes))
-    found += [f"scaled rope, {name}," for name in kinds]
-    if found:
-        raise ConfigError(
-            f"mlx-lm's {family.architecture} does not compute this model's {', '.join(found).rstrip(',')}."
-        )
+    found = {name: bad(config) for name, bad in computed.refused.items()}
+    for name in sorted({kind(rope) for rope in _ropes(config)} - set(computed.ropes)):
+        found[f"scaled rope, {name}"] = True
+    refuse(found, f"mlx-lm's {family.architecture}", "does not compute")
 
 
 def written_for_mlx(family: Family) -> Family:
