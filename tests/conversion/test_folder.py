@@ -517,6 +517,15 @@ def test_mistakes_with_texts(arguments, status, says, run, capfd):
     refused(capfd, [run, "new", "--to", "mla", *arguments], status, *says)
 
 
+def test_a_text_that_is_too_short_is_refused_before_minutes_of_sampling(run, capfd, monkeypatch):
+    reading = sys.modules["rehead.conversion.reading"]
+    monkeypatch.setattr(reading, "sampled_once", lambda *_: pytest.fail("sampled"))
+    Path("short.txt").write_text(TEXT)
+    texts = ["--calibration", "self", "--calibration", "short.txt"]
+    words = [run, "new", "--to", "mla", "--kv-rank", "3", "--allow-loss", *texts]
+    refused(capfd, words, 3, "the last tenth of short.txt", "--test TEXT")
+
+
 def test_rope_to_reduced(gpt, capfd):
     rehead.save(gpt(replace(GQA, rope=RopeConfig())).float(), "model")
     refused(

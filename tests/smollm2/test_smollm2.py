@@ -15,7 +15,9 @@ import torch
 import transformers
 
 import rehead
-from rehead.tokenizer import Tokenizer
+from rehead.conversion import reading
+from rehead.conversion.texts import SELF, Passage
+from rehead.tokenizer import Tokenizer, open_model
 
 pytestmark = [pytest.mark.checkpoint, pytest.mark.timeout(1800)]
 transformers.utils.logging.set_verbosity_error()
@@ -55,6 +57,23 @@ def theirs(source):
     auto = (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
     model = auto[0].from_pretrained(source.parent, gguf_file=FILE, dtype=torch.float32).eval()
     return model, auto[1].from_pretrained(source.parent, gguf_file=FILE)
+
+
+def test_the_command_of_readme_takes_its_texts(source, tmp_path, monkeypatch):
+    """With what `make checkpoint` puts beside the model; `self`, which takes minutes, is not sampled."""
+    readme = (HERE.parents[1] / "README.md").read_text()
+    line = readme.partition("rehead convert ~/.cache/rehead/smollm2-135m ")[2].partition("```")[0]
+    words = line.replace("\\\n", " ").replace("~/.cache/rehead", str(source.parent)).split()
+    given = [(words[at], words[at + 1]) for at in range(len(words) - 1)]
+    length = int(dict(given)["--length"])
+    monkeypatch.setattr(
+        reading, "sampled_once", lambda *_: Passage(name=SELF, ids=np.zeros(length, dtype=np.int64))
+    )
+    texts = reading.Reader(source, open_model(source, in_memory=False), length, 0, tmp_path).texts(
+        [value for flag, value in given if flag == "--calibration"], dict(given).get("--test")
+    )
+    assert [text.name for text in texts.calibration] == [f"{source.name}-fit.txt", SELF]
+    assert len(texts.test.ids) > length
 
 
 def typed(*words):

@@ -139,14 +139,20 @@ def convert(
     resume: Annotated[
         bool, Parameter(negative="", help="go on with an interrupted conversion to this destination")
     ] = False,
-    seed: Annotated[int, Parameter(help="for the random tokens measured on when there is no text")] = 0,
+    seed: Annotated[
+        int,
+        Parameter(
+            help="of the text that self samples, the labels that weighted draws, the order of --teach, and the "
+            "random tokens measured on without a text"
+        ),
+    ] = 0,
     json: Json = False,
 ) -> None:
     """Turn a model's attention into another kind, with a certificate of what was kept and lost.
 
     The result is a model folder with conversion.json and CONVERSION.md in it. A run folder brings its
     own text. A model of 135 million parameters is fitted to a text of 24,576 tokens in about 6 minutes of
-    one CPU core, and self takes 4 more to sample. For example:
+    one CPU core, and self takes 2 or 3 more to sample. For example:
 
         rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
     """

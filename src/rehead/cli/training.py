@@ -138,8 +138,8 @@ def study(
     of each; several values of system.seed repeat all variants. The results are
     written to system.work_dir (runs/PRESET): report.html, images, results.json
     and CSV. Finished variants are not trained again. On a CPU, demo takes about
-    3 minutes and frontier 33; homework takes 90 with trainer.batch_size=8
-    trainer.eval_batches=16, and most of a day without. For example:
+    3 minutes and frontier 33; homework takes 35 with trainer.batch_size=8
+    trainer.eval_batches=16, and hours without. For example:
 
         rehead study --preset grid model.n_kv_head=[1,2,3,6] system.seed=[0,1]
     """

@@ -65,7 +65,7 @@ class TrainerOptions:
     max_iters: int = 600
     """optimizer steps in all"""
     batch_size: int = 64
-    """blocks per forward pass"""
+    """blocks per forward pass, of all processes of torchrun together"""
     grad_accumulation: int = 1
     """forward passes per optimizer step"""
     learning_rate: float = 5e-4

@@ -69,15 +69,15 @@ class Reader:
         found = {
             name: self._read(named(name, "--calibration"), "calibration", Path(name).name) for name in files
         }
-        if len(files) < len(names):
+        tails = []
+        for name in files if held is None else []:
+            found[name], tail = self._held_back(name, found[name])
+            tails.append(tail)
+        if len(files) < len(names):  # last, as it takes minutes
             found[SELF] = sampled_once(self.opened.model, share, self.length, self.seed, self.bos)
         if held is not None:
             return Texts(calibration=list(found.values()), test=held)
-        if files:
-            tails = []
-            for name in files:
-                found[name], tail = self._held_back(name, found[name])
-                tails.append(tail)
+        if tails:
             ids = tails[0].ids if len(tails) == 1 else np.concatenate([tail.ids for tail in tails])
             held = Passage(name=" and ".join(tail.name for tail in tails), ids=ids, bos=self.bos)
         else:

@@ -25,8 +25,9 @@ class Target:
 
     `to` is one of `targets`, `n_kv_head` the number of KV heads, `kv_rank` or `kv_fraction` (of the source's
     cache) the width of the latent. `target` is the kind of MLA that rotary attention becomes: `rebuilt` keys, rotated
-    as a whole; a decoupled rotary part of `rope_dim` numbers, with those frequencies that matter most (`uneven`) or
-    those that every engine knows (`canonical`). The latent and that part together are then `kv_fraction`.
+    as a whole; or a decoupled rotary part: of `rope_dim` numbers, with the frequencies that matter most (`uneven`), or
+    of 64 numbers with those of DeepSeek's class (`canonical`). The latent and that part together are then
+    `kv_fraction`.
     """
 
     to: str | None = None
@@ -156,7 +157,7 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
     if target.rope_dim is not None and target.target not in ("uneven", "canonical"):
         raise ConfigError(
             f"rope_dim={target.rope_dim} means nothing for rebuilt keys, which rotate as a whole. Use it with "
-            "--target uneven or canonical."
+            "--target uneven."
         )
     made = LatentConfig(
         **common(heads),
