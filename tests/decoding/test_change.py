@@ -9,6 +9,7 @@ from torch import nn
 import rehead
 from rehead import decoding
 from rehead.attention import GroupedConfig, RopeConfig
+from rehead.config import RNNConfig
 from rehead.errors import UsageError
 from rehead.model import build
 from small import llama_shaped
@@ -100,6 +101,27 @@ def test_weights_of_several_dtypes_are_refused_by_name(part):
         model.get_submodule(part).double()
         with torch.no_grad(), pytest.raises(UsageError, match=r"torch.float64 \(.*model.to\(torch.float"):
             call(model)
+
+
+UNRECORDED = {
+    "pytorch": (lambda: gpt(GQA).double(), 2),
+    "many sequences": (lambda: gpt(GQA), 17),
+    "no program": (
+        lambda: build(RNNConfig(vocab_size=V, block_size=9, n_embd=D, n_layer=1, n_hidden=9, n_output=V)),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "batch"), UNRECORDED.values(), ids=UNRECORDED)
+def test_a_decoder_records_no_gradients(make, batch):
+    """The cache would keep a graph of all tokens."""
+    model = make()
+    cache, decode = model.new_cache(batch), decoding.decoder(model)
+    assert not any(decode(torch.zeros(batch, dtype=torch.long), cache).requires_grad for _ in range(2))
+    assert not any(
+        kept.requires_grad for one in cache for kept in getattr(one, "stores", None) or [one.state]
+    )
 
 
 def ways(model):

@@ -166,7 +166,6 @@ class CapturedStep:
             self._run()
         return relative_error(got, self.logits)
 
-    @torch.no_grad()
     def _run(self) -> None:
         """Write the logits and the new token's rows; repeating it gives the same result."""
         logits = self.run(recorded_token(self.ids, self.positions, self.cache, self.tables))

@@ -47,7 +47,7 @@ def torch_decoder(model: LanguageModel) -> Decode:
     """Return a decoder that runs the model's program in PyTorch, or `forward` if it has no program."""
     program = lowered(model)
     if program is None:
-        return lambda ids, caches: model(ids[:, None], cache=caches)[:, -1]
+        return torch.no_grad()(lambda ids, caches: model(ids[:, None], cache=caches)[:, -1])
     run, layers, check = TorchProgram(program), stored_layers(program), Check(model)
 
     def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
@@ -65,6 +65,7 @@ class TorchProgram:
         reader = Reader(allocated)
         self._runs = [(allocated[op.y.source], bind(op, reader)) for op in program.ops]
 
+    @torch.no_grad()
     def __call__(self, token: Token) -> Tensor:
         """Return the last operation's result; for a model the logits, (B, vocab)."""
         values: Values = [token.ids] * self._n_register
