@@ -149,12 +149,8 @@ def cached(module, x, cache, cuts, given="none"):
 
 def caches(config):
     """A fresh cache of every kind the variant can use."""
-    rows = config.cache_rows()
-    yield LayerCache(rows, batch_size=B, dtype=torch.float64)
-    yield LayerCache(rows, batch_size=B, capacity=T, dtype=torch.float64)
-    if config.window:
-        yield config.cache(B, dtype=torch.float64)
-        yield config.cache(B, capacity=T, dtype=torch.float64)
+    yield config.cache(B, dtype=torch.float64)
+    yield config.cache(B, capacity=T, dtype=torch.float64)
 
 
 def cuts_of(chunk):
@@ -245,7 +241,7 @@ def test_ragged_batch_is_each_sequence_alone(config, chunks):
         check_nothing(module, prompt[positions == EMPTY])
 
     check(config.cache(B, dtype=torch.float64), padded)
-    check(LayerCache(config.cache_rows(), batch_size=B, capacity=T + 8, dtype=torch.float64), padded)
+    check(config.cache(B, capacity=T + 8, dtype=torch.float64), padded)
     for mutant in (at, torch.where(padded == EMPTY, 0, padded)):  # padding that is seen
         with pytest.raises(AssertionError):
             check(config.cache(B, dtype=torch.float64), mutant)
@@ -713,6 +709,16 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
         lambda: given_cache(grouped(window=3)),
         "the layer sees all tokens",
         "Build it with attention.config.cache",
+    ),
+    *(
+        (
+            lambda kept=kept: grouped(window=3).build(D)(
+                X, cache=grouped(window=kept).cache(1, dtype=X.dtype)
+            ),
+            f"keeps {keeps} and the layer sees the last window=3 tokens",
+            "Build it with attention.config.cache",
+        )
+        for kept, keeps in ((None, "all tokens"), (4, "the last window=4 tokens"))
     ),
     (lambda: given_cache(grouped(), batch_size=4), "batch_size=4 sequences and x has 1", "batch_size=1"),
     (lambda: given_cache(grouped(), dtype=torch.float32), "keeps torch.float32", "with dtype=torch.float64"),

@@ -62,7 +62,7 @@ class LayerCache:
         self._furthest = 0  # the largest position + 1
 
     def require_fits(self, rows: dict[str, tuple[int, ...]], window: int | None, x: Tensor) -> None:
-        """Refuse a layer with other `rows` or a larger window, and `x`, (B, L, D), of another batch, dtype or device.
+        """Refuse a layer with other `rows` or another window, and `x`, (B, L, D), of another batch, dtype or device.
 
         Under autocast the cache may have a wider dtype than the computation.
         """
@@ -72,10 +72,11 @@ class LayerCache:
         fault = None
         if self.rows != rows:
             fault = f"keeps {self.rows} of a token and the layer {dict(rows)}", "attention.config.cache"
-        elif self.window is not None and (window is None or self.window < window):
-            sees = "all tokens" if window is None else f"window={window} of them"
-            keeps = f"keeps the last window={self.window} tokens and the layer sees {sees}"
-            fault = keeps, "attention.config.cache"
+        elif self.window != window:
+            keeps, sees = (
+                f"the last window={n} tokens" if n else "all tokens" for n in (self.window, window)
+            )
+            fault = f"keeps {keeps} and the layer sees {sees}", "attention.config.cache"
         elif self.batch_size != len(x):
             fault = f"holds batch_size={self.batch_size} sequences and x has {len(x)}", f"batch_size={len(x)}"
         elif store.dtype != dtype:
