@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from rehead.decoding.native_op import kernel
+from rehead.native import KernelUnavailable
+
 MODEL = """
 import sys
 import torch, rehead
@@ -214,6 +217,23 @@ if not child:
     os._exit(0 if torch.equal(rehead.generate(wide, prompt, 20, 0), here) else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert torch.get_num_threads() == 2
+""")
+
+
+@pytest.mark.skipif(isinstance(kernel(), KernelUnavailable), reason=str(kernel()))
+def test_a_decoder_goes_on_in_a_forked_process(attacked):
+    attacked("""
+import os, signal
+torch.set_num_threads(2)
+decode, alone = decoding.decoder(model), decoding.decoder(model)
+cache, other = model.new_cache(2), model.new_cache(2)
+new_logits(decode, cache), new_logits(alone, other)
+second = new_logits(alone, other)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(0 if torch.equal(new_logits(decode, cache), second) else 1)
+assert os.waitpid(child, 0)[1] == 0
 """)
 
 

@@ -235,7 +235,7 @@ def races(model):
     program = model.lower()
     caches = model.new_cache(1, 30)
     stores = [dict(zip(cache.rows, cache.stores, strict=True)) for cache in caches]
-    ops = NativeProgram(program, stores, 30, 2)._ops
+    ops = NativeProgram(program, stores, 30)._ops
     touched = [reads_and_writes(op) for op in ops]
     return [
         (first, second)

@@ -41,7 +41,7 @@ from rehead.decoding.native_program import NativeProgram
 from rehead.model import build
 model = build(ModelOptions(n_layer=1, n_embd=12, n_query_head=2).resolve(11, 16)).eval()
 stores = [dict(zip(cache.rows, cache.stores)) for cache in model.new_cache(1, 16)]
-program, ids, start = NativeProgram(lowered(model), stores, 16, 2), torch.tensor([1]), torch.tensor([0])
+program, ids, start = NativeProgram(lowered(model), stores, 16), torch.tensor([1]), torch.tensor([0])
 first = program(ids, start).clone()
 attend, = [op for op in program._array if op.kind == Kind.ATTEND]
 group, attend.group = attend.group, 2**50

@@ -102,7 +102,7 @@ class BoundProgram:
     def __init__(self, program: Program, caches: Sequence[LayerCache], reach: int) -> None:
         self.stores, self.reach = stores(caches), reach
         by_name = [dict(zip(cache.rows, cache.stores, strict=True)) for cache in caches]
-        self.run = NativeProgram(program, by_name, reach, torch.get_num_threads())
+        self.run = NativeProgram(program, by_name, reach)
 
     def fits(self, caches: Sequence[LayerCache], n_position: int) -> bool:
         """Whether the position is below `reach` and the caches still have the bound rows."""

@@ -51,11 +51,11 @@ def span_of(of: int, slot: Slot) -> Span:
 class NativeProgram:
     """A program bound to cache rows, the `stores` of each layer by name, for positions below `reach`."""
 
-    def __init__(self, program: Program, stores: list[dict[str, Tensor]], reach: int, n_thread: int) -> None:
+    def __init__(self, program: Program, stores: list[dict[str, Tensor]], reach: int) -> None:
         loaded = kernel()
         if isinstance(loaded, KernelUnavailable):
             raise loaded
-        self._library, self._stores, self._reach, self._n_thread = loaded, stores, reach, n_thread
+        self._library, self._stores, self._reach = loaded, stores, reach
         self._batch = len(next(iter(stores[0].values())))
         self._tables: dict[tuple[object, int], tuple[Tensor, Tensor]] = {}
         self._ops: list[NativeOp] = []
@@ -80,8 +80,9 @@ class NativeProgram:
 
         Raises ResourceError if a thread had no memory.
         """
+        n_thread = torch.get_num_threads()  # now: a forked process has one
         if self._library.step(
-            self._array, len(self._ops), ids.data_ptr(), positions.data_ptr(), self._batch, self._n_thread
+            self._array, len(self._ops), ids.data_ptr(), positions.data_ptr(), self._batch, n_thread
         ):
             raise out_of_memory("a decoded token")
         return self._result
