@@ -27,7 +27,7 @@ model = build(GPTConfig(
 )).eval()
 ids = torch.tensor([1, 2])
 
-def new_logits(decode, cache):
+def new_logits(decode, cache, ids=ids):
     with torch.no_grad():
         return decode(ids, cache)
 
@@ -217,6 +217,20 @@ if not child:
     os._exit(0 if torch.equal(rehead.generate(wide, prompt, 20, 0), here) else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert torch.get_num_threads() == 2
+""")
+
+
+def test_ids_on_another_device_are_refused_before_a_cache_counts_them(attacked):
+    attacked("""
+for decode in (decoding.decoder(model), decoding.torch_decoder(model)):
+    cache = model.new_cache(2)
+    try:
+        new_logits(decode, cache, ids.to("meta"))
+    except UsageError as error:
+        assert str(error) == "ids are on meta and the model is on the CPU. Use ids.cpu().", error
+    else:
+        raise AssertionError("no error")
+    assert cache[0].length == 0
 """)
 
 

@@ -40,6 +40,8 @@ class Check:
             numbers, n_id = ids.tolist(), self._model.config.vocab_size
             if numbers and not 0 <= min(numbers) <= max(numbers) < n_id:
                 require_range(ids, n_id)
+        elif self._model.device.type == "cpu":
+            raise UsageError(f"ids are on {ids.device} and the model is on the CPU. Use ids.cpu().")
 
     def _is_known(self, caches: object) -> bool:
         return (
