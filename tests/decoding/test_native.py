@@ -245,6 +245,20 @@ def test_rows_beyond_a_gap_are_not_decoded_natively():
     torch.testing.assert_close(*ways, rtol=1e-5, atol=1e-5)
 
 
+def test_stale_rows_of_a_ring_are_a_gap():
+    """As many rows as the window, but some of them from before it."""
+    kind = replace(EXAMPLES["gqa, rope"], window=8)
+    model, ways = made(gpt(kind, kind, **LLAMA)), []
+    for decode in (decoding.native_decoder(model), forward(model)):
+        cache = model.new_cache(1)
+        with torch.no_grad():
+            for first, end in ((0, 4), (10, 14), (14, 16)):
+                positions = torch.arange(first, end)[None]
+                model(positions, positions, cache)
+            ways.append(decode(torch.tensor([7]), cache))
+    torch.testing.assert_close(*ways, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_not_decoded_natively_says_why():
     model = made(config_of("wide"))
     assert decoding.native_refusal(model) is None

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rehead.attention import EMPTY, LayerCache, visible
+from rehead.attention import LayerCache, visible
 from rehead.attention.cache import NextRow
 from rehead.attention.rope import Rotary
 
@@ -150,6 +150,7 @@ def is_gapless(cache: LayerCache) -> bool:
     """Whether the cache holds the last tokens of every sequence without a gap, so that positions define the mask."""
     if cache.positions is None:
         return True
-    n_held, next_positions = (cache.positions != EMPTY).sum(dim=1), cache.next(1)
-    assert next_positions is not None
-    return bool((n_held == next_positions[:, 0].clamp(max=cache.n_rows)).all())
+    following = cache.next(1)
+    assert following is not None
+    held = cache.positions >= (following - cache.n_rows).clamp(min=0)  # not the stale rows of a ring
+    return bool((held.sum(dim=1) == following[:, 0].clamp(max=cache.n_rows)).all())
