@@ -175,6 +175,17 @@ def test_blocks_in_low_precision(dtype):
         assert (ours.double() - gold).abs().max() <= 2 * most * gold.abs().max()
 
 
+@pytest.mark.parametrize(
+    "run", [lambda x: dropout(x, 0.5), lambda x: blocked(x, x, x, MASKS["causal"], pdrop=0.5)]
+)
+def test_second_derivatives_are_refused(run):
+    """Without that they would be wrong."""
+    x = torch.randn(1, L, 2, 5, requires_grad=True)
+    (first,) = torch.autograd.grad(run(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
 def test_an_expanded_gradient_is_left_as_it_is():
     leaves = sample()
     torch.autograd.grad(blocked(*leaves, MASKS["all"], pdrop=0.5).sum(), leaves)

@@ -45,6 +45,20 @@ def test_training_is_nn_linear(bias):
 
 
 @onednn
+def test_training_has_second_derivatives():
+    layer = Linear(37, 53, dtype=torch.float32)
+    gold = copy.deepcopy(layer).double()
+    x = torch.randn(3, 11, 37, dtype=torch.float32)
+    results = []
+    for one in (layer, gold):
+        given = x.to(one.weight.dtype).requires_grad_()
+        (first,) = torch.autograd.grad(one(given).pow(3).sum(), given, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), [given, *one.parameters()]))
+    for ours, exact in zip(*results, strict=True):
+        assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@onednn
 @pytest.mark.parametrize("bias", [True, False])
 def test_many_rows_without_gradients(bias):
     layer = Linear(37, 53, bias=bias, dtype=torch.float32).eval()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int16, Shaped
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 STEPS = 1 << 15
 """Probabilities are rounded to multiples of 1 / STEPS; the kept numbers are scaled by the rounded value."""
@@ -46,6 +47,7 @@ class _Dropout(torch.autograd.Function):
         return _and(x, mask).mul_(ctx.scale)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Float[Tensor, "..."]) -> tuple[Tensor, None]:
         return _and(gradient, *ctx.saved_tensors).mul_(ctx.scale), None
 

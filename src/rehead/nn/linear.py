@@ -127,6 +127,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        to_x = _product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
+        to_x = None
+        if ctx.needs_input_grad[0]:  # oneDNN's product has no derivative
+            to_x = gradient @ weight if torch.is_grad_enabled() else _product(gradient, weight.t())
         to_bias = rows.sum(0) if ctx.has_bias else None
         return to_x, rows.t() @ x.reshape(-1, x.shape[-1]), to_bias

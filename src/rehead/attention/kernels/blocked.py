@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rehead.attention.kernels.base import Call, Kernel
 from rehead.nn.dropout import STEPS, WHOLE, draw, is_ours, threshold
@@ -73,6 +74,7 @@ class _Blocked(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, saved = ctx.saved_tensors
         exact, group = saved.dtype, query.shape[2] // key.shape[2]
