@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, kernels, scalings
+from rehead.attention.score import scores
 from rehead.checkpoint import families, own
 from rehead.checkpoint.huggingface import stock
 from rehead.cli import main
@@ -299,6 +300,8 @@ DECODED = {
     "rebuilt keys": replace(MLA, rope=ROPE),
     "rebuilt keys, window": replace(MLA, rope=ROPE, window=5),
     "reduced": TIED,
+    **{score: replace(GQA, score=scores[score]()) for score in scores},
+    "additive, window": replace(GQA, score="additive", window=5),
 }
 
 

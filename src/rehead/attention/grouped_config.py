@@ -146,6 +146,11 @@ class GroupedConfig(AttentionConfig):
         """2 H (E + V) FLOPs per visible key for any number of KV heads; a learned score replaces 2 E."""
         return self.n_query_head * (self.score.pair_flops(self.head_dim) + 2 * self.v_head_dim) * n_key
 
+    def decode_flops(self, d_model: int, n_key: int) -> int:
+        """FLOPs of one decoded token; a learned score's part of every cached key is computed again."""
+        again = self.score.key_flops(self.n_query_head, self.head_dim) * (n_key - 1)
+        return super().decode_flops(d_model, n_key) + again
+
     def _widths(self) -> tuple[int, int, int, int]:
         """Widths of queries, keys, values and the input of the output projection."""
         return (

@@ -55,6 +55,10 @@ class ScoreConfig(ABC):
         """FLOPs per token, as query and as key, that do not depend on other tokens."""
         return 0
 
+    def key_flops(self, n_query_head: int, head_dim: int) -> int:
+        """FLOPs of a key's part of them, which every decoded token computes again for every cached key."""
+        return 0
+
     def pair_flops(self, head_dim: int) -> int:
         """FLOPs of one head's score for one pair of query and key; products only."""
         return 2 * head_dim
@@ -160,6 +164,10 @@ class Concatenated(ScoreConfig):
         """FLOPs of w_k.k and w_q.q."""
         return 4 * n_query_head * head_dim
 
+    def key_flops(self, n_query_head: int, head_dim: int) -> int:
+        """FLOPs of w_k.k."""
+        return 2 * n_query_head * head_dim
+
     def pair_flops(self, head_dim: int) -> int:
         """Return 0: a pair needs one sum and no product."""
         return 0
@@ -212,6 +220,10 @@ class Additive(ScoreConfig):
     def token_flops(self, n_query_head: int, head_dim: int) -> int:
         """FLOPs of W_k k and W_q q."""
         return 4 * n_query_head * self.width * head_dim
+
+    def key_flops(self, n_query_head: int, head_dim: int) -> int:
+        """FLOPs of W_k k."""
+        return 2 * n_query_head * self.width * head_dim
 
     def pair_flops(self, head_dim: int) -> int:
         """FLOPs of w.tanh(...)."""
