@@ -48,7 +48,7 @@ def generate(
     Without it the seed comes from torch's global generator. When the context of a model is full, generation
     continues from its later half, with and without a cache alike.
     """
-    prompt = _tensor(require_ids(ids))
+    prompt = require_ids(ids)
     texts = prompt if prompt.dim() == 2 else prompt[None]
     new = list(
         stream(
@@ -99,7 +99,7 @@ def stream(
             f"max_new_tokens={max_new_tokens} after each of {len(prompts)} prompts makes "
             f"{len(prompts) * max_new_tokens:,} tokens. Use {MOST_TOKENS:,} or fewer in total."
         )
-    texts = [_tensor(require_ids(prompt, f"prompt {row}", dims=(1,))) for row, prompt in enumerate(prompts)]
+    texts = [require_ids(prompt, f"prompt {row}", dims=(1,)) for row, prompt in enumerate(prompts)]
     contexts = Contexts(model, texts, max_new_tokens)
     noise = _noise(len(prompts), max_new_tokens, seed).to(model.device).T
 
@@ -219,10 +219,6 @@ class Contexts:
                 remembered.select_batch(sources)
         self.cache = cache or []
         return logits
-
-
-def _tensor(ids: Tensor | np.ndarray) -> Tensor:
-    return ids.long() if isinstance(ids, Tensor) else torch.from_numpy(ids.astype(np.int64))
 
 
 def _noise(n_row: int, n_step: int, seed: int | np.integer[Any] | Sequence[int] | None) -> Tensor:

@@ -131,6 +131,17 @@ def ways(model):
     return [decoding.torch_decoder(model), *([] if native is None else [native]), forward]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["int64", "int32", "int16"])
+def test_ids_are_a_tensor_or_an_array(dtype):
+    model, array = gpt(GQA), IDS.numpy().astype(dtype)
+    assert torch.equal(model(array[None]), model(IDS[None]))
+    for decode in ways(model):
+        wanted = decode(IDS, model.new_cache(2))
+        for ids in (array, torch.from_numpy(array)):
+            assert torch.equal(decode(ids, model.new_cache(2)), wanted)
+
+
 def out_of_step(model):
     first, second = model.new_cache(2), model.new_cache(2)
     model(torch.ones(2, 5, dtype=torch.long), cache=first)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ class Decoder:
         self._model, self._make = model, make
         self._made = Made(model, make())
 
-    def __call__(self, ids: Tensor, caches: Sequence[Any]) -> Tensor:
+    def __call__(self, ids: Tensor | np.ndarray, caches: Sequence[Any]) -> Tensor:
         """Return the logits after `ids` (B,), (B, vocab), and append the tokens to the caches."""
         made = self._made  # one thread may replace it while another uses it
         if not made.is_current():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from operator import call, is_
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +22,13 @@ class Check:
         self._model = model
         self._fitting: list[ref[LayerCache]] = []
 
-    def __call__(self, ids: Tensor, caches: Sequence[LayerCache]) -> None:
-        """Refuse a step that could not be computed; the caches are unchanged."""
+    def __call__(self, ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:
+        """Return `ids` (B,) as an int64 tensor. Refuse a step that could not be computed; the caches are unchanged."""
         if not self._is_known(caches):
             self._model.require_caches(caches, caches[0].batch_size if _has_batch(caches) else len(ids))
             self._fitting = [ref(cache) for cache in caches]
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            require_ids(ids, dims=(1,))
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+            ids = require_ids(ids, dims=(1,))
         if ids.dim() != 1 or len(ids) != caches[0].batch_size:
             raise UsageError(
                 f"ids has shape {tuple(ids.shape)} and the caches hold {caches[0].batch_size} sequences. Give one id "
@@ -42,6 +43,7 @@ class Check:
                 require_range(ids, n_id)
         elif self._model.device.type == "cpu":
             raise UsageError(f"ids are on {ids.device} and the model is on the CPU. Use ids.cpu().")
+        return ids
 
     def _is_known(self, caches: object) -> bool:
         return (

@@ -9,6 +9,7 @@ Tests record the operations on a CPU. The engine has not run on a GPU yet, and i
 from collections.abc import Callable, Sequence
 from functools import cache as once
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,9 +76,9 @@ class Graphed:
         self.is_trusted = True
         self._last_positions: Tensor | None = None  # the rows' positions after the last step
 
-    def __call__(self, ids: Tensor, cache: Sequence[LayerCache]) -> Tensor:
+    def __call__(self, ids: Tensor | np.ndarray, cache: Sequence[LayerCache]) -> Tensor:
         """Return the logits after `ids` (B,), (B, vocab), and append the tokens to the caches."""
-        self.check(ids, cache)
+        ids = self.check(ids, cache)
         is_gapless = self.is_trusted and self._is_gapless(widest(cache))
         token = next_token(ids, cache, self.layers)
         if not is_gapless:

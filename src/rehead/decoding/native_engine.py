@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import cache as once
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,12 +74,12 @@ def native_decoder(model: LanguageModel) -> Decode | None:
 
     lock = Lock()  # threads that share a decoder take turns with its buffers
 
-    def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+    def decode(ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:
         with lock:
             return decode_alone(ids, caches)
 
-    def decode_alone(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        check(ids, caches)
+    def decode_alone(ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:
+        ids = check(ids, caches)
         if batch_refusal(len(ids)) is not None or not is_gapless(widest(caches)):
             return by_torch()(ids, caches)
         n_position = caches[0].n_token + 1
@@ -90,7 +91,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
             positions = torch.full((len(ids),), token.start)
         else:
             positions = token.positions[:, 0].contiguous()
-        logits = bound[0].run(ids.long().contiguous(), positions)
+        logits = bound[0].run(ids.contiguous(), positions)
         return logits.to(model.head.weight.dtype, copy=True)
 
     return decode

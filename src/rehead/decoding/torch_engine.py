@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import singledispatch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,9 +51,8 @@ def torch_decoder(model: LanguageModel) -> Decode:
         return torch.no_grad()(lambda ids, caches: model(ids[:, None], cache=caches)[:, -1])
     run, layers, check = TorchProgram(program), stored_layers(program), Check(model)
 
-    def decode(ids: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        check(ids, caches)
-        return run(next_token(ids.long(), caches, layers))
+    def decode(ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:
+        return run(next_token(check(ids, caches), caches, layers))
 
     return decode
 

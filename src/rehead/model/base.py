@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from rehead.errors import UsageError
 from rehead.model.ids import require_ids, require_range
 from rehead.registry import Registry
 
-Decode = Callable[[Tensor, Sequence[Any]], Tensor]
+Decode = Callable[[Tensor | np.ndarray, Sequence[Any]], Tensor]
 """Maps token ids (B,) and the caches to the next logits, (B, vocab), and appends the tokens to the caches."""
 
 models: Registry[type["LanguageModel"]] = Registry("model type")
@@ -43,18 +44,16 @@ class LanguageModel(nn.Module, ABC):
 
     def forward(
         self,
-        ids: Int[Tensor, "B L"],
+        ids: Int[Tensor, "B L"] | np.ndarray,
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[Any] | None = None,
     ) -> Float[Tensor, "B L N"]:
         """Return the logits of the token after each of `ids`, (B, L, vocab). Raises UsageError for invalid ids."""
-        require_ids(ids, dims=(2,))
+        ids = require_ids(ids, dims=(2,))
         if not ids.shape[1]:
             raise UsageError(
                 f"ids has shape {tuple(ids.shape)}: it has no tokens. Give at least one token per row."
             )
-        if ids.dtype not in (torch.int32, torch.int64):
-            ids = ids.long()
         try:
             return self.logits(self.hidden(ids, positions, cache))
         except IndexError:

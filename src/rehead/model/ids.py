@@ -1,6 +1,7 @@
 """Checks of the token ids that a caller passes."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rehead.errors import UsageError
@@ -13,8 +14,8 @@ WAYS = {
 }
 
 
-def require_ids(ids: object, name: str = "ids", dims: tuple[int, ...] = (1, 2)) -> Tensor | np.ndarray:
-    """Return `ids` if they are integers in a tensor or a NumPy array whose number of dimensions is in `dims`.
+def require_ids(ids: object, name: str = "ids", dims: tuple[int, ...] = (1, 2)) -> Tensor:
+    """Return integers in a tensor or a NumPy array whose number of dimensions is in `dims`, as an int64 tensor.
 
     Raises UsageError otherwise. `require_range` checks the range.
     """
@@ -29,7 +30,7 @@ def require_ids(ids: object, name: str = "ids", dims: tuple[int, ...] = (1, 2)) 
         raise UsageError(f"{name} has dtype {kind}: {rule}. Convert with {convert} if they are whole.")
     if ids.ndim not in dims:
         raise UsageError(f"{name} has shape {tuple(ids.shape)}: {rule}. {WAYS.get(ids.ndim, WAYS[2])}.")
-    return ids
+    return ids.long() if isinstance(ids, Tensor) else torch.from_numpy(ids.astype(np.int64))
 
 
 def require_range(ids: Tensor, vocab_size: int, name: str = "ids") -> None:
