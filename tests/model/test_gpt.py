@@ -58,6 +58,18 @@ def test_token_ids_to_logits(name):
     assert model.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
+def test_positions_of_any_width(name, dtype):
+    """Chunks through a cache, too."""
+    model, ids, positions = build(config(name)).eval(), tokens(), torch.arange(L)[None]
+    wanted = model(ids, positions)
+    torch.testing.assert_close(model(ids, positions.to(dtype)), wanted)
+    cache = model.new_cache(B)
+    chunks = [model(ids[:, part], positions[:, part].to(dtype), cache) for part in (slice(5), slice(5, L))]
+    torch.testing.assert_close(torch.cat(chunks, 1), wanted)
+
+
 NAMES = {
     "gpt": {
         "embed_tokens.weight": (N, D),

@@ -120,7 +120,7 @@ class LayerCache:
         if given is None:
             rows, row_positions = self._append_consecutive(inside, n_token), None
         else:
-            rows, row_positions = self._append_anywhere(inside, given.expand(self.batch_size, -1))
+            rows, row_positions = self._append_anywhere(inside, given.long().expand(self.batch_size, -1))
         return {name: row.to(new[name].dtype) for name, row in rows.items()}, row_positions
 
     @property

@@ -151,4 +151,4 @@ class GPT(LanguageModel):
         """Rows of the position table; padding uses row 0, since its output is never read."""
         if positions is None:
             return torch.arange(start, start + ids.shape[1], device=ids.device)
-        return positions.clamp(min=0)
+        return positions.long().clamp(min=0)
