@@ -29,7 +29,7 @@ from rehead.attention import (
     variants,
 )
 from rehead.attention import cache as cache_module
-from rehead.attention.score import Additive, ScaledDot
+from rehead.attention.score import Additive, ScaledDot, SoftCapped
 from rehead.attention.summed import SummedConfig
 from rehead.errors import ConfigError, ReheadError, UsageError
 
@@ -628,6 +628,8 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
         "Use qk_norm_eps=1e-6",
     ),
     (lambda: ScaledDot(scale=-1.0), "scale=-1.0", "Leave it out"),
+    (lambda: ScaledDot(scale=0), "scale=0", "Leave it out"),
+    (lambda: SoftCapped(cap=-3), "cap=-3", "Use 50"),
     (
         lambda: grouped(tie_kv=True, v_head_dim=7),
         "v_head_dim=7",

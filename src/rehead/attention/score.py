@@ -36,8 +36,11 @@ class ScoreConfig(ABC):
     def __post_init__(self) -> None:
         require_types(self, "score ")
         for name, number in vars(self).items():
-            if isinstance(number, float) and not 0 < number < math.inf:
-                raise ConfigError(f"score {name}={number}: a positive number. Leave it out for the default.")
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if is_number and not 0 < number < math.inf:
+                default = getattr(type(self), name)
+                way = "Leave it out for the default" if default is None else f"Use {default}"
+                raise ConfigError(f"score_{name}={number}: expected a positive number. {way}.")
 
     @abstractmethod
     def build(self, n_kv_head: int, group: int, head_dim: int) -> Score | None:
@@ -201,13 +204,6 @@ class Additive(ScoreConfig):
 
     width: int = 64
     bias: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.width < 1:
-            raise ConfigError(
-                f"score_width={self.width}: additive attention needs at least one unit. Use 64."
-            )
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "AdditiveScore":
         """Build W (width, 2E), w (width) and b (width) per query head."""
