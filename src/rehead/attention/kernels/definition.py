@@ -35,10 +35,16 @@ def weights(
         scores = torch.einsum("blkge,bske->bkgls", query, key) * scale
     else:
         scores = score(query, key)
+    return softmax(scores, None if mask is None else mask[:, None, None])
+
+
+def softmax(
+    scores: Float[Tensor, "... S"], mask: Bool[Tensor, "... S"] | None = None
+) -> Float[Tensor, "... S"]:
+    """Softmax over the keys that `mask` shows, in float32 or better; 0 for a query that sees none."""
     exact = torch.promote_types(scores.dtype, torch.float32)
     if mask is None:
         return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
-    mask = mask[:, None, None]
     sees = mask.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~mask & sees, float("-inf"))
     return scores.softmax(dim=-1, dtype=exact).masked_fill(~sees, 0.0).to(scores.dtype)

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention.kernels.base import Call, Kernel
+from rehead.attention.kernels.definition import softmax
 
 FEW_QUERIES = {torch.float64: 4, torch.float32: 4, torch.float16: 4, torch.bfloat16: 8}
 """Number of queries up to which the kernel is the fastest (decoding, short chunks); measured, docs/log.md."""
@@ -29,11 +30,5 @@ class Folded(Kernel):
         dense = call.mask.dense(query.device)
         if dense is not None:
             dense = dense[:, None, None].expand(batch, 1, query.shape[2], -1, -1).flatten(2, 3)  # B 1 GL S
-            sees = dense.any(dim=-1, keepdim=True)
-            scores = scores.masked_fill(~dense & sees, float("-inf"))
-        exact = torch.promote_types(scores.dtype, torch.float32)
-        attention = scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
-        if dense is not None:
-            attention = attention.masked_fill(~sees, 0.0)
-        context = attention @ value.transpose(1, 2)  # B K GL V
+        context = softmax(scores, dense) @ value.transpose(1, 2)  # B K GL V
         return context.unflatten(2, (-1, n_query)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # B L H V

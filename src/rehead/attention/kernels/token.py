@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rehead.attention.kernels.definition import softmax
+
 
 def attend_token(
     query: Float[Tensor, "N G E"],
@@ -31,8 +33,7 @@ def token_weights(
     else:
         added = query.new_empty(()) if bias is None else bias
         scores = torch.baddbmm(added, query, key.transpose(1, 2), beta=0 if bias is None else 1, alpha=scale)
-    exact = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(dim=-1, dtype=exact).to(scores.dtype)
+    return softmax(scores)
 
 
 def attend_scaled_token(
@@ -48,5 +49,4 @@ def attend_scaled_token(
     scores = (products * (scales * scale)[:, :, None]).flatten(1, 2)
     if hidden is not None:
         scores = scores + hidden
-    exact = torch.promote_types(scores.dtype, torch.float32)
-    return torch.bmm(scores.softmax(dim=-1, dtype=exact).to(scores.dtype), latents)
+    return torch.bmm(softmax(scores), latents)
