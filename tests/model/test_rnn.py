@@ -130,6 +130,14 @@ def test_b2_the_state_does_not_grow():
     assert sizes == [cache_bytes(model.config, 99, B, torch.float64)] * 5 == [B * 2 * N * 8] * 5
 
 
+@torch.no_grad()
+def test_the_cache_holds_the_last_state_alone():
+    model = make()
+    cache = model.new_cache(B)
+    model(tokens(), cache=cache)
+    assert [kept.state.untyped_storage().nbytes() for kept in cache] == [kept.n_bytes for kept in cache]
+
+
 def test_padding_leaves_the_state_alone():
     """A row padded on the right, or on the left, ends in the state it has alone."""
     model, ids = make(), tokens()

@@ -140,7 +140,7 @@ class RNN(LanguageModel):
         for index, layer in enumerate(self.layers):
             x = layer(x, None if cache is None else cache[index].state, padding)
             if cache is not None:
-                cache[index].state = x[:, -1]
+                cache[index].state = x[:, -1].clone()  # not a view, which would keep all states
         return x
 
     def _both_ways(self, x: Tensor) -> Tensor:
