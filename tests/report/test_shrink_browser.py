@@ -2,7 +2,7 @@
 
 import pytest
 
-from rehead.report import study
+from rehead.report import shrink, study
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 CHARTS = (
@@ -100,6 +100,14 @@ def test_one_model_is_not_ranked_and_what_is_slow_is_named(shrunk):
     )
 
 
+def test_a_model_healed_in_another_dtype_has_the_share_of_its_numbers(shrunk):
+    """The source and its conversions are in bfloat16, the healed one in float32: its cache is no larger a part."""
+    document = shrunk("")
+    for run in document["variants"][3]["runs"]:
+        run["certificate"]["kv_bytes_per_token"] = [512, 256]
+    assert [(row.kv_bytes, row.share) for row in shrink.rows(document)] == [(256, 1), *[(128, 0.5)] * 3]
+
+
 BOXES = """[...document.querySelectorAll('.chart .plot')].map((plot) => (
 [...plot.querySelectorAll('text')].map((text) => {
   const box = text.getBoundingClientRect();
@@ -114,7 +122,7 @@ def test_no_name_in_the_chart_lies_on_another_text(shrunk, attention, tmp_path, 
     for place, one in enumerate(document["variants"][1:], 1):
         for run in one["runs"]:
             run["certificate"]["loss"] = [1.0, 1.0 + place * 1e-3]
-            run["certificate"]["kv_bytes_per_token"] = [256, 256 // place]
+            run["certificate"]["layers"][0]["kv_numbers"] = [256, 256 // place]
     file.write_text(study.html(document, attention([one["variant"] for one in document["variants"][:2]])))
     page = opened(file, width=width)
     until(page, CHARTS)

@@ -281,6 +281,23 @@ def test_a_model_in_bfloat16_is_healed_in_float32():
     assert rehead.load("half-healed").head.weight.dtype == torch.float32
 
 
+def test_what_is_healed_in_float32_is_certified_so(capsys):
+    """Of a source in bfloat16: the certificate, its page and the line that is printed have twice the bytes."""
+    files = {"tokenizer.json": (resolve(Path("source")) / "tokenizer.json").read_text()}
+    rehead.save(rehead.load("source").bfloat16(), "low", files=files)
+    assert main(["convert", "low", "low-mqa", "--to", "mqa", "--method", "mean", "--allow-loss"]) == 0
+    words = ["low-mqa", "--teacher", "low", *QUICK, "data.path=input.txt", "trainer.max_iters=1"]
+    capsys.readouterr()
+    assert main(["heal", *words]) == 0
+    assert "KV cache      384 -> 96 bytes per token, float32 (25 %)" in capsys.readouterr().out
+    before, after = certificate("low-mqa"), certificate("low-mqa-healed")
+    found = [(one["dtype"], one["kv_bytes_per_token"]) for one in (before, after)]
+    assert found == [("bfloat16", [192, 48]), ("float32", [384, 96])]
+    page = (resolve(Path("low-mqa-healed")) / "CONVERSION.md").read_text()
+    assert "weights in float32" in page
+    assert "384" in page
+
+
 def test_a_teacher_is_followed_without_dropout():
     """And without one there is dropout, as in any training."""
     from rehead.config import TrainerOptions

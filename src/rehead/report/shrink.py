@@ -21,8 +21,9 @@ SAMPLE, MOST_SAMPLE = 74, 1000
 class Row:
     """One variant. `over` is its loss minus the source's, [mean, lowest, highest] over the seeds.
 
-    Losses and bytes come from the certificates, each of which has those of the source; single figures are of
-    the first seed. `over` is None for the source, and for a variant measured on another text than the first.
+    Losses and sizes come from the certificates, each of which has those of the source; single figures are of
+    the first seed. `kv_bytes` are those of a token's numbers in the number format of the source. `over` is None for
+    the source, and for a variant measured on another text than the first.
     """
 
     name: str
@@ -43,14 +44,14 @@ def rows(document: Record) -> list[Row]:
     variants = document["variants"]
     certificates = [each for each in map(_certificate, variants) if each is not None]
     first = certificates[0]
-    before = first["kv_bytes_per_token"][0]
+    size, whole = first["kv_bytes_per_token"][0], _numbers(first, 0)
     result = []
     for index, variant in enumerate(variants):
         certificate = _certificate(variant)
         alike = (
             certificate is not None and _text(certificate) == _text(first) and certificate["loss"] is not None
         )
-        size = before if certificate is None else certificate["kv_bytes_per_token"][1]
+        kept = whole if certificate is None else _numbers(certificate, 1)
         losses = first["loss"] if certificate is None else certificate["loss"]
         result.append(
             Row(
@@ -58,8 +59,8 @@ def rows(document: Record) -> list[Row]:
                 how=how(variant),
                 about=variant["about"],
                 look=Look.of(index),
-                kv_bytes=size,
-                share=size / before,
+                kv_bytes=size * kept // whole,
+                share=kept / whole,
                 loss=None if losses is None else losses[0 if certificate is None else 1],
                 over=_over(variant) if alike else None,
                 tokens_per_second=variant["costs"]["tokens_per_second_cached"][0],
@@ -175,8 +176,9 @@ def present(document: Record) -> None:
         for row in variants
     ]
     notes = (
-        "KV bytes per token, over all layers. Loss: nats per token of the source, and the difference to it, on a "
-        "held-out text; exact is the same function up to rounding. tok/s: greedy, one sequence, medians."
+        "KV bytes per token, over all layers, in the source's dtype. Loss: nats per token of the source, and the "
+        "difference to it, on a held-out text; exact is the same function up to rounding. tok/s: greedy, one "
+        "sequence, medians."
     )
     show(document["about"], HEADER, cells, notes, texts=(0, 1))
     console = Console()
@@ -210,6 +212,11 @@ def _loss(row: Row) -> str:
 def _certificate(variant: Record) -> Record | None:
     certificate: Record | None = variant["runs"][0]["certificate"]
     return certificate
+
+
+def _numbers(certificate: Record, after: int) -> int:
+    """Return the numbers that a token adds to the cache, of all layers, before or `after` the conversion."""
+    return sum(layer["kv_numbers"][after] for layer in certificate["layers"])
 
 
 def _text(certificate: Record) -> Any:

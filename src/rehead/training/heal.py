@@ -17,6 +17,7 @@ from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
 from rehead.data import Ids, shown, source_of
 from rehead.errors import ConfigError, InvalidInput, UsageError
+from rehead.measure import kv_bytes_per_token
 from rehead.measure.fidelity import compare
 from rehead.measure.forecast import step_bytes
 from rehead.measure.length import text_length
@@ -173,13 +174,25 @@ def measured_again(
     held_out: Passage,
     tokenizer: Tokenizer,
 ) -> Certificate:
-    """Return a certificate with the losses and logits of a trained model against its teacher, on a held-out text."""
+    """Return a certificate with the losses and logits of a trained model against its teacher, on a held-out text.
+
+    The sizes are those in the number format of the trained model.
+    """
     blocks = blocks_of(model, held_out.ids, TEST_TOKENS, certificate.length, held_out.bos)
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     loss = list(logits.pop("losses"))
     test = Text.of(held_out, TEST_TOKENS, certificate.length).decoded(held_out.ids, tokenizer)
+    dtype = model.head.weight.dtype
     return replace(
-        certificate, logits=logits, loss=loss, test=test, held_out=True, exact=False, compared_on="text"
+        certificate,
+        logits=logits,
+        loss=loss,
+        kv_bytes_per_token=[kv_bytes_per_token(one.config, dtype) for one in (teacher, model)],
+        dtype=str(dtype).removeprefix("torch."),
+        test=test,
+        held_out=True,
+        exact=False,
+        compared_on="text",
     )
 
 
