@@ -1,5 +1,8 @@
 """The page of one model and what became of it, in a real browser, with every string of unknown origin hostile."""
 
+import copy
+import re
+
 import pytest
 
 from rehead.report import shrink, study
@@ -34,7 +37,8 @@ def shrunk(made_up):
             for run in one["runs"]:
                 run["certificate"] = {
                     "exact": False, "kl": 0.1, "loss": [1.0, 1.25], "kv_bytes_per_token": [256, 128], "file": text,
-                    "parameters": [1000, 900], "test": measured, "calibration": [measured], "layers": [layer],
+                    "length": 16, "parameters": [1000, 900], "test": measured, "calibration": [measured],
+                    "layers": [layer],
                     "logits": {
                         "argmax_flips": 0.1, "kl": 0.1, "max_error": 0.5, "relative_error": 0.2, "tokens": 64
                     },
@@ -106,6 +110,49 @@ def test_a_model_healed_in_another_dtype_has_the_share_of_its_numbers(shrunk):
     for run in document["variants"][3]["runs"]:
         run["certificate"]["kv_bytes_per_token"] = [512, 256]
     assert [(row.kv_bytes, row.share) for row in shrink.rows(document)] == [(256, 1), *[(128, 0.5)] * 3]
+
+
+def test_losses_are_over_the_source_whatever_a_variant_was_made_from(shrunk, capsys):
+    """B is 0.5 over A, C is B exactly, D is 0.1 over B, E is C healed by B, F is A exactly and G is F exactly."""
+    document = shrunk("")
+    (a, b, c, d), losses = document["variants"], {"B": (2.0, 2.5), "C": (2.5, 2.5), "D": (2.5, 2.6)}
+    d |= {"kind": "converted", "convert": {"to": "mqa"}, "from": "B"}
+    c["from"] = "B"
+    e, f = copy.deepcopy(d), copy.deepcopy(c)
+    e |= {"variant": "E", "kind": "healed", "from": "C"}
+    f |= {"variant": "F", "from": "A"}
+    g = copy.deepcopy(f) | {"variant": "G", "from": "F"}
+    document["variants"] = [a, b, c, d, e, f, g]
+    losses |= {"E": (2.5, 2.2), "F": (2.0, 2.0), "G": (2.0, 2.0)}
+    for one in document["variants"][1:]:
+        for seed, run in enumerate(one["runs"]):
+            run["certificate"]["loss"] = [loss + seed for loss in losses[one["variant"]]]
+            run["certificate"]["exact"] = one["variant"] in "CFG"
+    rows = {row.name: row for row in shrink.rows(document)}
+    over = {name: row.over and pytest.approx(row.over) for name, row in rows.items()}
+    assert over == {"A": None} | {
+        name: [loss] * 3 for name, loss in {"B": 0.5, "C": 0.5, "D": 0.6, "E": 0.2, "F": 0, "G": 0}.items()
+    }
+    assert [name for name, row in rows.items() if row.exact] == ["A", "F", "G"]
+    assert [row.measured_against for row in rows.values()] == [None, "A", "B", "B", "B", "A", "F"]
+    shrink.present(document)
+    printed = capsys.readouterr().out
+    assert re.findall(r"^ (\w) .* %  +(\S+)  ", printed, re.MULTILINE) == [
+        ("A", "2.0000"), ("B", "+0.5000"), ("C", "+0.5000"), ("D", "+0.6000"), ("E", "+0.2000"), ("F", "exact"),
+        ("G", "exact"),
+    ]  # fmt: skip
+    assert re.findall(r"(\w) keeps every logit", printed) == ["F", "G"]
+    page = study.html(document, {})
+    cells = re.findall(r'"Exact">(\w+)</td>\n<td data-of="Same likeliest token">(.*)</td>', page)
+    assert cells == [("no", "90.00 %"), *[("no", "")] * 3, *[("yes", "90.00 %")] * 2]
+    assert re.findall(r"<dt>Compared with</dt><dd>(\w)</dd>", page) == list("ABBBAF")
+
+
+def test_windows_of_another_length_are_another_text(shrunk):
+    document = shrunk("")
+    for run in document["variants"][2]["runs"]:
+        run["certificate"]["length"] = 8
+    assert [row.over is None for row in shrink.rows(document)] == [True, False, True, False]
 
 
 BOXES = """[...document.querySelectorAll('.chart .plot')].map((plot) => (

@@ -1,6 +1,6 @@
 """Reports how one model changed as its KV cache was shrunk: rows, findings and a chart of a study's document."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,11 @@ SAMPLE, MOST_SAMPLE = 74, 1000
 class Row:
     """One variant. `over` is its loss minus the source's, [mean, lowest, highest] over the seeds.
 
-    Losses and sizes come from the certificates, each of which has those of the source; single figures are of
-    the first seed. `kv_bytes` are those of a token's numbers in the number format of the source. `over` is None for
-    the source, and for a variant measured on another text than the first.
+    The source is the first variant, also of a variant that was made from another one. Losses and sizes come from the
+    certificates; single figures are of the first seed. `kv_bytes` are those of a token's numbers in the number format
+    of the source. `over` is None for the source, and for a variant measured on another text than the first. `exact`
+    is the same function as the source, up to rounding. `measured_against` is the variant that the certificate
+    compares with; `direct` says whether that one is the source or exact.
     """
 
     name: str
@@ -35,6 +37,9 @@ class Row:
     loss: float | None
     over: Sequence[float] | None
     tokens_per_second: float
+    exact: bool
+    direct: bool
+    measured_against: str | None
     certificate: Record | None
     variant: Record
 
@@ -42,12 +47,14 @@ class Row:
 def rows(document: Record) -> list[Row]:
     """Return a row for the source, then for each variant, in the study's order."""
     variants = document["variants"]
-    certificates = [each for each in map(_certificate, variants) if each is not None]
-    first = certificates[0]
+    made = next(variant for variant in variants if _certificate(variant) is not None)
+    first = made["runs"][0]["certificate"]
     size, whole = first["kv_bytes_per_token"][0], _numbers(first, 0)
-    result = []
+    result: list[Row] = []
     for index, variant in enumerate(variants):
-        certificate = _certificate(variant)
+        certificate, known = _certificate(variant), {row.name: row for row in result}
+        compared = _measured_against(variant, known)
+        direct = compared is None or compared.exact
         alike = (
             certificate is not None and _text(certificate) == _text(first) and certificate["loss"] is not None
         )
@@ -62,8 +69,11 @@ def rows(document: Record) -> list[Row]:
                 kv_bytes=size * kept // whole,
                 share=kept / whole,
                 loss=None if losses is None else losses[0 if certificate is None else 1],
-                over=_over(variant) if alike else None,
+                over=_over(variant, made) if alike else None,
                 tokens_per_second=variant["costs"]["tokens_per_second_cached"][0],
+                exact=direct and (certificate is None or certificate["exact"]),
+                direct=direct,
+                measured_against=None if compared is None else compared.name,
                 certificate=certificate,
                 variant=variant,
             )
@@ -204,7 +214,7 @@ def proof(export: Record) -> str:
 def _loss(row: Row) -> str:
     if row.certificate is None:
         return "" if row.loss is None else f"{row.loss:.4f}"
-    if row.certificate["exact"]:
+    if row.exact:
         return "exact"
     return "?" if row.over is None else span(row.over)
 
@@ -220,11 +230,22 @@ def _numbers(certificate: Record, after: int) -> int:
 
 
 def _text(certificate: Record) -> Any:
-    return None if certificate["test"] is None else certificate["test"]["sha256"]
+    """Return what a loss was measured on: the text and the length of its windows."""
+    return None if certificate["test"] is None else (certificate["test"]["sha256"], certificate["length"])
 
 
-def _over(variant: Record) -> list[float]:
-    values = [after - before for run in variant["runs"] for before, after in [run["certificate"]["loss"]]]
+def _measured_against(variant: Record, known: Mapping[str, Row]) -> Row | None:
+    """Return the row of the model that a certificate compares with: of a healed one, that of its teacher."""
+    parent = known.get(variant["from"] or "")
+    if parent is None or variant["kind"] != "healed":
+        return parent
+    return known[parent.variant["from"]]
+
+
+def _over(variant: Record, first: Record) -> list[float]:
+    """Return the loss minus that of the source, which the certificates of the `first` conversion have."""
+    losses = [[run["certificate"]["loss"] for run in one["runs"]] for one in (first, variant)]
+    values = [after - before for (before, _), (_, after) in zip(*losses, strict=True)]
     return [sum(values) / len(values), min(values), max(values)]
 
 
@@ -236,7 +257,7 @@ def _height(row: Row) -> float | None:
 
 def _free(variants: Sequence[Row]) -> Iterator[str]:
     for row in variants:
-        if row.certificate is not None and row.certificate["exact"] and row.share < 1:
+        if row.exact and row.share < 1:
             share = percent(row.share)
             yield f"{sanitise(row.name)} keeps every logit, up to rounding, with {share} of the KV cache."
 
