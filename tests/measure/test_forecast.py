@@ -11,7 +11,7 @@ import torch
 
 import rehead
 from rehead import tokenizer
-from rehead.config import ExpertsConfig, ModelOptions, RNNConfig, encode
+from rehead.config import ExpertsConfig, ModelOptions, RNNConfig, TrainerOptions, encode
 from rehead.measure import evaluate_text
 from rehead.measure.attention_maps import attention_maps
 from rehead.measure.forecast import (
@@ -25,6 +25,7 @@ from rehead.measure.forecast import (
 from rehead.measure.size import cache_bytes, parameters
 from rehead.measure.training import step_memory
 from rehead.model import build, skeleton
+from rehead.training.objective import Objective
 from typed_lines import typed
 
 pytestmark = pytest.mark.process
@@ -187,7 +188,8 @@ def test_maps_and_training_are_counted(llama):
     for config in (plain, replace(plain, experts=ExpertsConfig(**few, layers=(0, 1)))):
         model = build(config)
         optimizer = torch.optim.AdamW(model.parameters())
-        kept = step_memory(model, optimizer, torch.randint(50, (4, 257)))["activations"]
+        objective = Objective(model, TrainerOptions())
+        kept = step_memory(model, objective, optimizer, torch.randint(50, (4, 257)))["activations"]
         assert step_bytes(config, 4, 256) / WITHIN < kept < step_bytes(config, 4, 256) * WITHIN
 
 

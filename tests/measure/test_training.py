@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from rehead.config import ModelOptions
+from rehead.config import ModelOptions, TrainerOptions
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
 from rehead.model import build
+from rehead.training.frozen import freeze
+from rehead.training.objective import Objective
+from rehead.training.optimizer import build_optimizer
 
 DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 DROPLESS = dict.fromkeys(DROPOUT, 0.0)
@@ -16,11 +19,13 @@ def model_of(**flags):
     return build(ModelOptions(n_layer=2, n_embd=24, n_query_head=4, **DROPLESS | flags).resolve(29, 16))
 
 
-def held(batch_size=5, **flags):
+PLAIN = TrainerOptions()
+
+
+def held(batch_size=5, options=PLAIN, teacher=None, **flags):
     model = model_of(**flags)
-    return model, step_memory(
-        model, torch.optim.AdamW(model.parameters()), torch.randint(29, (batch_size, 17))
-    )
+    objective, optimizer = Objective(model, options, teacher), torch.optim.AdamW(model.parameters())
+    return model, step_memory(model, objective, optimizer, torch.randint(29, (batch_size, 17)))
 
 
 @pytest.mark.parametrize("dropout", [DROPLESS, DROPOUT])
@@ -50,6 +55,37 @@ def test_activations_grow_with_the_batch_and_weights_do_not():
     (_, few), (_, many) = held(batch_size=3), held(batch_size=6)
     assert 1.9 < many["activations"] / few["activations"] < 2.1
     assert (few["weights"], few["optimizer"]) == (many["weights"], many["optimizer"])
+
+
+def test_what_the_options_of_a_training_save_is_counted(monkeypatch):
+    """Recomputed layers keep their inputs, bfloat16 keeps half the bytes of most, a loss in parts no logits."""
+    torch.set_default_dtype(torch.float32)
+    usual, low = (held(20, TrainerOptions(dtype=dtype))[1] for dtype in ("float32", "bfloat16"))
+    again = held(20, TrainerOptions(recompute=True))[1]
+    monkeypatch.setattr("rehead.measure.logits.LOGITS", 29 * 16)
+    parts = held(20)[1]
+    assert again["activations"] < 0.4 * usual["activations"]
+    assert again["peak"] < 0.8 * usual["peak"]
+    assert 0.5 * usual["activations"] < low["activations"] < 0.95 * usual["activations"]
+    assert usual["activations"] - parts["activations"] >= 4 * 29 * 16 * 20
+    assert {sizes["weights"] for sizes in (usual, low, again, parts)} == {usual["weights"]}
+
+
+def test_the_weights_of_a_teacher_are_in_memory_too():
+    teacher = model_of(n_kv_head=1).eval().requires_grad_(False)
+    _, alone = held()
+    _, taught = held(teacher=teacher)
+    assert taught["weights"] - alone["weights"] == 8 * sum(weight.numel() for weight in teacher.parameters())
+
+
+def test_frozen_weights_have_no_gradients_and_no_moments():
+    model = model_of()
+    freeze(model, TrainerOptions(train="attention"))
+    optimizer = build_optimizer(model, TrainerOptions())
+    sizes = step_memory(model, Objective(model, TrainerOptions()), optimizer, torch.randint(29, (5, 17)))
+    n_trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert sizes["gradients"] <= 8 * n_trained < sizes["weights"] / 2
+    assert 16 * n_trained <= sizes["optimizer"] <= 17 * n_trained
 
 
 def test_fewer_kv_heads_hardly_move_the_activations():

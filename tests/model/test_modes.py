@@ -51,7 +51,9 @@ USES = {
     "moments": in_moments,
     "certificate": lambda model: convert(model, to="mqa"),
     "held bytes": lambda model: held_cache_bytes(model, 5),
-    "step memory": lambda model: step_memory(model, torch.optim.AdamW(model.parameters()), IDS),
+    "step memory": lambda model: step_memory(
+        model, lambda ids, _: model(ids).sum(), torch.optim.AdamW(model.parameters()), IDS
+    ),
 }
 
 

@@ -27,6 +27,7 @@ from rehead.data.hold import hold
 from rehead.errors import InvalidInput
 from rehead.study import Preset, jobs, maps
 from rehead.study.claims import compare
+from rehead.study.costs import known_costs
 from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
 from rehead.study.prompt import prompt_note
 from typed_lines import typed
@@ -106,6 +107,8 @@ def test_numbers_are_those_of_the_models(whole, here):
     assert latent["runs"][0]["certificate"]["kl"] > 0
     assert latent["costs"]["kv_bytes_per_token"] * 4 == two["costs"]["kv_bytes_per_token"]
     assert (healed["from"], healed["kind"], latent["kind"]) == ("Latent", "healed", "converted")
+    sizes = [one["costs"]["parameters"] for one in (healed, two)]
+    assert healed["costs"]["memory"]["weights"] == 4 * sum(sizes), "a step asks the teacher"
 
 
 def test_what_is_converted_is_measured_as_what_is_trained(whole, here):
@@ -145,6 +148,19 @@ def test_what_is_done_is_not_done_again(whole, here, monkeypatch):
     monkeypatch.setattr("rehead.study.costs.costs", lambda jobs: 1 / 0)
     assert main([*TINY, "system.work_dir=whole"]) == 0
     assert stamps(whole) == before
+
+
+def test_costs_of_another_format_are_measured_again(whole, here):
+    """Older ones left out the teacher, and what `trainer.recompute` saves."""
+    planned, file = jobs(Preset.read("tiny.yaml"), ["system.work_dir=whole"]), whole / "costs.json"
+    before = file.read_text()
+    known = known_costs(planned)
+    assert known is not None
+    try:
+        file.write_text(json.dumps({key: value for key, value in known.items() if key != "format"}))
+        assert known_costs(planned) is None
+    finally:
+        file.write_text(before)
 
 
 def test_the_text_of_a_run_stays_the_one_it_was_trained_on(whole, here):

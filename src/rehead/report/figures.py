@@ -131,8 +131,8 @@ class Figures:
         flat = len(activations) > 1 and max(activations) - min(activations) <= FLAT * max(activations)
         notes = [
             "KV cache: held after a full context, in generation. Activations: what the forward pass saves for the "
-            "backward pass. Peak: all tensors at the peak of a training step: weights, gradients, optimizer moments, "
-            "activations and temporary results, without the memory of Python and torch.",
+            "backward pass. Peak: all tensors at the peak of a training step: weights, also those of a teacher, "
+            "gradients, optimizer moments, activations and temporary results, without the memory of Python and torch.",
             "Fewer KV heads shrink the cache and, a little, the weights. They do not shrink the activations: every "
             "query head still has its own row of scores and its own output, so expect a flat curve there, and a "
             "peak that hardly changes." + (" Here the activations are flat." if flat else ""),

@@ -20,14 +20,18 @@ from rehead.measure.environment import environment
 from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
+from rehead.model import LanguageModel, modes_kept
 from rehead.stages import staged
 from rehead.study.begun import read
 from rehead.study.job import Job, firsts
 from rehead.study.work import load
+from rehead.training.frozen import freeze
 from rehead.training.loop import Trainer
+from rehead.training.start import read_teacher
 
 Record = dict[str, Any]
-FILE = "costs.json"
+FILE, FORMAT = "costs.json", 2
+"""Costs of another format are measured again."""
 ROUNDS = 3
 SHOWN_LENGTHS = 8
 
@@ -35,7 +39,7 @@ SHOWN_LENGTHS = 8
 def known_costs(jobs: Sequence[Job]) -> Record | None:
     """Return what `measure_costs` wrote; None if there is nothing, or a job has changed since."""
     known = read(jobs[0].place / FILE)
-    if known is None or known.get("of") != _described(jobs) or "environment" not in known:
+    if known is None or (known.get("format"), known.get("of")) != (FORMAT, _described(jobs)):
         return None
     return known
 
@@ -43,6 +47,7 @@ def known_costs(jobs: Sequence[Job]) -> Record | None:
 def measure_costs(jobs: Sequence[Job], *, serving: bool) -> Record:
     """Measure the first job of every variant; return and write `costs`, what they are `of`, and the `environment`."""
     known = {
+        "format": FORMAT,
         "of": _described(jobs),
         "environment": environment(),
         "costs": costs(firsts(jobs), serving=serving),
@@ -77,13 +82,18 @@ def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -
     return by_variant
 
 
+def _trainer(job: Job, model: LanguageModel) -> Trainer:
+    """Return a trainer that takes the steps of a trained or healed job."""
+    freeze(model, job.options.trainer)
+    return Trainer(model, job.options.trainer, read_teacher(job.options, model, model.device))
+
+
 class _Subject:
     """A model to measure, and its trainer; the changed weights are not saved."""
 
     def __init__(self, job: Job, serving: bool) -> None:
         self.job, self.model, self.serving = job, load(job), serving
-        trained = job.is_trained and not serving
-        self.trainer = Trainer(self.model, job.options.trainer) if trained else None
+        self.trainer = _trainer(job, self.model) if job.is_trained and not serving else None
         self.n_token = job.options.data.block_size
 
     def sizes(self) -> Record:
@@ -92,7 +102,9 @@ class _Subject:
         config = model.config
         memory = None
         if self.trainer is not None:
-            memory = step_memory(model, self.trainer.optimizer, self._ids())
+            with modes_kept(model):
+                model.train(self.trainer.teacher is None)
+                memory = step_memory(model, self.trainer.objective, self.trainer.optimizer, self._ids())
             memory |= {key: cost.kept_bytes for key, cost in self._attention().items()}
         return {
             "context": n_token,
