@@ -15,11 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import rehead
 from rehead import checkpoint
 from rehead.cli import main
+from rehead.config import ModelOptions
 from rehead.conversion.certificate import Certificate
 from rehead.errors import InvalidInput
+from rehead.model import build
+from rehead.report.figures import Figures
 from rehead.study import Preset, jobs, one_source
+from rehead.tokenizer import train
 from typed_lines import typed
 
 # A whole demo is made for the first test: in 20 s, or 120 beside six other processes.
@@ -203,6 +208,27 @@ def test_a_model_that_is_there_is_studied_untouched(demo, here, capsys):
     assert all(
         word in said for word in ("source=", "gqa-exported", "gqa-healed", "another system.work_dir")
     ), said
+
+
+def test_sizes_of_a_source_in_bfloat16_are_its_own(here, capsys):
+    """In the costs, the plan and the chart of weights: two bytes a number, as predicted so held."""
+    tokenizer = train("char", Path("input.txt").read_text())
+    model = build(ModelOptions(n_layer=2, n_embd=12, n_query_head=2).resolve(tokenizer.vocab_size, 16))
+    rehead.save(model.bfloat16(), "low", files={"tokenizer.json": tokenizer.to_json()})
+    variants = "  Source: {source: low}\n  MQA: {from: Source, convert: {to: mqa}}\n"
+    run = "run: {data: {path: input.txt, block_size: 16}, trainer: {batch_size: 2, eval_batches: 1}}\n"
+    Path("low.yaml").write_text(f"about: Low.\n{run}variants:\n{variants}prompt: O God\nnew_tokens: 2\n")
+    assert main(["study", "--preset", "low.yaml", "system.work_dir=low-study", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for one, width in zip(document["variants"], (12, 6), strict=True):
+        costs = one["costs"]
+        assert costs["kv_bytes_per_token"] == 2 * 2 * width * 2
+        assert costs["cache_bytes"] == costs["cache_bytes_held"] == 16 * costs["kv_bytes_per_token"]
+        assert costs["weight_bytes"] == 2 * costs["parameters"]
+        (weights,) = (chart for chart in Figures(document).memory([one]).charts if chart.title == "Weights")
+        assert weights.series[0].x == [costs["weight_bytes"] / 2**20]
+    planned = document["conversion"]["plan"]
+    assert (planned["dtype"], planned["rows"][0]["kv_bytes_per_token"]) == ("bfloat16", 96)
 
 
 TWICE = """

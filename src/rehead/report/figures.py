@@ -107,7 +107,7 @@ class Figures:
             (
                 "Weights",
                 "MiB",
-                [(variant, 4 * variant["costs"]["parameters_counted"]) for variant in variants],
+                [(variant, variant["costs"]["weight_bytes"]) for variant in variants],
             ),
             (
                 "Activations",

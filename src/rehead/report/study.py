@@ -75,9 +75,9 @@ def _present_trained(document: Record) -> None:
     ]
     seeds = max(len(variant["runs"]) for variant in variants)
     notes = (
-        f"val loss in nats per token{f', mean and range of {seeds} seeds' if seeds > 1 else ''}. KV bytes in float32 "
-        "over all layers: the cache after a full context divided by its length; an RNN keeps one state instead. "
-        "tok/s: greedy, one sequence, medians."
+        f"val loss in nats per token{f', mean and range of {seeds} seeds' if seeds > 1 else ''}. KV bytes over all "
+        "layers: the cache after a full context divided by its length; an RNN keeps one state instead. tok/s: "
+        "greedy, one sequence, medians."
     )
     show(document["about"], HEADER, rows, notes)
     for finding in findings(document):

@@ -97,9 +97,9 @@ class _Subject:
         self.n_token = job.options.data.block_size
 
     def sizes(self) -> Record:
-        """Return sizes by formula and as measured."""
+        """Return sizes by formula and as measured, in the model's dtype."""
         model, n_token = self.model, self.n_token
-        config = model.config
+        config, dtype = model.config, model.head.weight.dtype
         memory = None
         if self.trainer is not None:
             with modes_kept(model):
@@ -110,8 +110,9 @@ class _Subject:
             "context": n_token,
             "parameters": parameters(config),
             "parameters_counted": sum(weight.numel() for weight in model.parameters()),
-            "kv_bytes_per_token": kv_bytes_per_token(config),
-            "cache_bytes": cache_bytes(config, n_token),
+            "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
+            "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
+            "cache_bytes": cache_bytes(config, n_token, dtype=dtype),
             "cache_bytes_held": held_cache_bytes(model, n_token),
             "flops_per_token": forward_flops(config, n_token),
             "rebuilds_keys": isinstance(config, GPTConfig)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rehead.config import GPTConfig
-from rehead.conversion.folder import read_plannable
+from rehead.conversion.folder import plannable_dtype, read_plannable
 from rehead.conversion.plan import plan
 from rehead.measure import parameters
 from rehead.study.claims import claim
@@ -87,10 +87,12 @@ def _conversion(jobs: Sequence[Job]) -> Record | None:
     source = one_source(jobs)
     if source is None:
         return None
+    config, dtype = read_plannable(source.model), plannable_dtype(source.model)
+    planned = plan(config, source.options.data.block_size, dtype=dtype)
     return {
         "source": source.variant,
         "architecture": describe_model(source.model),
-        "plan": asdict(plan(read_plannable(source.model), source.options.data.block_size)),
+        "plan": asdict(planned),
         "exports": [
             {
                 "variant": job.variant,
