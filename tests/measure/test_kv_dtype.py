@@ -58,7 +58,7 @@ def in_e4m3(x):
     after = np.minimum(first + 1, len(table) - 1)
     tied = np.take_along_axis(off, after[..., None], -1)[..., 0] == off.min(-1)
     best = np.where(tied & (first % 2 == 1), after, first)
-    return np.sign(x) * table[best]
+    return (np.sign(x) * table[best]).astype(x.dtype)
 
 
 def in_bf16(x):
@@ -69,7 +69,7 @@ def in_bf16(x):
 
 
 def in_int8(x):
-    scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float32).astype(float)
+    scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float32).astype(x.dtype)
     return np.rint(x / scale) * scale
 
 
@@ -81,7 +81,7 @@ def in_q8_0(x):
 
 def in_fp8_ds_mla(x):
     groups = x[..., :128].reshape(*x.shape[:-1], -1, 128)
-    scale = (np.abs(groups).max(-1, keepdims=True) / 448).astype(np.float32).astype(float)
+    scale = (np.abs(groups).max(-1, keepdims=True) / 448).astype(np.float32).astype(x.dtype)
     latent = (in_e4m3(groups / scale) * scale).reshape(*x.shape[:-1], -1)
     return np.concatenate([latent, in_bf16(x[..., 128:])], -1)
 
@@ -117,6 +117,15 @@ def test_numbers_are_rounded_as_others_do(kind):
     found = kv_dtypes[kind]().rounded(LATENT["mla, rope"], rows)
     assert torch.equal(found, oracle(kind)(rows))
     assert kind == "fp32" or not torch.equal(found, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ORACLES)
+def test_scales_of_a_16_bit_model_are_no_coarser(kind, dtype):
+    """They are in float32; only what is read back is rounded to the model's dtype."""
+    rows = (torch.randn(64, 160) * torch.exp(torch.linspace(-4, 4, 64))[:, None]).to(dtype)
+    found = kv_dtypes[kind]().rounded(LATENT["mla, rope"], rows)
+    assert torch.equal(found, oracle(kind)(rows.float()).to(dtype))
 
 
 @pytest.mark.parametrize("kind", ORACLES)

@@ -117,8 +117,8 @@ class Int8(KVDtype):
 
     def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
         """Return the nearest multiples of the scale, by which the largest number is 127."""
-        scale = (rows.abs().amax(-1, keepdim=True) / 127).float().to(rows.dtype)
-        return (rows / torch.where(scale > 0, scale, 1)).round().clamp(-127, 127) * scale
+        whole, scale = _scaled(rows, 127.0)
+        return (whole.round() * scale).to(rows.dtype)
 
 
 @kv_dtypes.add("q8_0")
@@ -168,11 +168,19 @@ class DeepSeekFloat8(KVDtype):
         """Return the nearest multiples of each scale, by which a group's largest number is 448; and bfloat16."""
         assert isinstance(layer, LatentConfig)
         latent, rotary = rows.split([layer.kv_lora_rank, rows.shape[-1] - layer.kv_lora_rank], -1)
-        groups = latent.unflatten(-1, (-1, GROUP))
-        scale = (groups.abs().amax(-1, keepdim=True) / LARGEST_FP8).float().to(rows.dtype)
-        whole = (groups / torch.where(scale > 0, scale, 1)).clamp(-LARGEST_FP8, LARGEST_FP8)
-        whole = whole.to(torch.float8_e4m3fn).to(rows.dtype)
-        return torch.cat([(whole * scale).flatten(-2), rotary.to(torch.bfloat16).to(rows.dtype)], -1)
+        whole, scale = _scaled(latent.unflatten(-1, (-1, GROUP)), LARGEST_FP8)
+        read = whole.to(torch.float8_e4m3fn).to(whole.dtype) * scale
+        return torch.cat([part.to(rows.dtype) for part in (read.flatten(-2), rotary.to(torch.bfloat16))], -1)
+
+
+def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Return rows as multiples of a float32 scale, by which the largest is `largest`, and that scale.
+
+    Both are in float32 at least: a scale in bfloat16 would shift all numbers of its row.
+    """
+    exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    scale = (exact.abs().amax(-1, keepdim=True) / largest).float().to(exact.dtype)
+    return (exact / torch.where(scale > 0, scale, 1)).clamp(-largest, largest), scale
 
 
 class RoundedCache(LayerCache):

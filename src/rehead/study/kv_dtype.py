@@ -24,7 +24,8 @@ from rehead.study.work import load, validation_blocks
 from rehead.tokenizer import open_model
 
 Record = dict[str, Any]
-FILE = "kv_dtype.json"
+FILE, FORMAT = "kv_dtype.json", 2
+"""Losses of another format are measured again."""
 TOKENS = 16_384
 """Tokens read of the text of conversions, at most; windows are spread evenly over it."""
 
@@ -76,7 +77,8 @@ def _described(preset: Preset, jobs: Sequence[Job]) -> Record:
     models = [[job.variant, job.description()] for job in _asked(preset, jobs)]
     conversion = _first_conversion(jobs, jobs[0].seed)
     text = None if conversion is None else conversion.description()
-    return dict(json.loads(json.dumps({"formats": preset.kv_dtype, "models": models, "text": text})))
+    described = {"format": FORMAT, "formats": preset.kv_dtype, "models": models, "text": text}
+    return dict(json.loads(json.dumps(described)))
 
 
 def _sizes(model: LanguageModel, n_token: int, names: Sequence[str]) -> Record:
