@@ -762,13 +762,26 @@ def test_bfloat16_computes_low_and_keeps_float32_weights():
     assert {weight.dtype for weight in rehead.load("low").parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["cuda", "mps", "tpu", "cuda:99", ""])
+@pytest.mark.parametrize("name", ["cuda", "tpu", "cuda:99", ""])
 def test_a_device_that_is_not_there(name):
     kind = name.partition(":")[0]
     if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
         pytest.skip("it is there")
     with pytest.raises(UsageError, match=f"device={name}: this machine has .*cpu. Use one of them, or auto"):
         choose_device(name)
+
+
+def test_apple_s_gpu_has_no_float64_and_is_neither_chosen_nor_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto").type == "cpu"
+    for name in ("mps", "mps:0"):
+        with pytest.raises(
+            UsageError, match=rf"device={name}: .* float64, which mps does not have\. Use cpu"
+        ):
+            choose_device(name)
+    with pytest.raises(UsageError, match="device=cuda: this machine has cpu"):
+        choose_device("cuda")
 
 
 def test_a_short_context_cuts_the_default_prompt_of_samples(tmp_path):

@@ -80,7 +80,7 @@ def load(
     """Return the model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.huggingface`; a path
-    that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda, mps or auto.
+    that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda or auto.
     Weights are converted to `dtype`; without one they keep theirs, or, if there are several, all get the widest; a
     router's correction bias always keeps its own. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a

@@ -17,7 +17,7 @@ Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSO
 Dtype = Literal["fp32", "bf16", "fp16"]
 KVFormat = Literal["fp32", "bf16", "fp16", "fp8", "int8", "q8_0", "fp8_ds_mla"]
 LENGTH = "[default: the run's block size or, without a run, the model's, at most 2048]"
-DEVICE = "cpu, cuda, cuda:N, mps, or auto for the fastest available"
+DEVICE = "cpu, cuda, cuda:N, or auto: cuda if the machine has it"
 app = App(
     name="rehead",
     version=__version__,

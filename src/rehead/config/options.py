@@ -85,7 +85,7 @@ class TrainerOptions:
     grad_norm_clip: float = 1.0
     """a gradient with a larger norm is scaled down to this norm"""
     device: str = "auto"
-    """cpu, cuda, cuda:N, mps, or auto: cuda or mps if the machine has one"""
+    """cpu, cuda, cuda:N, or auto: cuda if the machine has it"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 for autocast: the weights stay in float32"""
     parallel: Literal["none", "ddp", "fsdp"] = "none"

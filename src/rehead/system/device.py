@@ -7,13 +7,21 @@ from rehead.system.machine import available_memory
 
 
 def choose_device(name: str) -> torch.device:
-    """Return cuda, mps or cpu for `auto`, else the named device. Raises UsageError if this machine lacks it."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """Return cuda or, without it, cpu for `auto`, else the named device.
+
+    Raises UsageError if this machine lacks it, and for mps, which has no float64.
+    """
+    available = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if name == "auto":
-        return torch.device(next(kind for kind, exists in available.items() if exists))
+        return torch.device(available[0])
     kind, _, index = name.partition(":")
-    if not available.get(kind, False):
-        names = ", ".join(kind for kind, exists in available.items() if exists)
+    if kind == "mps":
+        raise UsageError(
+            f"device={name}: rehead computes angles of rope and sums of losses in float64, which mps does not have. "
+            "Use cpu."
+        )
+    if kind not in available:
+        names = ", ".join(available)
         raise UsageError(f"device={name}: this machine has {names}. Use one of them, or auto.")
     if name == kind:
         return torch.device(name)
@@ -32,7 +40,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device; mps has the machine's."""
+    """Return the bytes that can still be allocated on a device; a CPU has the machine's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
