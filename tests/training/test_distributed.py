@@ -228,8 +228,8 @@ loop.build_optimizer = lambda model, options: torch.optim.SGD(model.parameters()
 found = {}
 with ranks_of(flags.read(every)) as ranks:
     for model_flags in models:
-        options = flags.read([*every, *model_flags])
-        model = start_model(options.model, 31, options.data.block_size, 0)
+        options = flags.read([*every, *model_flags, "system.seed=0"])
+        model = start_model(options, 31, torch.device("cpu"))
         trainer = loop.Trainer(model, options.trainer, None, ranks)
         ids = torch.randint(31, (4000,), generator=torch.Generator().manual_seed(1)).numpy()
         batches = BatchSampler(ids, options.data.block_size, options.trainer.batch_size, 0)

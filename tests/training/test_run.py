@@ -23,17 +23,19 @@ from rehead.errors import (
     Interrupted,
     InvalidInput,
     NumericError,
+    ResourceError,
     UsageError,
 )
-from rehead.measure import evaluate
+from rehead.measure import evaluate, parameters
 from rehead.model import build
+from rehead.system import memory
 from rehead.system.device import choose_device
 from rehead.tokenizer import Tokenizer
 from rehead.training import state, train
 from rehead.training.folder import RunFolder
 from rehead.training.loop import Trainer
 from rehead.training.optimizer import build_optimizer, learning_rate
-from rehead.training.start import located
+from rehead.training.start import located, require_step, start_model
 
 TEXT = "".join(f"Line {i}: to be, or not to be; that is {i * 7 % 13}.\n" for i in range(60))
 TINY = [
@@ -782,6 +784,33 @@ def test_apple_s_gpu_has_no_float64_and_is_neither_chosen_nor_taken(monkeypatch)
             choose_device(name)
     with pytest.raises(UsageError, match="device=cuda: this machine has cpu"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize("kind", ["gpt", "rnn"])
+def test_a_gpu_needs_of_the_machine_s_memory_only_what_the_weights_take(kind, monkeypatch):
+    """Gradients and moments are counted where they will be: on a CPU with the weights, on a GPU beside them."""
+    options = read([f"model.type={kind}", "model.n_embd=48", "data.block_size=8", "trainer.batch_size=1"])
+    n_bytes = 4 * parameters(options.model.resolve(31, 8))
+    free = dict.fromkeys(("cpu", "cuda"), 0)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free[device.type])
+
+    def begin(device, cpu, gpu=0):
+        free.update(cpu=cpu, cuda=gpu)
+        return start_model(options, 31, torch.device(device))
+
+    with pytest.raises(ResourceError, match=r"weights \d+ MB, gradients and moments \d+ MB"):
+        begin("cpu", 4 * n_bytes - 1)
+    with pytest.raises(ResourceError, match=r"\(weights \d+ MB\)"):
+        begin("cuda", n_bytes - 1)
+    model = begin("cuda", n_bytes)
+    for device in ("cuda", "cpu"):
+        free[device] = 3 * n_bytes - 1
+        with pytest.raises(
+            ResourceError, match=r"a step of 1 x 8 tokens .*\(gradients and moments .* Use .*model"
+        ):
+            require_step(options, model, torch.device(device))
+    free["cuda"] = 3 * n_bytes + 2**20
+    require_step(options, model, torch.device("cuda"))
 
 
 def test_a_short_context_cuts_the_default_prompt_of_samples(tmp_path):

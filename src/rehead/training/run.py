@@ -78,9 +78,7 @@ class Run:
         self.tokenizer, self.tokens = ranks.text(options, folder, checkpoint)
         self.split: Split = split(self.tokens.ids, data.block_size, data.val_fraction)
         if checkpoint is None:
-            model = start_model(
-                options.model, self.tokenizer.vocab_size, data.block_size, seed, in_memory=not ranks.sharded
-            )
+            model = start_model(options, self.tokenizer.vocab_size, device, in_memory=not ranks.sharded)
         else:
             require_same_run(checkpoint, folder.config, options, self.tokens.sha256)
             model = own.load(checkpoint, in_memory=not ranks.sharded)

@@ -59,20 +59,21 @@ def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tupl
 
 
 def start_model(
-    options: ModelOptions, vocab_size: int, block_size: int, seed: int, *, in_memory: bool = True
+    run: RunOptions, vocab_size: int, device: torch.device, *, in_memory: bool = True
 ) -> LanguageModel:
-    """Return a model with fresh weights from `seed`, or with those of `pretrained_folder`.
+    """Return a model on the CPU with fresh weights from the run's seed, or with those of `pretrained_folder`.
 
     With `pretrained_folder` the vocabulary has that model's size, which may be padded beyond the
     tokenizer's. With `folder` the result is the model in that folder, of which `in_memory=False` leaves the weights
-    there.
+    there. Raises ResourceError, before allocating, for a new model too large for this machine's memory; gradients and
+    moments count if `device`, which is to train it, is a CPU.
     """
-    torch.manual_seed(seed)
+    options, block_size = run.model, run.data.block_size
+    torch.manual_seed(run.system.seed)
     if options.folder is not None:
         options.require_folder_only()
-        model = load(
-            options.folder, dtype=torch.float32, in_memory=in_memory
-        )  # bfloat16 would round most steps away
+        # bfloat16 would round most steps away
+        model = load(options.folder, dtype=torch.float32, in_memory=in_memory)
         limit = model.config.block_size
         if block_size > limit:
             raise ConfigError(
@@ -82,7 +83,7 @@ def start_model(
     place = options.pretrained_folder
     trained = None if place is None else load(place)
     config = options.resolve(trained.config.vocab_size if trained else vocab_size, block_size)
-    _require_memory(config)
+    _require_memory(config, device)
     model = build(config)
     if place is not None and trained is not None:
         _warm_start(model, trained, place)
@@ -154,10 +155,12 @@ def require_same_run(checkpoint: Path, config: Path, options: RunOptions, text: 
                 )
 
 
-def _require_memory(config: ModelConfig) -> None:
-    """Raise ResourceError, before allocating, for a model too large to train in this machine's memory."""
+def _require_memory(config: ModelConfig, device: torch.device) -> None:
+    """Raise ResourceError for a model too large for this machine's memory, which has only its weights beside a GPU."""
     n_parameter = parameters(config)
-    parts = {"weights, gradients and AdamW's moments": n_parameter * TRAINING_BYTES}
+    parts: dict[str, int | float] = {"weights": n_parameter * FLOAT}
+    if device.type == "cpu":
+        parts["gradients and moments"] = n_parameter * (TRAINING_BYTES - FLOAT)
     require_memory(
         f"training {n_parameter:,} parameters", parts, "Use a smaller model.n_embd or model.n_layer."
     )
@@ -166,28 +169,26 @@ def _require_memory(config: ModelConfig) -> None:
 def require_step(
     options: RunOptions, model: LanguageModel, device: torch.device, world: int = 1, *, sharded: bool = False
 ) -> None:
-    """Raise ResourceError, before the first step, for batches that do not fit the memory beside the weights.
+    """Raise ResourceError, before the first step, for what does not fit the device's memory beside the weights.
 
-    A GPU has one of `world` shares of the batch and, `sharded`, of the weights; processes on a CPU have one memory.
+    Of an RNN these are the gradients and moments. A GPU has one of `world` shares of the batch and, `sharded`, of the
+    weights; processes on a CPU have one memory.
     """
     config, size, length = model.config, options.trainer.batch_size, options.data.block_size
-    if not isinstance(config, GPTConfig):
-        return
     shares = 1 if device.type == "cpu" else world
     size //= shares
     n_parameter = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    recompute = options.trainer.recompute
-    require_memory(
-        f"a step of {size} x {length:,} tokens",
-        {
-            "gradients and moments": n_parameter * (TRAINING_BYTES - FLOAT) / (shares if sharded else 1),
-            "activations": step_bytes(config, size, length, recompute=recompute),
-            "logits": 2 * loss_bytes(config, size * length, torch.float32),
-        },
-        "Use " + "trainer.recompute=True, or " * (not recompute) + "a smaller trainer.batch_size (with "
-        "trainer.grad_accumulation for as many tokens) or data.block_size.",
-        device,
-    )
+    parts = {"gradients and moments": n_parameter * (TRAINING_BYTES - FLOAT) / (shares if sharded else 1)}
+    way_out = "Use a smaller model.n_embd or model.n_layer."
+    if isinstance(config, GPTConfig):
+        recompute = options.trainer.recompute
+        parts["activations"] = step_bytes(config, size, length, recompute=recompute)
+        parts["logits"] = 2 * loss_bytes(config, size * length, torch.float32)
+        way_out = (
+            "Use " + "trainer.recompute=True, or " * (not recompute) + "a smaller trainer.batch_size (with "
+            "trainer.grad_accumulation for as many tokens), data.block_size or model."
+        )
+    require_memory(f"a step of {size} x {length:,} tokens", parts, way_out, device)
 
 
 def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> None:
