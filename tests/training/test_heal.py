@@ -298,6 +298,16 @@ def test_what_is_healed_in_float32_is_certified_so(capsys):
     assert "384" in page
 
 
+def test_no_steps_leave_a_certificate(capsys):
+    """Its figures are those of the conversion, on the same text."""
+    assert heal("trainer.max_iters=0", "system.work_dir=as-it-was") == 0
+    assert "certificate   as-it-was/" in capsys.readouterr().out
+    before, after = certificate("mqa"), certificate("as-it-was")
+    assert after["healing"][0]["steps"] == 0
+    assert after["loss"] == pytest.approx(before["loss"])
+    assert (resolve(Path("as-it-was")) / "CONVERSION.md").is_file()
+
+
 def test_a_teacher_is_followed_without_dropout():
     """And without one there is dropout, as in any training."""
     from rehead.config import TrainerOptions

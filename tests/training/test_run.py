@@ -125,6 +125,11 @@ def metrics(folder):
     return [json.loads(line, parse_constant=no_constant) for line in lines]
 
 
+def metrics_of(records):
+    """Those in metrics.jsonl."""
+    return [record for record in records if record.get("event") not in ("save", "sample")]
+
+
 def deterministic(records):
     """All that does not depend on the clock, the machine or how often a run was begun."""
     timed = {"seconds", "rss_bytes", "rss_peak_bytes"}
@@ -186,7 +191,7 @@ def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on():
     run("whole", "trainer.max_iters=8")
     run("a")
     before = everything("a")
-    assert [record.get("event") for record in resume("a")] == ["start", "end"]
+    assert [record.get("event") for record in resume("a")] == ["start", None, "end"]
     assert everything("a") == before
     resume("a", "trainer.max_iters=8")
     assert everything("a") == everything("whole")
@@ -539,12 +544,24 @@ def test_without_validation_the_training_loss_is_what_there_is():
 
 
 def test_no_steps_save_the_model_as_drawn():
-    start, *_, save, end = run("a", "trainer.max_iters=0")
+    start, evaluation, save, end = run("a", "trainer.max_iters=0")
     assert (start["step"], save["event"], end["step"]) == (0, "save", 0)
+    assert metrics("a") == [start, evaluation, end]
     torch.manual_seed(3407)
     drawn = build(options("a").model.resolve(len(set(TEXT)), 10))
     for name, weight in rehead.load("a").state_dict().items():
         assert torch.equal(weight, drawn.state_dict()[name])
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_is_recorded_is_yielded_also_by_a_finished_run(steps):
+    flags = [f"trainer.max_iters={steps}", "trainer.sample_every=0"]
+    first = metrics_of(run("a", *flags))
+    assert metrics("a") == first
+    again = metrics_of(resume("a", *flags))
+    assert [record.get("event") for record in again] == ["start", None, "end"]
+    assert metrics("a")[-3:] == again
+    assert again[-1] == first[-1]
 
 
 def test_losses_are_of_fixed_blocks_without_dropout():

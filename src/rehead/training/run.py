@@ -156,30 +156,29 @@ class Run:
         """Train and evaluate to the end; raise Abandoned, between two steps, once `stop` has a signal."""
         options, trainer, last = self.options.trainer, self.trainer, None
         if trainer.step == 0:
-            yield self._log(self._evaluation(stop))
+            yield (last := self._log(self._evaluation(stop)))
             if options.max_iters == 0:
-                yield from self.saver.save(self._snapshot())
+                yield from self.saver.save(self._snapshot(self._certificate(stop)))
         while self.owed or trainer.step < options.max_iters:
             if not self.owed:
                 yield self._log(self._advance(stop))
                 yield from self.saver.finished()
             done = trainer.step == options.max_iters
             if done or trainer.step % options.eval_every == 0:
-                last = self._log(self._evaluation(stop))
-                yield last
+                yield (last := self._log(self._evaluation(stop)))
             if options.sample_every and (done or trainer.step % options.sample_every == 0):
                 with stop.abandonable():
                     sample = self._sample()
                 yield sample
             if done or trainer.step % options.save_every == 0:
-                with stop.abandonable():
-                    certificate = self._certificate() if done else {}
+                certificate = self._certificate(stop) if done else {}
                 save = self.saver.begin if options.save_async and not done else self.saver.save
                 yield from save(self._snapshot(certificate))
             self.owed = False
             if not done:
                 stop.check()
-        last = last or self._log(self._evaluation(stop))
+        if last is None:  # a finished run, resumed
+            yield (last := self._log(self._evaluation(stop)))
         yield self._log({"event": "end", **last, "best_val_loss": self.best})
 
     def _advance(self, stop: Stop) -> dict[str, Any]:
@@ -281,15 +280,16 @@ class Run:
         texts = {"tokenizer.json": self.tokenizer.to_json(), **self.carried, **(certificate or {})}
         return Snapshot(model=model, tensors=tensors, numbers=numbers, texts=texts)
 
-    def _certificate(self) -> dict[str, str]:
+    def _certificate(self, stop: Stop) -> dict[str, str]:
         """Return the certificate files of a healed model; none for other runs."""
         trainer = self.trainer
         if self.certificate is None or trainer.teacher is None or len(self.split.val) < 2:
             return {}
         given = self.certificate, self.options, trainer.model, trainer.teacher, trainer.step, self.split.val
-        files: dict[str, str] = self.ranks.apart(
-            trainer.objective, lambda: healed_files(*given, self.tokenizer)
-        )
+        with stop.abandonable():
+            files: dict[str, str] = self.ranks.apart(
+                trainer.objective, lambda: healed_files(*given, self.tokenizer)
+            )
         return files
 
     def _log(self, record: dict[str, Any]) -> dict[str, Any]:
