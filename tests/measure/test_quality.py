@@ -176,15 +176,18 @@ def test_what_is_no_stride_or_no_text_of_the_model(model):
         evaluate_text(model, [1])
 
 
-def test_a_length_nobody_gave():
+def test_a_length_nobody_gave(tmp_path):
     def config(block_size):
         return ModelOptions(n_layer=1).resolve(V, block_size)
 
     assert text_length(config(128)) == 128
     assert text_length(config(131_072)) == 2048
-    assert text_length(config(131_072), trained=4096) == 4096
-    assert text_length(config(1000), trained=4096) == 1000
-    assert text_length(config(131_072), 100_000, 64) == 100_000
+    assert text_length(config(131_072), folder=tmp_path) == 2048, "not a run"
+    (tmp_path / "config.yaml").write_text("data: {block_size: 4096}\n")
+    assert text_length(config(131_072), folder=tmp_path) == 4096
+    assert text_length(config(131_072), folder=tmp_path / "checkpoints/step-000001") == 4096
+    assert text_length(config(1000), folder=tmp_path) == 1000
+    assert text_length(config(131_072), 100_000, tmp_path) == 100_000
     for length in (0, 129, True):
         with pytest.raises(ConfigError, match=rf"length={length}: .* block_size=128 .*Use 1 to 128"):
             text_length(config(128), length)

@@ -50,7 +50,6 @@ def check(
     """
     import torch
 
-    from rehead.checkpoint.find import run_data
     from rehead.conversion.finite import require_finite
     from rehead.measure.length import text_length
     from rehead.measure.served import compared, verdicts
@@ -64,8 +63,7 @@ def check(
     with tempfile.TemporaryDirectory() as scratch, Board(f"checking {folder}"):
         opened = open_model(folder, device=chosen, dtype=torch.float32)
         require_finite(opened.model)
-        run = run_data(folder)
-        length = text_length(opened.model.config, length, None if run is None else run.block_size)
+        length = text_length(opened.model.config, length, folder)
         name, ids = _text(folder, opened, data, length, Path(scratch))
         found = verdicts(opened.model, kinds, ids, length, opened.require_tokenizer().bos)
     tokens = compared(ids, length)

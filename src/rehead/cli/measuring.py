@@ -108,7 +108,6 @@ def bench(
         rehead bench out/run --prompt-lengths 16 64 --batch 1 8 --new-tokens 32
     """
     from rehead.checkpoint import load
-    from rehead.checkpoint.find import run_data
     from rehead.measure.bench import bench as measure
     from rehead.measure.bench import require_sizes, usual_sizes
     from rehead.measure.environment import environment
@@ -120,8 +119,7 @@ def bench(
 
     with Board(f"loading {model}"):
         read = load(model, device=choose_device(device), dtype=None if dtype is None else torch_dtype(dtype))
-        run = run_data(model)
-        length = text_length(read.config, length, None if run is None else run.block_size)
+        length = text_length(read.config, length, model)
         usual_lengths, usual_new = usual_sizes(length)
         lengths, n_new = prompt_lengths or usual_lengths, usual_new if new_tokens is None else new_tokens
         each = [(length, many, n_new, rounds) for many in batch for length in lengths]

@@ -25,7 +25,6 @@ def evaluate_data(
     json: bool,
 ) -> None:
     """Measure how well the model in a folder predicts a text, and print the results."""
-    from rehead.checkpoint.find import run_data
     from rehead.data import Source, tokenize
     from rehead.measure import evaluate_text
     from rehead.measure.length import text_length
@@ -40,8 +39,7 @@ def evaluate_data(
     with tempfile.TemporaryDirectory() as scratch, Board():
         opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
         model, tokenizer = opened.model, opened.require_tokenizer()
-        run = run_data(folder)
-        length = text_length(model.config, length, None if run is None else run.block_size)
+        length = text_length(model.config, length, folder)
         tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
         exact = model
         if stored_as is not None:

@@ -9,7 +9,6 @@ import torch
 
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
-from rehead.checkpoint.find import run_data
 from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads, require_seed
@@ -56,9 +55,7 @@ class FolderConverter:
         self.source, self.tokenizer = source, opened.tokenizer
         self.carried = opened.texts() | {CARD: carried(source, opened.folder)}
         self.read = Source(opened.model, opened.folder)
-        data = run_data(source)
-        trained = None if data is None else data.block_size
-        window = text_length(require_heads(opened.model), length, trained)
+        window = text_length(require_heads(opened.model), length, source)
         self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test)
         self.named = bool(calibration)
         made_of = {
@@ -218,9 +215,9 @@ def require_apart(source: Path, destination: Path) -> None:
 
 def _require_sensible(source: Path, target: Target, length: int | None) -> None:
     """Refuse what the source's config refuses, before its weights are looked over."""
-    config, data = read_at(source, own.read_config), run_data(source)
+    config = read_at(source, own.read_config)
     if isinstance(config, GPTConfig):
-        text_length(config, length, None if data is None else data.block_size)
+        text_length(config, length, source)
         for layer in dict.fromkeys(config.attention):
             target.attention(layer, config.n_embd)
 

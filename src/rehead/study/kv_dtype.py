@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rehead.checkpoint.find import run_data
 from rehead.conversion.blocks import blocks_of
 from rehead.conversion.reading import Reader
 from rehead.conversion.texts import SELF
@@ -106,8 +105,8 @@ def _blocks_of(conversion: Job) -> list[Batch]:
     """Return blocks of the text that a conversion was measured on."""
     assert conversion.parent is not None
     source, reading = conversion.parent.model, conversion.reading
-    opened, data = open_model(source, in_memory=False), run_data(source)
-    length = text_length(opened.model.config, None, None if data is None else data.block_size)
+    opened = open_model(source, in_memory=False)
+    length = text_length(opened.model.config, folder=source)
     test, fitted = reading.get("test"), reading.get("calibration", ())
     files = [text for text in fitted if text != SELF] or fitted
     with TemporaryDirectory() as scratch:

@@ -71,7 +71,7 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
         raise ConfigError(
             f"{teacher} is not a run folder, so it does not name a text to heal on. Give data.path=TEXT."
         )
-    usual = text_length(config, length, None if data is None else data.block_size)
+    usual = text_length(config, length, teacher)
     table.setdefault("data", {})["block_size"] = usual
     table["trainer"] |= _usual_batch(config, usual)
     if length is not None:
