@@ -12,11 +12,6 @@ from rehead.measure import logits
 from rehead.measure.logits import in_parts
 
 
-def fits(n_row: int, n_token: int) -> bool:
-    """Whether the logits of `n_row` rows over `n_token` tokens are few enough to hold at once."""
-    return n_row * n_token <= logits.LOGITS
-
-
 def cross_entropy(
     head: Callable[[Tensor], Tensor],
     hidden: Float[Tensor, "B L D"],
@@ -25,17 +20,14 @@ def cross_entropy(
 ) -> Float[Tensor, ""]:
     """Return the mean loss in nats per token; `head` gives logits of `n_token` tokens.
 
-    Too many logits are computed in parts, and the backward pass recomputes each part: that costs a third of the
-    head's time and saves two copies of all logits.
+    They are computed in parts, and the backward pass recomputes each part: that costs a third of the head's time and
+    saves two copies of all logits.
     """
-    rows, wanted = hidden.flatten(0, 1), targets.flatten()
-    if fits(len(rows), n_token):
-        return logits.cross_entropy(head, rows, wanted, "mean")
 
     def part(some: Tensor, their: Tensor) -> Tensor:
         return logits.cross_entropy(head, some, their, "sum")
 
-    return _mean(part, n_token, rows, wanted)
+    return _mean(part, n_token, hidden.flatten(0, 1), targets.flatten())
 
 
 def distillation(

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rehead.config import TrainerOptions
+from rehead.measure import logits
 from rehead.model import LanguageModel
 from rehead.model.gpt import GPT
-from rehead.training.loss import cross_entropy, distillation, fits
+from rehead.training.loss import cross_entropy, distillation
 
 
 class Objective(nn.Module):
@@ -36,13 +37,13 @@ class Objective(nn.Module):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
             if self._in_parts(inputs):
                 return self._loss_in_parts(inputs.to(device), targets.to(device))
-            logits = (
+            predicted = (
                 self.model.logits(self._hidden(inputs.to(device)))
                 if self.options.recompute
                 else self._compiled(inputs.to(device))
             )
             wanted = None if self.teacher is None else self._teach(inputs.to(device))
-        rows = logits.flatten(0, 1).float()
+        rows = predicted.flatten(0, 1).float()
         loss = F.cross_entropy(rows, targets.to(device).flatten())
         if wanted is None:
             return loss
@@ -53,7 +54,7 @@ class Objective(nn.Module):
     def _in_parts(self, inputs: Tensor) -> bool:
         """Return True if there are too many logits to hold at once, and only the loss needs them."""
         plain = not self.options.compile and isinstance(self.model, GPT)
-        return plain and not fits(inputs.numel(), self.model.config.vocab_size)
+        return plain and inputs.numel() * self.model.config.vocab_size > logits.LOGITS
 
     def _loss_in_parts(self, inputs: Tensor, targets: Tensor) -> Tensor:
         head, hidden, n_token = self.model.logits, self._hidden(inputs), self.model.config.vocab_size
