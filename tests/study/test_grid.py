@@ -4,11 +4,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tokenizers as hf
+from tokenizers.processors import TemplateProcessing
 
+import rehead
 from rehead.cli import main
-from rehead.config import flags
+from rehead.config import ModelOptions, flags
 from rehead.errors import ConfigError, InvalidInput
+from rehead.model import build
 from rehead.study import Preset, jobs
+from rehead.tokenizer import train
 
 TABLE = {"about": "x", "run": {"trainer": {"max_iters": 60, "warmup_iters": 5}}}
 
@@ -261,6 +266,21 @@ def test_texts_and_places_are_looked_at_before_anything_is_trained(here, capfd, 
     assert printed.err.count("\n") == 1
     assert printed.out == ""
     assert set(Path().iterdir()) == before
+
+
+def test_a_token_that_begins_every_text_counts_in_a_prompt(here, capfd):
+    """ "O God" are 5 tokens, and the model reads 5: with <s> before them, one too few."""
+    inner = hf.Tokenizer.from_str(train("char", Path("input.txt").read_text()).to_json())
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = TemplateProcessing("<s> $A", None, [("<s>", inner.token_to_id("<s>"))])
+    model = build(ModelOptions(n_layer=1, n_query_head=2, n_embd=8).resolve(inner.get_vocab_size(), 5))
+    rehead.save(model, "begins", files={"tokenizer.json": inner.to_str()})
+    run = "run: {data: {path: input.txt, block_size: 5}}\nprompt: O God\n"
+    variants = "variants:\n  a: {source: begins}\n  b: {from: a, convert: {to: mqa}}\n"
+    Path("begins.yaml").write_text(f"about: x\n{run}{variants}")
+    assert main(["study", "--preset", "begins.yaml", "system.work_dir=never"]) == 2
+    assert "begins.yaml: prompt has 6 tokens, a reads 5: give a shorter prompt" in capfd.readouterr().err
+    assert not Path("never").exists()
 
 
 def test_a_variant_has_no_place_of_its_own():

@@ -17,19 +17,24 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rehead import checkpoint
 from rehead.checkpoint import find
 from rehead.cli import main
+from rehead.config import ModelOptions
+from rehead.data import Split
 from rehead.data.hold import hold
 from rehead.errors import InvalidInput
-from rehead.study import Preset, jobs, maps
+from rehead.model import build
+from rehead.study import Preset, jobs, maps, work
 from rehead.study.claims import compare
 from rehead.study.costs import known_costs
 from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
 from rehead.study.prompt import prompt_note
+from rehead.tokenizer import train
 from typed_lines import typed
 
 TINY = ["study", "--preset", "tiny.yaml"]
@@ -113,8 +118,6 @@ def test_numbers_are_those_of_the_models(whole, here):
 
 def test_what_is_converted_is_measured_as_what_is_trained(whole, here):
     """The loss of a conversion is evaluated on the blocks of its source's trainings."""
-    from rehead.study import work
-
     job = next(
         job for job in jobs(Preset.read("tiny.yaml"), ["system.work_dir=whole"]) if job.variant == "Two heads"
     )
@@ -419,6 +422,16 @@ def test_a_folder_is_one_study_s_at_a_time(here, capsys):
         assert [file.name for file in Path("taken").iterdir()] == [".lock"]
     assert f"taken is being written by pid {os.getpid()} on" in capsys.readouterr().err
     assert not Path("taken").exists()
+
+
+@pytest.mark.parametrize("bos", [None, 7])
+def test_a_context_shorter_than_the_beginning_of_a_text_is_sampled_from(bos):
+    """Without a prompt, 8 tokens are continued: as many as the model reads, with the one before them."""
+    model = build(ModelOptions(n_layer=1, n_query_head=2, n_embd=8).resolve(26, 4))
+    tokenizer, ids = train("char", "".join(map(chr, range(97, 123)))), np.arange(20)
+    preset = Preset.of("p", {"about": "x", "variants": {"a": {}}, "new_tokens": 1})
+    text = work._sample(model, tokenizer, preset, Split(ids, ids), bos)
+    assert text[:-1] == ("abcd" if bos is None else "abc")
 
 
 @pytest.mark.parametrize("steps", [0, 1])

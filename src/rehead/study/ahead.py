@@ -30,13 +30,17 @@ def require_texts(jobs: Sequence[Job], preset: Preset) -> None:
 
 
 def _count(prompt: str, job: Job) -> int | None:
-    """Return the number of tokens; None if the tokenizer is not trained yet, or lacks a character."""
+    """Return the number of tokens, with one that begins every text.
+
+    None if the tokenizer is not trained yet, or lacks a character.
+    """
     while job.parent is not None:
         job = job.parent
     before = job.options.model.folder or job.options.model.pretrained_folder
     if before is not None:
         try:
-            return len(load_tokenizer(before).encode(prompt))
+            tokenizer = load_tokenizer(before)
+            return len(tokenizer.encode(prompt)) + (tokenizer.bos is not None)
         except InvalidInput:
             return None
     return {"char": len(prompt), "byte": len(prompt.encode())}.get(job.options.data.tokenizer)

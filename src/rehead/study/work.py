@@ -165,14 +165,18 @@ def _blocks(job: Job, ids: Ids, size: int, bos: int | None) -> Iterator[Batch]:
 
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: Split, bos: int | None) -> str:
-    """Continue the preset's prompt; without one, or if it cannot be encoded, the beginning of the validation text."""
+    """Continue the preset's prompt; without one, or if it cannot be encoded, the beginning of the validation text.
+
+    Of more tokens than the model reads, the first are continued.
+    """
     prompt = [int(token) for token in texts.val[:PROMPT_TOKENS]]
     if preset.prompt is not None and not unknown_characters(tokenizer, preset.prompt):
         prompt = tokenizer.encode(preset.prompt).tolist()
-    begun = prompt if bos is None else [bos, *prompt]
+    begin = [] if bos is None else [bos]
+    begun = [*begin, *prompt][: model.config.context_limit]
     tokens = stream(model, [torch.tensor(begun)], preset.new_tokens, preset.temperature, seed=0)
     tokens = staged(tokens, "writing a sample", preset.new_tokens, "tokens")
-    return tokenizer.decode([*prompt, *(int(token) for token in tokens)])
+    return tokenizer.decode([*begun[len(begin) :], *(int(token) for token in tokens)])
 
 
 def _certificate(job: Job) -> Record | None:
