@@ -108,8 +108,8 @@ def stream(
             for step in range(max_new_tokens):
                 with torch.inference_mode():
                     logits = contexts.next_logits(use_cache)
-                    require_finite(logits)
                     if temperature == 0:
+                        require_finite(logits)
                         token = logits.argmax(dim=-1)
                     else:
                         likely = probabilities(logits, temperature, top_k, top_p)

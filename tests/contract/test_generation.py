@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rehead import generation
+from rehead import generation, sampling
 from rehead.attention import LayerCache, variants
 from rehead.attention.rope import Rotary
 from rehead.config import GPTConfig, ModelOptions, RNNConfig
@@ -429,8 +429,14 @@ def test_refused_at_once(call, named, remedy):
     assert remedy in str(caught.value)
 
 
-def test_logits_that_are_not_finite_stop_generation():
-    model = make("gqa")
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_logits_that_are_not_finite_stop_generation(temperature, monkeypatch):
+    """They are looked at once for every token."""
+    model, looked, check = make("gqa"), [], sampling.require_finite
+    for module in (generation, sampling):
+        monkeypatch.setattr(module, "require_finite", lambda logits: looked.append(1) or check(logits))
+    generate(model, tokens(4), 3, temperature)
+    assert len(looked) == 3
     model.head.weight.data[2, 3] = float("nan")
     with pytest.raises(NumericError, match="not finite"):
-        generate(model, tokens(4), 3, 0)
+        generate(model, tokens(4), 3, temperature)

@@ -60,8 +60,8 @@ def _described(jobs: Sequence[Job]) -> list[Record]:
     return [job.description() for job in firsts(jobs)]
 
 
-def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -> dict[str, Record]:
-    """Return the costs by variant. Times are [median, lowest, highest] of `rounds` rounds.
+def costs(jobs: Sequence[Job], *, serving: bool = False) -> dict[str, Record]:
+    """Return the costs by variant. Times are [median, lowest, highest] of three rounds.
 
     A training step has the variant's own batch size and length, on random tokens; converted models are not
     trained. Decoding is greedy, one sequence, from one token to the end of the context. The cost of attention
@@ -71,7 +71,7 @@ def costs(jobs: Sequence[Job], rounds: int = ROUNDS, *, serving: bool = False) -
     sized = staged(subjects, "measuring sizes", len(subjects), "variants")
     by_variant = {subject.job.variant: subject.sizes() for subject in sized}
     times: dict[str, dict[str, list[float]]] = {subject.job.variant: {} for subject in subjects}
-    turns = staged(subjects * rounds, "timing all variants in turns", len(subjects) * rounds, "measurements")
+    turns = staged(subjects * ROUNDS, "timing all variants in turns", len(subjects) * ROUNDS, "measurements")
     for subject in turns:
         for key, value in subject.times().items():
             times[subject.job.variant].setdefault(key, []).append(value)
