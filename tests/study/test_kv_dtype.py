@@ -15,6 +15,7 @@ from rehead.errors import InvalidInput
 from rehead.study import Preset, kv_dtype
 from rehead.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.timeout(400)  # a fixture is a whole study, on a machine that may be busy
 FORMATS = ["bf16", "fp8", "int8", "q8_0"]
 SHAPE = "{shape: llama, n_layer: 2, n_query_head: 2, n_embd: 64, rope: true}"
 ONE = f"""
