@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from rehead.checkpoint import families, read_config
+from rehead.checkpoint.huggingface.base import Fields
 from rehead.errors import InvalidInput
 from rehead.measure import parameters
 
@@ -164,3 +165,32 @@ def test_longrope_of_two_lists_is_refused_beyond_the_first(tmp_path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(table | {"max_position_embeddings": 32}))
     assert read_config(tmp_path).attention[0].rope.scaling.factors == (1.0, 1.0, 1.0)
+
+
+def longrope(tmp_path, **more):
+    """Phi-3 as the message on two lists advises: cut to its first length, with the factor of the longer one."""
+    same = [1.0] * 3
+    scaling = {"type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.19} | more
+    sizes_of = sizes("phi3", 53, 24, 40, 1, 4, 64, original_max_position_embeddings=64, rope_scaling=scaling)
+    (tmp_path / "config.json").write_text(json.dumps(sizes_of | {"pad_token_id": 0}))
+    return tmp_path
+
+
+def test_longropes_factor_is_written_for_vllm_too(tmp_path):
+    """It takes short_mscale and long_mscale, and 1 without them where the length is the first one."""
+    ours = read_config(longrope(tmp_path))
+    table = families["phi3"].write(ours)
+    for key in ("rope_parameters", "rope_scaling"):
+        assert table[key]["short_mscale"] == table[key]["long_mscale"] == 1.19
+    theirs = transformers.Phi3Config(**table)
+    rotary = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(theirs)
+    assert rotary.attention_scaling == 1.19
+    assert families["phi3"].read(Fields(table, "config.json")) == ours
+    plain = read_config(longrope(tmp_path, attention_factor=1.0))
+    assert "short_mscale" not in families["phi3"].write(plain)["rope_scaling"]
+
+
+def test_another_mscale_of_longrope_is_refused_by_name(tmp_path):
+    assert read_config(longrope(tmp_path, short_mscale=1.19)) == read_config(longrope(tmp_path))
+    with pytest.raises(InvalidInput, match=r"longrope long_mscale=1.3, .* is 1.19: .* in rope_scaling"):
+        read_config(longrope(tmp_path, short_mscale=1.19, long_mscale=1.3))

@@ -11,6 +11,9 @@ from rehead.checkpoint.huggingface.base import Fields, Table
 from rehead.config import decode
 from rehead.errors import InvalidInput
 
+MSCALES = ("short_mscale", "long_mscale")
+"""vLLM's names for longrope's factor of cosines; it does not read `attention_factor`."""
+
 
 class RopeKeys(NamedTuple):
     """How a class names and defaults what it reads: `partial` is None where all of a head always rotates."""
@@ -98,7 +101,14 @@ def _one_list(table: Table, length: int, where: str, inside: str) -> Table:
     """Merge longrope's lists for short and long texts, and compute its magnitude as transformers does."""
     short, long = table.get("short_factor"), table.get("long_factor")
     reach, stretch = table["original_max_position_embeddings"], table.get("factor")
-    known = ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor")
+    known = (
+        "short_factor",
+        "long_factor",
+        "original_max_position_embeddings",
+        "factor",
+        "attention_factor",
+        *MSCALES,
+    )
     lists = isinstance(short, list) and isinstance(long, list)
     if not lists or type(reach) is not int or reach < 2 or table.keys() - set(known):
         raise InvalidInput(
@@ -110,6 +120,12 @@ def _one_list(table: Table, length: int, where: str, inside: str) -> Table:
     magnitude = table.get("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(reach)) if factor > 1 else 1.0
+    for name in MSCALES:
+        if table.get(name, magnitude) != magnitude:
+            raise InvalidInput(
+                f"{where}: longrope {name}={table[name]!r:.40}, and the factor of its cosines is {magnitude}: set "
+                f"both to what the model was trained with, as {name} and attention_factor in {inside}."
+            )
     if short != long and length > reach:
         raise InvalidInput(
             f"{where}: longrope with other factors beyond {reach} of {length} positions: the angles would change "
@@ -141,12 +157,10 @@ def scaling_table(rope: RopeConfig, length: int) -> Table:
     """Return `rope_type` and the fields of the scaling."""
     table: Table = {"rope_type": "default"}
     if isinstance(rope.scaling, LongRopeScaling):
-        factors = list(rope.scaling.factors)
+        factors, magnitude = list(rope.scaling.factors), rope.scaling.attention_factor
         table = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
-        table |= {
-            "original_max_position_embeddings": length,
-            "attention_factor": rope.scaling.attention_factor,
-        }
+        table |= {"original_max_position_embeddings": length, "attention_factor": magnitude}
+        table |= dict.fromkeys(MSCALES, magnitude) if magnitude != 1 else {}
     elif rope.scaling is not None:
         table = {"rope_type": scalings.name_of(type(rope.scaling))}
         table |= {name: value for name, value in vars(rope.scaling).items() if value is not None}
