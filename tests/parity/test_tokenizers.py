@@ -320,6 +320,28 @@ def test_a_run_may_start_from_one(padded, tmp_path, capsys):
     assert code == 0, capsys.readouterr().err
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("said", [None, "right"])
+def test_an_export_writes_several_texts_as_each_alone(said, padded, tmp_path):
+    """Padded on the left, as by Llama's own class and not by the general one, unless the source's file says a side."""
+    place = shutil.copytree(padded("bytes_merged", 0), tmp_path / "source")
+    file = place / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": said}))
+    assert main(["export", str(place), str(tmp_path / "stock")]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "stock")
+    assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
+    assert tokenizer.padding_side == (said or "left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    texts = ["to", "the question: don't, or not"]
+
+    def written(*texts):
+        batch = tokenizer(list(texts), padding=True, return_tensors="pt")
+        return model.generate(**batch, max_new_tokens=8, do_sample=False)[:, -8:].tolist()
+
+    alone = [*written(texts[0]), *written(texts[1])]
+    assert (written(*texts) == alone) == (said is None)
+
+
 def test_a_special_token_beyond_the_embedding_stands_in_no_text(padded, tmp_path, capsys):
     """As Gemma 3's 1B has one for images, id 262144 of as many tokens."""
     place = tmp_path / "model"

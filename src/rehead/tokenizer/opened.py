@@ -52,10 +52,12 @@ class OpenedModel:
         first = next(iter(ids), None) if isinstance(ids, list) else ids
         return first if type(first) is int and 0 <= first < self.model.config.vocab_size else None
 
-    def marks(self) -> dict[str, str]:
-        """Return those tokens by the keys of tokenizer_config.json: `bos_token`, `eos_token`, `pad_token`."""
+    def tokenizer_keys(self) -> dict[str, str]:
+        """Return what goes along of tokenizer_config.json: those tokens (`bos_token`, ...) and any `padding_side`."""
         tokens = {name: self.tokenizer.token(self.mark(name)) for name in MARKS} if self.tokenizer else {}
-        return {f"{name}_token": token for name, token in tokens.items() if token}
+        side = json_table(self.folder / TOKENIZER_CONFIG).get("padding_side")
+        marks = {f"{name}_token": token for name, token in tokens.items() if token}
+        return marks | ({"padding_side": side} if side in ("left", "right") else {})
 
     def texts(self) -> dict[str, str]:
         """Return the tokenizer, the chat template and how to sample, as files by name; what there is of them."""

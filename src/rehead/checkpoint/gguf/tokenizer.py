@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from rehead.checkpoint.files.writing import json_text
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.huggingface.base import Table
+from rehead.checkpoint.huggingface.stock import TOKENIZER
 from rehead.errors import InvalidInput, ReheadError
 from rehead.registry import Registry
 
@@ -116,7 +117,7 @@ class Vocabulary:
             name: self.tokens[self.ids[key]] for name, key in SPECIAL.items() if self.ids[key] is not None
         }
         config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            **TOKENIZER,
             "model_max_length": length,
             "clean_up_tokenization_spaces": False,
             **special,

@@ -18,6 +18,13 @@ from rehead.model import LanguageModel
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST = 4 * 2**20
+TOKENIZER: Table = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "padding_side": "left",
+    "model_input_names": ["input_ids", "attention_mask"],
+}
+"""tokenizer_config.json of transformers' class for any tokenizer.json, which by itself pads on the right, where no text
+can go on, and in earlier releases returns `token_type_ids`, which `generate` refuses."""
 NONE = "no format can represent this model as it is."
 
 
@@ -104,12 +111,12 @@ def write(
     family: Family,
     files: dict[str, str],
     special: Table | None = None,
-    marks: dict[str, str] | None = None,
+    tokenizer: dict[str, str] | None = None,
 ) -> None:
     """Write the files of a stock folder and further `files`, such as tokenizer.json, into a folder being published.
 
-    `special` are the ids of `special_ids`; a missing one is written as null, since the class has a default. `marks` are
-    the tokens that begin, end and pad a text, for the tokenizer's config.
+    `special` are the ids of `special_ids`; a missing one is written as null, since the class has a default.
+    `tokenizer` are further keys of tokenizer_config.json.
     Raises ConfigError if the class cannot represent the model.
     """
     assert isinstance(model.config, GPTConfig)
@@ -120,8 +127,8 @@ def write(
     generation = {"do_sample": True, "temperature": 1.0, **ids}
     texts = {"config.json": json_text(table), "generation_config.json": json_text(generation)}
     if "tokenizer.json" in files:
-        own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
-        texts["tokenizer_config.json"] = json_text(own | (marks or {}))
+        own = TOKENIZER | {"model_max_length": model.config.block_size} | (tokenizer or {})
+        texts["tokenizer_config.json"] = json_text(own)
     texts |= files
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -64,7 +64,7 @@ def export_folder(
         files = opened.texts() | {CARD: card.text()}
         if (last := certificate or before) is not None:
             files |= {CERTIFICATE: last.to_json(), PAGE: page(last)}
-        stock.write(model, aside, family, files, opened.special, opened.marks())
+        stock.write(model, aside, family, files, opened.special, opened.tokenizer_keys())
         read.require_unchanged()
     return family.architecture, certificate
 
