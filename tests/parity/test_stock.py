@@ -12,7 +12,7 @@ from rehead.checkpoint import families
 from rehead.checkpoint.huggingface import stock
 from rehead.conversion.export.deepseek import to_deepseek, with_eps
 from rehead.conversion.export.folder import export_folder
-from rehead.errors import ConfigError
+from rehead.errors import ConfigError, InvalidInput
 from rehead.measure import evaluate
 
 transformers.utils.logging.set_verbosity_error()
@@ -680,6 +680,30 @@ def test_folders_of_the_first_releases_are_read(tmp_path):
     path.write_text(json.dumps(table))
     with torch.no_grad():
         assert relative(rehead.load(tmp_path / "llama")(ids), theirs(ids).logits) <= 2e-5
+
+
+def say(folder, **more):
+    """Set keys of config.json; ... removes one."""
+    file = folder / "config.json"
+    table = json.loads(file.read_text()) | more
+    file.write_text(json.dumps({key: value for key, value in table.items() if value is not ...}))
+    return folder
+
+
+def test_rope_of_neox_may_be_said_twice(tmp_path):
+    """As the last releases of transformers 4 write it; the class reads its own names."""
+    theirs, ids = made("GPTNeoX", CASES["neox"][1], tmp_path), torch.randint(1, 53, (2, 30))
+    own = {"rope_parameters": ..., "rotary_pct": 0.25, "rotary_emb_base": 10_000}
+    both = own | {"partial_rotary_factor": 0.25, "rope_theta": 10_000, "rope_scaling": None}
+    with torch.no_grad():
+        assert relative(rehead.load(say(tmp_path, **both))(ids), theirs(ids).logits) <= 2e-5
+    for name, read in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
+        with pytest.raises(
+            InvalidInput, match=rf"{name}=0.5 beside {read}=.*: remove {name}, or correct one"
+        ):
+            rehead.load(say(tmp_path, **both | {name: 0.5}))
+    rope = transformers.GPTNeoXConfig.from_pretrained(tmp_path).rope_parameters
+    assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (10_000, 0.25)
 
 
 def test_a_window_that_is_not_named_is_their_default(tmp_path):

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from rehead.attention import GroupedConfig
+from rehead.attention import GroupedConfig, RopeConfig
 from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, unusual
 from rehead.checkpoint.huggingface.rope import RopeKeys, read_rope, write_rope
 from rehead.config import GPTConfig
+from rehead.errors import InvalidInput
 
 ROPE = RopeKeys(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct")
 ACTIVATIONS: dict[str, Literal["gelu", "gelu_erf"]] = {
@@ -43,7 +44,7 @@ class GPTNeoX(Family):
         attention = GroupedConfig(
             n_query_head=heads,
             head_dim=head_dim,
-            rope=read_rope(fields, length, ROPE),
+            rope=_rope(fields, length),
             attn_pdrop=fields.take("attention_dropout", float, 0.0),
             qkv_bias=bias,
             o_bias=bias,
@@ -137,6 +138,19 @@ class GPTNeoX(Family):
         if name.endswith(BUFFERS):
             return None
         return "embed_out.weight" if name == "lm_head.weight" else name
+
+
+def _rope(fields: Fields, length: int) -> RopeConfig:
+    """Return the rotary embedding. Some releases write its keys under the usual names, too, which must agree."""
+    rope = read_rope(fields, length, ROPE)
+    usual = {"rope_theta": rope.theta, "partial_rotary_factor": rope.partial_rotary_factor}
+    for (name, value), read in zip(usual.items(), (ROPE.theta_key, ROPE.partial_key), strict=True):
+        if (found := fields.take(name, float, value, null=value)) != value:
+            raise InvalidInput(
+                f"{fields.where}: {name}={found} beside {read}={value}, which the class reads: remove {name}, or "
+                "correct one."
+            )
+    return rope
 
 
 families.add("gpt_neox")(GPTNeoX())
