@@ -147,6 +147,12 @@ REFUSED = {
         "scaled rope, linear",
     ),
     "gpt2": ("GPT2", GPT2 | {"n_inner": None}, "gpt2", "head apart"),
+    "gpt2, gelu": (
+        "GPT2",
+        GPT2 | {"n_inner": None, "tie_word_embeddings": True, "activation_function": "gelu"},
+        "gpt2",
+        "exact gelu",
+    ),
     "gpt2, narrow": ("GPT2", GPT2 | {"tie_word_embeddings": True}, "gpt2", "n_hidden"),
     "llama, longrope": (
         "Llama",

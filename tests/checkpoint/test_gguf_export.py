@@ -307,6 +307,7 @@ REFUSED = {
     "window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "scaled rope (YarnScaling)": ("Qwen3", gguf_models.rope("yarn", beta_fast=16.0)),
     "qkv_bias, o_bias": ("Qwen3", {"attention_bias": True}),
+    "exact gelu": ("GPT2", gguf_models.GPT2 | {"activation_function": "gelu"}),
     "rope_layout=half-split": ("DeepseekV3", gguf_models.MLA | {"rope_interleave": False}),
     "no format can represent this model as it is. window=9": ("Mistral", {"sliding_window": 9}),
 }

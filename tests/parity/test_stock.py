@@ -90,6 +90,7 @@ CASES = {
     ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, untied, narrow": ("GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 40}),
+    "gpt2, exact gelu": ("GPT2", GPT2 | {"activation_function": "gelu"}),
     "deepseek": ("DeepseekV3", BASE | LATENT),
     "deepseek, plain queries, half-split": (
         "DeepseekV3",
@@ -704,6 +705,19 @@ def test_rope_of_neox_may_be_said_twice(tmp_path):
             rehead.load(say(tmp_path, **both | {name: 0.5}))
     rope = transformers.GPTNeoXConfig.from_pretrained(tmp_path).rope_parameters
     assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (10_000, 0.25)
+
+
+@pytest.mark.parametrize("name", ["gelu_fast", "gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("kind", ["GPT2", "GPTNeoX"])
+def test_names_of_the_tanh_form_of_gelu(kind, name, tmp_path):
+    """gpt-neox-20b has gelu_fast. What is written is the name that it was before."""
+    fields, key = (GPT2, "activation_function") if kind == "GPT2" else (NEOX, "hidden_act")
+    theirs, ids = made(kind, fields | {key: name}, tmp_path), torch.randint(1, 53, (2, 30))
+    ours = rehead.load(tmp_path)
+    with torch.no_grad():
+        assert relative(ours(ids), theirs(ids).logits) <= 2e-5
+    written = families[KINDS.get(kind, "gpt2")].write(ours.config)[key]
+    assert written == {"GPT2": "gelu_new", "GPTNeoX": "gelu_pytorch_tanh"}[kind]
 
 
 def test_a_window_that_is_not_named_is_their_default(tmp_path):

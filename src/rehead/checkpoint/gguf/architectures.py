@@ -58,7 +58,8 @@ class GPT2(Architecture):
     name = "gpt2"
 
     def keys(self, config: GPTConfig) -> Keys:
-        """Return the sizes and the eps of LayerNorm."""
+        """Return the sizes and the eps of LayerNorm; llama.cpp computes the tanh form of gelu only."""
+        self.refuse({"exact gelu": config.mlp == "gelu_erf"})
         return sizes(config) | {"attention.layer_norm_epsilon": config.norm_eps}
 
     def tensors(self, name: str, weight: Tensor, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:

@@ -1,11 +1,19 @@
 """GPT-2: learned positions, LayerNorm and biases; weights are stored transposed, with q, k and v in one tensor."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from rehead.attention import GroupedConfig
 from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, unusual
 from rehead.config import GPTConfig
 
+ACTIVATIONS: dict[str, Literal["gelu", "gelu_erf"]] = {
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu": "gelu_erf",
+}
+WRITTEN = {"gelu": "gelu_new", "gelu_erf": "gelu"}
 NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 LINEARS = {
     "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -30,7 +38,7 @@ class GPT2(Family):
         """Return the config that a config.json describes."""
         width, heads = fields.take("n_embd", int), fields.take("n_head", int)
         n_layer = fields.layers("n_layer")
-        fields.expect("activation_function", "gelu_new", "gelu_pytorch_tanh")
+        activation = fields.expect("activation_function", *ACTIVATIONS)
         fields.expect("scale_attn_weights", True)
         fields.expect("scale_attn_by_inverse_layer_idx", False)
         fields.expect("add_cross_attention", False)
@@ -49,7 +57,7 @@ class GPT2(Family):
             learned_positions=True,
             norm="layernorm",
             norm_eps=fields.take("layer_norm_epsilon", float, 1e-5),
-            mlp="gelu",
+            mlp=ACTIVATIONS[activation],
             n_hidden=fields.take("n_inner", int, 4 * width, null=4 * width),
             mlp_bias=True,
             tie_embeddings=fields.take("tie_word_embeddings", bool, True),
@@ -77,7 +85,7 @@ class GPT2(Family):
                 "norm": config.norm != "layernorm",
                 "scales": config.scaled,
                 **unusual(config),
-                "mlp": config.mlp != "gelu" or not config.mlp_bias,
+                "mlp": config.mlp not in WRITTEN or not config.mlp_bias,
             },
             self.architecture,
         )
@@ -91,7 +99,7 @@ class GPT2(Family):
             "n_layer": config.n_layer,
             "n_head": like.n_query_head,
             "n_inner": config.n_hidden,
-            "activation_function": "gelu_new",
+            "activation_function": WRITTEN[config.mlp],
             "layer_norm_epsilon": config.norm_eps,
             "attn_pdrop": like.attn_pdrop,
             "embd_pdrop": config.embd_pdrop,

@@ -13,6 +13,7 @@ ROPE = RopeKeys(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_p
 ACTIVATIONS: dict[str, Literal["gelu", "gelu_erf"]] = {
     "gelu": "gelu_erf",
     "gelu_new": "gelu",
+    "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
 }
 MODULES = {

@@ -72,6 +72,7 @@ BIASES: Checks = {"biases": _biases}
 HEADS: Checks = {"head_dim other than n_embd / n_query_head": _head_dim}
 HIDDEN: Checks = {"n_hidden other than 4 n_embd": lambda config: config.n_hidden != 4 * config.n_embd}
 UNTIED: Checks = {"head apart from the embeddings": lambda config: not config.tie_embeddings}
+EXACT: Checks = {"exact gelu": lambda config: config.mlp == "gelu_erf"}
 TIED: Checks = {"head tied to the embeddings": lambda config: config.tie_embeddings}
 COMPUTED: Mapping[str, Computed] = MappingProxyType(
     {
@@ -96,15 +97,10 @@ COMPUTED: Mapping[str, Computed] = MappingProxyType(
                 "embed_scale that bfloat16 rounds": _rounded_root,
             },
         ),
-        "gpt2": Computed(ropes=(), refused=HIDDEN | UNTIED),
+        "gpt2": Computed(ropes=(), refused=HIDDEN | UNTIED | EXACT),
         "gpt_neox": Computed(
             ropes=PLAIN,
-            refused=HIDDEN
-            | TIED
-            | {
-                "exact gelu": lambda config: config.mlp == "gelu_erf",
-                "attention without biases": lambda config: not _biases(config),
-            },
+            refused=HIDDEN | TIED | EXACT | {"attention without biases": lambda config: not _biases(config)},
         ),
         "qwen3_moe": Computed(ropes=PLAIN, refused=WINDOWS | BIASES),
         "deepseek_v3": Computed(refused={f"layer {LAST}": lambda config: config.n_layer > LAST}),
