@@ -163,3 +163,49 @@ def test_quantised_folders_are_refused_by_name(folder, method):
     say(folder, quantization_config={"quant_method": method, "bits": 4}, auto_map=FOUND["auto_map"])
     with pytest.raises(InvalidInput, match=rf"quant_method '{method}'.*from before its quantisation"):
         rehead.load(folder)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+UNREAD_OF_ROPE = {
+    "default": ({"rope_type": "default", "factor": 1.0, "rope_theta": 1e4}, "factor"),
+    "linear": (
+        {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0, "rope_theta": 1e4},
+        "low_freq_factor",
+    ),
+    "yarn": (YARN | {"finetuned": True, "truncate": True}, "finetuned"),
+    "yarn, null": (
+        YARN | {"beta_fast": None, "mscale": 1.0, "mscale_all_dim": 0, "attention_factor": None},
+        None,
+    ),
+    "yarn, zero": (YARN | {"beta_fast": 0, "beta_slow": 0, "mscale": 0}, None),
+}
+
+
+@pytest.mark.parametrize("rope", UNREAD_OF_ROPE)
+def test_keys_of_rope_that_its_formula_does_not_read(rope, folder, recwarn):
+    """Named, and they change nothing, as in transformers."""
+    table, unread = UNREAD_OF_ROPE[rope]
+    say(folder, rope_parameters=table)
+    ours, tokens = rehead.load(folder), torch.arange(11).repeat(4)[None]
+    said = [f"{one.message}" for one in recwarn if "ignored" in f"{one.message}"]
+    assert [line.partition("ignored ")[2] for line in said] == [
+        f"{unread} in rope_parameters, which transformers does not read for rope_type {table['rope_type']}."
+    ] * (unread is not None)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+        torch.testing.assert_close(ours(tokens), theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"truncate": False}, "truncate=False in rope_parameters: rehead knows True here"),
+        ({"truncate": None}, "truncate=None in rope_parameters: rehead knows True here"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 in rope_parameters: this class rotates all"),
+        ({"factor": None}, "factor"),
+    ],
+)  # fmt: skip
+def test_keys_of_rope_that_its_formula_reads_are_refused(more, why, folder):
+    say(folder, rope_parameters=YARN | more)
+    with pytest.raises(InvalidInput, match=why):
+        rehead.load(folder)

@@ -2,6 +2,8 @@
 
 import math
 import sys
+import warnings
+from inspect import signature
 from typing import NamedTuple
 
 from rehead.attention import RopeConfig, scalings
@@ -13,6 +15,17 @@ from rehead.errors import InvalidInput
 
 MSCALES = ("short_mscale", "long_mscale")
 """vLLM's names for longrope's factor of cosines; it does not read `attention_factor`."""
+
+FORMULAS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    **{name: tuple(signature(scalings[name]).parameters) for name in scalings},
+    "longrope": (
+        "short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor", *MSCALES
+    ),
+}  # fmt: skip
+"""The keys that the formula of each rope_type reads, beside theta and a partial factor."""
+NONE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Keys of yarn for which null or zero mean the same as no key."""
 
 
 class RopeKeys(NamedTuple):
@@ -63,17 +76,22 @@ def rope_of(
     """Return the rotary embedding that the keys of `rope_parameters` describe; in config.json they are `inside`."""
     table = dict(table)
     theta = table.pop("rope_theta", keys.theta)
-    partial = 1.0 if keys.partial is None else table.pop("partial_rotary_factor", keys.partial)
+    partial = table.pop("partial_rotary_factor", 1.0 if keys.partial is None else keys.partial)
+    if keys.partial is None and partial != 1:
+        raise InvalidInput(
+            f"{where}: partial_rotary_factor={partial!r:.40} in {inside}: this class rotates all of a head. Remove it."
+        )
+    said, scaling = "rope_type" in table, None
     kind = table.pop("rope_type", "default")
-    if kind == "default":
-        scaling = None
-        if table:
-            raise InvalidInput(
-                f"{where}: rope_type default with {', '.join(table)}: the default takes no other keys."
-            )
-    elif not isinstance(kind, str) or kind not in scalings:
+    if not isinstance(kind, str) or kind not in FORMULAS:
         raise InvalidInput(f"{where}: rope_type={kind!r:.40}: rehead knows default, {', '.join(scalings)}.")
-    else:
+    if table and not said:
+        raise InvalidInput(
+            f"{where}: rope_type default with {', '.join(table)}: the default takes no other keys. Say a rope_type, or "
+            "remove them."
+        )
+    table = _read_keys(table, kind, where, inside)
+    if kind != "default":
         if kind != "linear":
             table.setdefault("original_max_position_embeddings", length)
         if kind == "longrope":
@@ -97,22 +115,36 @@ def _renamed(table: Table) -> Table:
     return table
 
 
+def _read_keys(table: Table, kind: str, where: str, inside: str) -> Table:
+    """Return the keys that the formula of a type reads and that say something; warn of the others, as for a class."""
+    if kind == "yarn" and (truncate := table.pop("truncate", True)) is not True:
+        raise InvalidInput(
+            f"{where}: truncate={truncate!r:.40} in {inside}: rehead knows True here, which rounds the ends of "
+            "yarn's ramp."
+        )
+    known = FORMULAS[kind]
+    if unread := [name for name, value in table.items() if name not in known and value is not None]:
+        warnings.warn(
+            f"{where}: ignored {', '.join(unread):.300} in {inside}, which transformers does not read for rope_type "
+            f"{kind}.",
+            stacklevel=2,
+        )
+    return {
+        name: value
+        for name, value in table.items()
+        if name in known and not (name in NONE_OR_ZERO and value in (None, 0))
+    }
+
+
 def _one_list(table: Table, length: int, where: str, inside: str) -> Table:
     """Merge longrope's lists for short and long texts, and compute its magnitude as transformers does."""
     short, long = table.get("short_factor"), table.get("long_factor")
     reach, stretch = table["original_max_position_embeddings"], table.get("factor")
-    known = (
-        "short_factor",
-        "long_factor",
-        "original_max_position_embeddings",
-        "factor",
-        "attention_factor",
-        *MSCALES,
-    )
     lists = isinstance(short, list) and isinstance(long, list)
-    if not lists or type(reach) is not int or reach < 2 or table.keys() - set(known):
+    if not lists or type(reach) is not int or reach < 2:
         raise InvalidInput(
-            f"{where}: longrope with {', '.join(map(str, table)):.200}: expected {', '.join(known)}."
+            f"{where}: longrope with {', '.join(table)}: expected lists short_factor and long_factor, and "
+            "original_max_position_embeddings of 2 or more."
         )
     factor = length / reach if stretch is None else stretch
     if not isinstance(factor, int | float):
@@ -121,7 +153,7 @@ def _one_list(table: Table, length: int, where: str, inside: str) -> Table:
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(reach)) if factor > 1 else 1.0
     for name in MSCALES:
-        if table.get(name, magnitude) != magnitude:
+        if table.get(name) not in (None, magnitude):
             raise InvalidInput(
                 f"{where}: longrope {name}={table[name]!r:.40}, and the factor of its cosines is {magnitude}: set "
                 f"both to what the model was trained with, as {name} and attention_factor in {inside}."
