@@ -720,6 +720,36 @@ def test_names_of_the_tanh_form_of_gelu(kind, name, tmp_path):
     assert written == {"GPT2": "gelu_new", "GPTNeoX": "gelu_pytorch_tanh"}[kind]
 
 
+@torch.no_grad()
+def test_layers_that_predict_a_further_token_are_left_out(tmp_path):
+    """DeepSeek-V3's after the last one, which transformers does not build; a second that nothing counts is refused."""
+    from safetensors.torch import load_file, save_file
+
+    theirs, ids = made("DeepseekV3", CASES["deepseek"][1], tmp_path), torch.randint(1, 53, (2, 30))
+    file, n_layer = tmp_path / "model.safetensors", theirs.config.num_hidden_layers
+    weights = load_file(file)
+    more = {
+        f"model.layers.{n_layer}.{name}": torch.ones(3)
+        for name in ("eh_proj.weight", "input_layernorm.weight")
+    }
+    save_file(weights | more, file, metadata={"format": "pt"})
+    say(tmp_path, num_nextn_predict_layers=1)
+    with pytest.warns(
+        UserWarning, match=rf"left out 2 weights .*num_nextn_predict_layers=1.*layers.{n_layer}.eh_proj"
+    ):
+        ours = rehead.load(tmp_path)
+    assert relative(ours(ids), theirs(ids).logits) <= 2e-5
+    save_file(weights | more | {f"model.layers.{n_layer + 1}.enorm.weight": torch.ones(3)}, file)
+    with (
+        pytest.warns(UserWarning, match="left out 2"),
+        pytest.raises(InvalidInput, match="beyond what its config"),
+    ):
+        rehead.load(tmp_path)
+    for wrong in (0, -1, None, "1", 0.5):
+        with pytest.raises(InvalidInput, match="beyond what its config describes, 3 weights"):
+            rehead.load(say(tmp_path, num_nextn_predict_layers=wrong))
+
+
 def test_a_window_that_is_not_named_is_their_default(tmp_path):
     """Missing is not null: transformers takes 4096."""
     import json

@@ -1,5 +1,6 @@
 """Model folders of Hugging Face's own classes, read and written without their code."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from rehead.checkpoint.files.shards import Shards, require_names, strict_json
 from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, require_plain
 from rehead.config import GPTConfig, ModelConfig
+from rehead.config.model import MAX_LAYERS
 from rehead.errors import ConfigError, InvalidInput
 from rehead.model import LanguageModel
 
@@ -59,7 +61,12 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     family = family_of(table, str(folder))
     shards = Shards(folder)
     require_plain(shards.entries, str(folder))
-    stored = {known: name for name in shards.entries if (known := family.canonical_name(name)) is not None}
+    later = _predicting(table, config, folder, shards.entries)
+    stored = {
+        known: name
+        for name in shards.entries
+        if not name.startswith(later) and (known := family.canonical_name(name)) is not None
+    }
     wanted = {weight.theirs: weight for weight in family.weights(config)}
     head = stored.keys() - wanted.keys()
     if config.tie_embeddings and head in ({"lm_head.weight"}, {"embed_out.weight"}):
@@ -78,6 +85,23 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
         for index, name in enumerate(weight.ours):
             weights[name] = map_deferred(partial(_part, weight=weight, index=index), tensor)
     return weights
+
+
+def _predicting(table: Table, config: GPTConfig, folder: Path, names: Iterable[str]) -> tuple[str, ...]:
+    """Return how names of layers begin that only predict a further token, with a warning if there are any.
+
+    `num_nextn_predict_layers` counts those of DeepSeek-V3 after the model's own; transformers leaves them out, too.
+    """
+    n_more = table.get("num_nextn_predict_layers")
+    more = range(min(n_more, MAX_LAYERS)) if type(n_more) is int else ()
+    later = tuple(f"model.layers.{config.n_layer + index}." for index in more)
+    if left_out := [name for name in names if name.startswith(later)]:
+        warnings.warn(
+            f"{folder}: left out {len(left_out)} weights of what predicts a further token "
+            f"(num_nextn_predict_layers={n_more}), {left_out[0]:.100} and others: the model itself does not use them.",
+            stacklevel=2,
+        )
+    return later
 
 
 def _part(theirs: Tensor, weight: Weight, index: int) -> Tensor:
