@@ -169,6 +169,26 @@ def test_chat_template_and_sampling_go_along(place, capfd):
     assert not Path("mqa/tokenizer_config.json").exists()
 
 
+@pytest.mark.parametrize("said", [{}, {"do_sample": True, "temperature": 0.5, "top_k": 9}])
+def test_a_source_without_a_generation_config_samples_as_before(said):
+    """transformers then reads config.json, and is greedy if that says nothing."""
+    llama("llama", eos_token_id=7)
+    Path("llama/generation_config.json").unlink()
+    table = json.loads(Path("llama/config.json").read_text())
+    Path("llama/config.json").write_text(json.dumps(table | said))
+    run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss")
+
+    def sampling(read):
+        return bool(read.do_sample), read.temperature, read.top_k, read.eos_token_id
+
+    expected = sampling(transformers.AutoModelForCausalLM.from_pretrained("llama").generation_config)
+    assert expected == (bool(said), said.get("temperature"), said.get("top_k"), 7)
+    run("export", "llama", "llama-stock")
+    run("export", "mqa", "mqa-stock")
+    for folder in ("llama-stock", "mqa", "mqa-stock"):
+        assert sampling(transformers.GenerationConfig.from_pretrained(folder)) == expected, folder
+
+
 def test_templates_that_are_not_passed_on_are_named(capfd):
     """Of several only the default has a place in chat_template.jinja."""
     llama("llama")

@@ -55,13 +55,16 @@ def _warn_of_others(folder: Path, names: list[str], place: str) -> None:
 
 
 def _generation(folder: Path) -> dict[str, str]:
-    """Return generation_config.json with the ids of special tokens, which may stand in config.json alone."""
-    ids = special_ids(folder)
+    """Return generation_config.json with the ids of special tokens, which may stand in config.json alone.
+
+    Without the file, transformers reads the same keys of a stock config.json, and is greedy where they say nothing.
+    """
+    ids, found = special_ids(folder), json_table(folder / GENERATION)
     if not (folder / GENERATION).is_file():
-        sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
-    else:
-        found = json_table(folder / GENERATION)
-        sampling = {key: found[key] for key in SAMPLING if isinstance(found.get(key), int | float)}
+        config = json_table(folder / "config.json")
+        own = "format" in config
+        found = {"do_sample": True, "temperature": 1.0} if own else {"do_sample": False} | config
+    sampling = {key: found[key] for key in SAMPLING if isinstance(found.get(key), int | float)}
     return {GENERATION: json.dumps(sampling | ids, indent=2) + "\n"} if sampling | ids else {}
 
 

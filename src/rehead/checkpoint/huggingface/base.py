@@ -31,6 +31,7 @@ UNREAD_KEYS = """
     norm_topk_prob output_router_logits scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha
     seq_aux num_mtp_layers router_aux_loss_coef embedding_initializer_range cache_implementation
     classifier_dropout is_decoder
+    do_sample temperature top_k top_p min_p typical_p repetition_penalty
 """
 UNREAD = frozenset(UNREAD_KEYS.split())
 """Keys of config.json that do not change what a dense model computes."""
