@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import rehead
-from rehead.checkpoint import families
+from rehead.checkpoint import families, read_config
 from rehead.checkpoint.huggingface import stock
 from rehead.conversion.export.deepseek import to_deepseek, with_eps
 from rehead.conversion.export.folder import export_folder
@@ -748,6 +748,17 @@ def test_layers_that_predict_a_further_token_are_left_out(tmp_path):
     for wrong in (0, -1, None, "1", 0.5):
         with pytest.raises(InvalidInput, match="beyond what its config describes, 3 weights"):
             rehead.load(say(tmp_path, num_nextn_predict_layers=wrong))
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("full", [0, 1, 2, 3])
+def test_releases_without_layer_types_read_the_same_windows(kind, full, tmp_path):
+    """By max_window_layers, from which on the layers have one."""
+    config = classes(kind)[1]
+    fields = BASE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": full}
+    config(**fields).save_pretrained(tmp_path)
+    table = families[kind.lower()].write(read_config(tmp_path))
+    assert config(**table | {"layer_types": None}).layer_types == config(**fields).layer_types
 
 
 def test_a_window_that_is_not_named_is_their_default(tmp_path):

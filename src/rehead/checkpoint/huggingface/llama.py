@@ -226,12 +226,12 @@ class Qwen2(LlamaLike):
         return windowed(layers, slides, window)
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
-        """Return which layers have the window."""
-        words = window_words(config)
-        slides = words["sliding_window"] is not None
+        """Return which layers have the window; for releases without `layer_types`, from which on."""
+        words, slides = window_words(config), [layer.window is not None for layer in config.attention]
+        start = slides.index(True) if any(slides) else config.n_layer
         return super().extra_json(config, first) | {
-            "use_sliding_window": slides,
-            "max_window_layers": 0 if slides else config.n_layer,
+            "use_sliding_window": any(slides),
+            "max_window_layers": start if all(slides[start:]) else 0,
             **words,
         }
 
