@@ -1,6 +1,7 @@
 """config.json as published models have it: every key of theirs is known, and sizes are transformers' own."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import transformers
 
 from rehead.checkpoint import families, read_config
 from rehead.checkpoint.huggingface.base import Fields
-from rehead.errors import InvalidInput
+from rehead.errors import ConfigError, InvalidInput
 from rehead.measure import parameters
 
 OLD = {
@@ -194,3 +195,24 @@ def test_another_mscale_of_longrope_is_refused_by_name(tmp_path):
     assert read_config(longrope(tmp_path, short_mscale=1.19)) == read_config(longrope(tmp_path))
     with pytest.raises(InvalidInput, match=r"longrope long_mscale=1.3, .* is 1.19: .* in rope_scaling"):
         read_config(longrope(tmp_path, short_mscale=1.19, long_mscale=1.3))
+
+
+def test_longrope_of_wide_heads_is_not_phi3s(tmp_path):
+    """transformers' config counts its factors by hidden_size / num_attention_heads, whatever head_dim says."""
+    table = families["phi3"].write(read_config(longrope(tmp_path)))
+    wide = {"hidden_size": 16, "head_dim": 6}
+    with pytest.raises(Exception, match="short_factor field must have length 2, got 3"):
+        transformers.Phi3Config(**table | wide)
+    with pytest.raises(InvalidInput, match=r"head_dim=6 with longrope: .* num_attention_heads=4 only"):
+        families["phi3"].read(Fields(table | wide, "config.json"))
+    llama = families["llama"].read(Fields(sizes("llama", 53, 16, 40, 1, 4, 64, head_dim=6), "config.json"))
+    rope = families["phi3"].read(Fields(table, "config.json")).attention[0].rope
+    layers = tuple(replace(layer, rope=rope) for layer in llama.attention)
+    with pytest.raises(
+        ConfigError, match="Phi3ForCausalLM cannot represent this model's head_dim with longrope"
+    ):
+        families["phi3"].write(replace(llama, attention=layers))
+    odd = table | {"hidden_size": 27}
+    assert (
+        transformers.Phi3Config(**odd).hidden_size == families["phi3"].read(Fields(odd, "config.json")).n_embd
+    )

@@ -1,5 +1,6 @@
 """Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in another; rope in a part of each head."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from rehead.attention import GroupedConfig, RopeConfig
@@ -9,6 +10,7 @@ from rehead.checkpoint.huggingface.decoder import Sizes
 from rehead.checkpoint.huggingface.llama import LlamaLike, Windows
 from rehead.checkpoint.huggingface.rope import RopeKeys, read_rope
 from rehead.config import GPTConfig
+from rehead.errors import InvalidInput
 
 REACH = 4096
 """`original_max_position_embeddings` if config.json does not name it."""
@@ -40,6 +42,16 @@ class Phi3(LlamaLike):
             fields, length, self.rope, fields.take("original_max_position_embeddings", int, REACH)
         )
 
+    def layers(self, fields: Fields, sizes: Sizes, shared: Table) -> Sequence[GroupedConfig]:
+        """Return the attention of every layer, all alike."""
+        layers = super().layers(fields, sizes, shared)
+        if _other_factors(layers[0], sizes.width):
+            raise InvalidInput(
+                f"{fields.where}: head_dim={layers[0].head_dim} with longrope: transformers' class takes factors for "
+                f"heads of hidden_size / num_attention_heads={sizes.head_dim} only. Give one for each of their pairs."
+            )
+        return layers
+
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
         """Return the window."""
         fields.expect("attention_bias", False)
@@ -51,10 +63,11 @@ class Phi3(LlamaLike):
         return super().extra_config(fields, sizes) | {"resid_pdrop": fields.take("resid_pdrop", float, 0.0)}
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
-        """Name also scalings other than longrope."""
+        """Name also scalings other than longrope, and longrope of heads of another width."""
         scaling = first.rope.scaling if first.rope is not None else None
         return super().unsupported(config, first) | {
             "rope scaling": scaling is not None and not isinstance(scaling, LongRopeScaling),
+            "head_dim with longrope": _other_factors(first, config.n_embd),
         }
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
@@ -64,6 +77,14 @@ class Phi3(LlamaLike):
             "original_max_position_embeddings": config.block_size,
             "resid_pdrop": config.resid_pdrop,
         }
+
+
+def _other_factors(layer: GroupedConfig, width: int) -> bool:
+    """Whether longrope has not as many factors as the class wants, which counts pairs by the model's `width`."""
+    rope = layer.rope
+    if rope is None or not isinstance(rope.scaling, LongRopeScaling):
+        return False
+    return rope.rotated(width // layer.n_query_head) // 2 != len(rope.scaling.factors)
 
 
 families.add("phi3")(Phi3())
