@@ -761,6 +761,22 @@ def test_releases_without_layer_types_read_the_same_windows(kind, full, tmp_path
     assert config(**table | {"layer_types": None}).layer_types == config(**fields).layer_types
 
 
+@torch.no_grad()
+def test_windows_of_smollm3_that_are_said_and_denied_are_refused(tmp_path):
+    """Its masks have the window of layer_types whatever use_sliding_window says; FlashAttention has none."""
+    fields = BASE | {"layer_types": ["sliding_attention"] * 3, "sliding_window": 5}
+    theirs, ids = (
+        made("SmolLM3", fields | {"use_sliding_window": False}, tmp_path),
+        torch.randint(1, 53, (2, 30)),
+    )
+    with pytest.raises(InvalidInput, match="use_sliding_window=false with sliding_attention in layer_types"):
+        rehead.load(tmp_path)
+    ours = rehead.load(say(tmp_path, use_sliding_window=True))
+    assert relative(ours(ids), theirs(ids).logits) <= 2e-5
+    say(tmp_path, use_sliding_window=False, layer_types=["full_attention"] * 3)
+    assert relative(rehead.load(tmp_path)(ids), theirs(ids).logits) > 1e-3
+
+
 def test_a_window_that_is_not_named_is_their_default(tmp_path):
     """Missing is not null: transformers takes 4096."""
     import json

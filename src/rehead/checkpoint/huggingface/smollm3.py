@@ -7,7 +7,14 @@ from typing import ClassVar
 from rehead.attention import GroupedConfig
 from rehead.checkpoint.huggingface.base import Fields, Table, families
 from rehead.checkpoint.huggingface.decoder import Sizes
-from rehead.checkpoint.huggingface.llama import LlamaLike, Windows, which_slide, window_words, windowed
+from rehead.checkpoint.huggingface.llama import (
+    SLIDING,
+    LlamaLike,
+    Windows,
+    which_slide,
+    window_words,
+    windowed,
+)
 from rehead.checkpoint.huggingface.rope import RopeKeys
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
@@ -38,11 +45,18 @@ class SmolLM3(LlamaLike):
                 f"{fields.where}: no_rope_layers={rotates!r:.80}: expected {len(layers)} of 1 (with rope) and 0 "
                 "(without)."
             )
-        window = fields.take("sliding_window", int, None)
-        if not fields.take("use_sliding_window", bool, False):
-            window = None
-        default = [window is not None and not rotated for rotated in rotates[: len(layers)]]
-        layers = windowed(layers, which_slide(fields, default), window)
+        window, uses = (
+            fields.take("sliding_window", int, None),
+            fields.take("use_sliding_window", bool, False),
+        )
+        default = [uses and window is not None and not rotated for rotated in rotates[: len(layers)]]
+        slides = which_slide(fields, default)
+        if any(slides) and window is not None and not uses:
+            raise InvalidInput(
+                f"{fields.where}: use_sliding_window=false with {SLIDING} in layer_types: transformers' class has this "
+                "window or not, by the attention it was loaded with. Set it to true, or leave layer_types out."
+            )
+        layers = windowed(layers, slides, window)
         return [
             layer if rotated else replace(layer, rope=None)
             for layer, rotated in zip(layers, rotates, strict=False)
