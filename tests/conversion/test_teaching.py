@@ -290,11 +290,13 @@ def test_pooled_heads_learn(gpt, words):
 
 
 def test_weights_in_a_scratch_folder(gpt, words, tmp_path):
-    """The same as in memory; another target or method in the same folder learns anew."""
+    """The same as in memory; another target, method, text, seed or model in the same folder learns anew."""
     source = gpt(GQA, n_step=5)
     given = {"calibration": words(230), "length": LENGTH, "teach": 2}
-    for rank, method in ((5, "svd"), (6, "svd"), (6, "whitened")):
-        given |= {"kv_rank": rank, "method": method}
+    words_of_another = {"calibration": words(230, seed=1)}
+    changes = [{}, {"kv_rank": 6}, {"method": "whitened"}, words_of_another, {"seed": 1}, {"length": 6}]
+    for source, change in [(source, change) for change in changes] + [(gpt(GQA, n_step=6), {})]:
+        given = {"kv_rank": 5, "method": "svd"} | given | change
         kept, certificate = rehead.convert(source, to="mla", scratch=tmp_path, **given)
         result, same = rehead.convert(source, to="mla", **given)
         assert certificate == same

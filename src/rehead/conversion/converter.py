@@ -66,8 +66,8 @@ def convert(
     sampled from the model, or a list of texts, read in equal shares. Both are read in windows of `length` tokens, 2,048
     unless the model reads fewer, which begin with `bos`, the token that a tokenizer puts before a text, if given.
     `method` is one of `rehead.conversion.methods()`; without it the best that has what it needs. With `teach` passes
-    over the calibration, attentions that lost something then learn from those of the source, layer by layer. In a
-    folder `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
+    over the calibration, attentions that lost something then learn from those of the source, layer by layer. In a new
+    folder in `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
@@ -77,7 +77,8 @@ def convert(
     layers = layers_of(config, to, options)
     measured = None if test is None else passage(test, model, bos)
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed, bos)
-    converter = Converter(model, method, texts, length=window, seed=seed, scratch=scratch)
+    own = None if scratch is None else Path(tempfile.mkdtemp(prefix="convert-", dir=scratch))
+    converter = Converter(model, method, texts, length=window, seed=seed, scratch=own)
     if isinstance(to, str):
         layers = converter.attentions(Target(to=to, **options))
     return converter.convert(layers, measured, teach=teach)
@@ -99,7 +100,10 @@ def require_heads(model: LanguageModel) -> GPTConfig:
 
 
 class Converter:
-    """Converts one model, any number of times. Its weights are checked once, and its statistics gathered once."""
+    """Converts one model, any number of times. Its weights are checked once, and its statistics gathered once.
+
+    What is in `scratch` must be of the same model, calibration, length and seed: it is used again.
+    """
 
     def __init__(
         self,
@@ -111,9 +115,10 @@ class Converter:
         seed: int = 0,
         scratch: Path | None = None,
     ) -> None:
+        self.config = require_heads(model)
+        assert isinstance(model, GPT)
         self.model, self.method, self.scratch = model, method, scratch
         self.calibration, self.seed = calibration, seed
-        self.config = require_heads(model)
         self.length = text_length(self.config, length)
         require_windows(model, self.length)
         require_finite(model)
@@ -183,7 +188,7 @@ class Converter:
 
     def follow(
         self, targets: Sequence[AttentionConfig], kept: Kept | None = None
-    ) -> tuple[LanguageModel, list[LayerRecord]]:
+    ) -> tuple[GPT, list[LayerRecord]]:
         """Return the model with `targets` for attentions, sharing all other weights with the source.
 
         All layers take their first step together, then their second, so that an approximation further
@@ -242,17 +247,13 @@ class Converter:
         if passes and not self.blocks:
             raise ConfigError(f"teach={passes} without a text to learn from: give a calibration.")
 
-    def _taught(
-        self, result: LanguageModel, records: Sequence[LayerRecord], passes: int
-    ) -> list[LayerRecord]:
+    def _taught(self, result: GPT, records: Sequence[LayerRecord], passes: int) -> list[LayerRecord]:
         """Teach the attentions that are not exact, in place, and return the records with their errors."""
         lossy = [index for index, record in enumerate(records) if not record.exact]
         if not lossy:
             raise ConfigError(
                 f"teach={passes}: this conversion is exact, there is nothing to learn. Leave it out."
             )
-        assert isinstance(self.model, GPT)
-        assert isinstance(result, GPT)
         made_of = [encode(result.config), [record.methods for record in records], passes]
         with self._kept(f"teaching-{digest(made_of)}") as folder:
             errors = teaching.teach(
@@ -295,6 +296,5 @@ class Converter:
             (self.scratch / name).mkdir(exist_ok=True)
             yield self.scratch / name
 
-    def _seen(self, model: LanguageModel, needs: Collection[str], folder: Path) -> list[Statistics]:
-        assert isinstance(model, GPT)
+    def _seen(self, model: GPT, needs: Collection[str], folder: Path) -> list[Statistics]:
         return gather(model, self.blocks, folder, needs=needs, seed=self.seed)

@@ -7,12 +7,12 @@ from rehead.attention import Attention, AttentionConfig
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.config import GPTConfig
 from rehead.conversion.base import Weights
-from rehead.model import LanguageModel, assembled
+from rehead.model import GPT, LanguageModel, assembled
 
 Layers = list[tuple[AttentionConfig, Weights]]
 
 
-def with_layers(model: LanguageModel, layers: Sequence[tuple[AttentionConfig, Weights]]) -> LanguageModel:
+def with_layers(model: LanguageModel, layers: Sequence[tuple[AttentionConfig, Weights]]) -> GPT:
     """Return `model` with other attentions, in its dtype, on its device, in eval mode; the rest is shared."""
     assert isinstance(model.config, GPTConfig)
     config = replace(model.config, attention=tuple(config for config, _ in layers))
@@ -28,4 +28,6 @@ def with_layers(model: LanguageModel, layers: Sequence[tuple[AttentionConfig, We
             f"{prefix}.{name}": map_deferred(lambda exact: exact.to(dtype), weight).to(device)
             for name, weight in weights.items()
         }
-    return assembled(config, state)
+    result = assembled(config, state)
+    assert isinstance(result, GPT)
+    return result
