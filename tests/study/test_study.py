@@ -185,6 +185,40 @@ def test_the_text_of_a_run_stays_the_one_it_was_trained_on(whole, here):
     assert Path("kept/report.html").read_text() == page
 
 
+FEW = """
+about: A model that is there.
+run: {data: {block_size: 16}, trainer: {batch_size: 3, eval_batches: 1}}
+new_tokens: 2
+variants:
+  Source: {source: whole/two-heads/seed-3}
+  Mean: {from: Source, convert: {to: mqa, method: mean}}
+"""
+
+
+def test_texts_are_not_mixed(whole, here, capsys):
+    """Another file, or the same one edited, is refused if anything is still to be made or measured."""
+    Path("texts.yaml").write_text(FEW)
+    Path("a.txt").write_text(text := Path("input.txt").read_text())
+    Path("same.txt").write_text(text)
+    Path("b.txt").write_text("weary God, flat and stale. O\n" * 60)
+    words = ["study", "--preset", "texts.yaml", "system.work_dir=texts-kept"]
+    assert main([*words, "data.path=a.txt"]) == 0
+    before = stamps(here / "texts-kept")
+    assert main([*words, "data.path=b.txt"]) == 3
+    said = capsys.readouterr().err
+    assert "texts-kept/source/seed-3407 was made with another text than b.txt is now." in said
+    assert "choose another system.work_dir" in said
+    Path("a.txt").write_text("weary God, flat and stale. O\n" * 60)
+    assert main([*words, "data.path=a.txt"]) == 0  # nothing is left to do
+    Path("texts.yaml").write_text(FEW + "  Sum: {from: Source, convert: {to: mqa, method: first}}\n")
+    for more in ([], ["--only", "sum/seed-3407"]):
+        assert main([*words, "data.path=a.txt", *more]) == 3
+        assert "made with another text than a.txt is now" in capsys.readouterr().err
+    assert stamps(here / "texts-kept") == before
+    Path("a.txt").unlink()  # the name does not count
+    assert main([*words, "data.path=same.txt"]) == 0
+
+
 def test_texts_of_different_letters_give_a_page(here):
     """Attention is shown of the models whose vocabulary has the text."""
     Path("one.txt").write_text("O God, é! how weary\n" * 80)

@@ -1,21 +1,27 @@
 """Checks what is already in the folder of a study, before anything is trained."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rehead.config import flags
+from rehead.conversion.texts import SELF
+from rehead.data import Source, named, source_of
+from rehead.data.files import read as read_text
 from rehead.data.files import write_whole
-from rehead.errors import InvalidInput
+from rehead.data.text import CHUNK
+from rehead.errors import InvalidInput, ReheadError
 from rehead.study.job import Job
 from rehead.training.folder import RunFolder
 
 Record = dict[str, Any]
 BEGUN = "job.json"
 FREE = (
-    "data.path", "data.name",  # a run checks the text itself
+    "data.path", "data.name",  # see require_same_texts
     "trainer.device", "trainer.keep", "trainer.save_every", "trainer.save_async",
     "trainer.sample_every", "trainer.sample_tokens", "trainer.sample_prompt", "trainer.sample_temperature",
     "trainer.sample_top_k",
@@ -40,9 +46,28 @@ def require_same(jobs: Sequence[Job]) -> None:
             )
 
 
+def require_same_texts(jobs: Sequence[Job]) -> None:
+    """Raise InvalidInput if a text of a job is another one than it began with: what is made now would have that one."""
+    now: dict[Source, str | None] = {}
+    for job in jobs:
+        before = (read(job.folder / BEGUN) or {}).get("texts", [])
+        for source, was in zip(_sources(job), before, strict=False):
+            if source not in now:
+                now[source] = _identity(source)
+            if None not in (was, now[source]) and was != now[source]:
+                raise InvalidInput(
+                    f"{job.folder} was made with another text than {source.path or source.name} is now. Nothing was "
+                    "changed: give the text as it was, or choose another system.work_dir."
+                )
+
+
 def note(job: Job) -> None:
-    """Write the description of a job into its folder."""
-    write_whole(job.folder / BEGUN, [json.dumps(job.description(), indent=1).encode()])
+    """Write the description of a job, and what tells its texts from others, into its folder."""
+    before = (read(job.folder / BEGUN) or {}).get("texts", [])
+    texts = [_identity(source) for source in _sources(job)]
+    texts = [now or was for now, was in zip_longest(texts, before)]  # of a text that is gone, what it was
+    described = job.description() | {"texts": texts}
+    write_whole(job.folder / BEGUN, [json.dumps(described, indent=1).encode()])
 
 
 def read(file: Path) -> Record | None:
@@ -51,6 +76,26 @@ def read(file: Path) -> Record | None:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
+
+
+def _sources(job: Job) -> list[Source]:
+    """Return the texts that a job reads: its own first, then those of its conversion."""
+    reading = {} if job.convert is None else job.reading
+    names = [*reading.get("calibration", ()), *filter(None, [reading.get("test")])]
+    return [source_of(job.options.data), *(named(name, "convert") for name in names if name != SELF)]
+
+
+def _identity(source: Source) -> str | None:
+    """Return the sha256 of a text, or the name of a corpus; None for a text that cannot be read."""
+    if source.path is None:
+        return source.name
+    digest = hashlib.sha256()
+    try:
+        for part in read_text(source.path, CHUNK):
+            digest.update(part.encode())
+    except ReheadError:
+        return None
+    return digest.hexdigest()
 
 
 def _begun(job: Job) -> Record | None:

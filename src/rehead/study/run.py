@@ -12,7 +12,7 @@ from rehead.errors import Interrupted, UsageError
 from rehead.registry import nearest
 from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
-from rehead.study.begun import require_same
+from rehead.study.begun import require_same, require_same_texts
 from rehead.study.costs import known_costs, measure_costs
 from rehead.study.job import Job, one_source
 from rehead.study.kv_dtype import known_formats, measure_formats
@@ -62,7 +62,8 @@ def study_one(preset: Preset, jobs: Sequence[Job], name: str, watch: Watch) -> R
         raise UsageError(
             f"--only {name} starts from {name_of(job.parent)}, which is not finished: run that before."
         )
-    unfinished(preset, [job])
+    if unfinished(preset, [job]):
+        require_same_texts(jobs)
     with Sharing(job.folder) as sharing, listening(partial(_report, watch, job)):
         for record in run_job(job, preset, sharing):
             watch(job, record)
@@ -78,6 +79,8 @@ def unfinished(preset: Preset, jobs: Sequence[Job]) -> list[Job]:
     """Return the jobs that are still to be run, after a look at what is in their folders and at their texts."""
     require_same(jobs)
     missing = [job for job in jobs if not is_done(job, preset)]
+    if missing:  # what is finished keeps its texts
+        require_same_texts(jobs)
     require_texts(missing, preset)
     return missing
 
