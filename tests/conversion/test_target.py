@@ -124,6 +124,15 @@ def test_a_latent_of_nothing_beside_a_rotary_part(rank):
         Target(to="mla", target="uneven", kv_rank=rank).attention(replace(GQA, rope=RopeConfig()), D)
 
 
+@pytest.mark.parametrize("kind", ["uneven", "canonical"])
+def test_a_latent_beside_a_rotary_part_has_the_heads_there_are(kind):
+    source = GroupedConfig(n_query_head=6, n_kv_head=6, head_dim=64, rope=RopeConfig())
+    made = Target(to="mla", target=kind, kv_fraction=0.5, n_kv_head=6).attention(source, 384)
+    assert made == Target(to="mla", target=kind, kv_fraction=0.5).attention(source, 384)
+    with pytest.raises(ConfigError, match=f"^n_kv_head=2 means nothing with --target {kind}, whose .* 6 KV"):
+        Target(to="mla", target=kind, kv_fraction=0.5, n_kv_head=2).attention(source, 384)
+
+
 def test_mha_is_no_gqa_as_it_is():
     with pytest.raises(
         ConfigError, match=r"--to gqa needs --n-kv-head: how many KV heads\? Use one of \[2, 3\]"

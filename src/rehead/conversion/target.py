@@ -151,6 +151,11 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
         made = replace(heads, n_kv_head=n_kv_head)
         return made if exact else replace(made, kv_lora_rank=target.rank(heads, made, d_model))
     if target.target in ("uneven", "canonical") and heads.rope is not None:
+        if n_kv_head != heads.n_kv_head:
+            raise ConfigError(
+                f"n_kv_head={n_kv_head} means nothing with --target {target.target}, whose latent expands to the "
+                f"{heads.n_kv_head} KV heads there are. Leave it out, or convert with --to gqa first."
+            )
         return rotary.decoupled(
             heads, target.target, target.rope_dim, target.kv_rank, target.kv_fraction, d_model
         )
