@@ -110,6 +110,16 @@ def test_the_length_of_the_blocks(capsys):
     assert "--length 17: the model reads at most block_size=16" in capsys.readouterr().err
 
 
+def test_the_tokenizer_is_the_models(capsys):
+    for words in ((), ("--teach", "1")):
+        assert heal("data.tokenizer=byte", "system.work_dir=bytes", *words) == 2
+        assert (
+            "data.tokenizer=byte: a run that starts from mqa reads its text with" in capsys.readouterr().err
+        )
+        assert not Path("bytes").exists()
+        assert not Path("bytes-taught").exists()
+
+
 def test_only_attentions_learn_and_the_teacher_shares_the_rest(monkeypatch):
     """The other weights stay bit for bit; recomputing changes nothing; a resumed run is the same."""
     trainers = []

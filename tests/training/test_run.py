@@ -647,6 +647,24 @@ def test_another_model_is_no_warm_start():
     run("new", "model.pretrained_folder=old", *DROPOUT)
 
 
+def test_a_model_keeps_its_tokenizer():
+    """The one that it was trained with may be named again, also with the size asked for where the text gave fewer."""
+    bpe = ["data.tokenizer=bpe", "data.vocab_size=9000"]
+    run("old", *bpe, "trainer.max_iters=1")
+    size = rehead.load("old").config.vocab_size
+    assert size < 9000
+    for asked in (["data.tokenizer=byte"], ["data.tokenizer=bpe", f"data.vocab_size={size - 1}"]):
+        said = (
+            f"{', '.join(asked)}: a run that starts from old reads its text with the tokenizer there (bpe, "
+        )
+        with pytest.raises(ConfigError, match=re.escape(f"{said}vocab_size={size}). Leave data.tokenizer")):
+            run("new", *asked, "model.pretrained_folder=old")
+        assert not Path("new").exists()
+    for asked, name in (([], "same"), (bpe, "named")):
+        run(name, *asked, "model.pretrained_folder=old", "trainer.max_iters=1")
+        assert rehead.load(name).config.vocab_size == size
+
+
 # One step
 
 

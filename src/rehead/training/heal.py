@@ -137,6 +137,22 @@ def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place:
         )
 
 
+def require_its_tokenizer(tokenizer: Tokenizer, data: DataOptions, place: str) -> None:
+    """Raise ConfigError for options of another tokenizer than that of the model in `place`, whose tokens are read."""
+    kind, size = tokenizer.kind, tokenizer.vocab_size
+    if data.tokenizer in (DataOptions.tokenizer, kind) and (
+        data.vocab_size is None or data.vocab_size >= size
+    ):
+        return
+    asked = f"data.tokenizer={data.tokenizer}"
+    if data.vocab_size is not None:
+        asked += f", data.vocab_size={data.vocab_size}"
+    raise ConfigError(
+        f"{asked}: a run that starts from {place} reads its text with the tokenizer there ({kind}, "
+        f"vocab_size={size}). Leave data.tokenizer and data.vocab_size out."
+    )
+
+
 def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | None:
     """Return the certificate of the model to heal; None of one that was not converted, or without a validation text.
 

@@ -21,7 +21,7 @@ from rehead.measure.environment import environment
 from rehead.model import GPT
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
-from rehead.training.heal import healed_folder, measured_again, require_same_vocabulary
+from rehead.training.heal import healed_folder, measured_again, require_its_tokenizer, require_same_vocabulary
 
 PASSES = "passes"
 """The file, in the folder of an unfinished teaching, that has the number of its passes."""
@@ -119,6 +119,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     opened = open_model(folder, in_memory=False)
     source, result, length = teacher.model, opened.model, options.data.block_size
     require_same_vocabulary(result, source, options.trainer.teacher)
+    require_its_tokenizer(opened.require_tokenizer(), options.data, str(folder))
     assert isinstance(source, GPT)
     assert isinstance(result, GPT)
     before = Certificate.read(opened.folder)

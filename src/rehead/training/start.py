@@ -22,7 +22,7 @@ from rehead.system.memory import require_memory
 from rehead.tokenizer import Tokenizer, train
 from rehead.training import state
 from rehead.training.frozen import share_frozen
-from rehead.training.heal import require_same_vocabulary
+from rehead.training.heal import require_its_tokenizer, require_same_vocabulary
 
 TRAINING_BYTES = 16
 """Bytes per parameter: a float32 weight, its gradient and AdamW's two moments."""
@@ -49,12 +49,14 @@ def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tupl
     """Return the tokenizer and the tokens of the text, which are written to the file `store`.
 
     The tokenizer comes from the checkpoint to resume or the folder to start from; otherwise it is trained
-    on the text.
+    on the text. Raises ConfigError for options of another tokenizer than that of the folder.
     """
     data, text = options.data, source_of(options.data)
     pretrained = options.model.pretrained_folder or options.model.folder
     before = checkpoint or (resolve(Path(pretrained)) if pretrained else None)
     tokenizer = Tokenizer.load(before) if before else train(data.tokenizer, text, data.vocab_size)
+    if pretrained and checkpoint is None:
+        require_its_tokenizer(tokenizer, data, pretrained)
     return tokenizer, tokenize(text, tokenizer, store)
 
 
