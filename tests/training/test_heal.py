@@ -13,8 +13,10 @@ from rehead.checkpoint import resolve
 from rehead.cli import main
 from rehead.config import ModelOptions, TrainerOptions
 from rehead.conversion.fit import teaching
+from rehead.errors import ReheadError
 from rehead.measure.forecast import step_bytes
-from rehead.training import frozen, run
+from rehead.training import frozen, run, train
+from rehead.training import heal as heal_module
 from rehead.training.heal import _usual_batch
 
 TINY = [
@@ -108,6 +110,18 @@ def test_the_length_of_the_blocks(capsys):
     assert "data.block_size is given twice" in capsys.readouterr().err
     assert heal("--length", "17") == 2
     assert "--length 17: the model reads at most block_size=16" in capsys.readouterr().err
+
+
+def test_the_batch_follows_from_the_blocks_however_they_are_given(monkeypatch):
+    monkeypatch.setattr(heal_module, "STEP_TOKENS", 48)
+    for changes, length in (([], 4), (["data.block_size=4"], None)):
+        options = heal_module.heal_options(Path("mqa"), Path("source"), changes, length)
+        assert (options.data.block_size, options.trainer.batch_size) == (4, 12)
+    with pytest.raises(ReheadError, match=r"data.block_size=17 is above the 16"):
+        list(train(heal_module.heal_options(Path("mqa"), Path("source"), ["data.block_size=17"])))
+    assert heal_module.heal_options(
+        Path("mqa"), Path("source"), ["data.block_size=0"]
+    )  # which training refuses
 
 
 def test_the_tokenizer_is_the_models(capsys):

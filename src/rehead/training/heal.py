@@ -73,9 +73,10 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
         )
     usual = text_length(config, length, teacher)
     table.setdefault("data", {})["block_size"] = usual
-    table["trainer"] |= _usual_batch(config, usual)
     if length is not None:
         changes = [*changes, f"data.block_size={length}"]
+    asked = flags.read(changes, tables=(table,)).data.block_size
+    table["trainer"] |= _usual_batch(config, max(1, asked))
     options = flags.read(changes, tables=(table,))
     require_apart(folder, Path(options.system.work_dir))
     begun = Path(options.system.work_dir) / "config.yaml"
