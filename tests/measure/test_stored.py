@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType, quants
 
+import rehead
 from rehead.attention import GroupedConfig
 from rehead.errors import NumericError
-from rehead.measure.stored import as_stored, lost_rows, rounded
+from rehead.measure.kv_dtype import kv_dtypes, rounded_caches
+from rehead.measure.stored import as_stored, changed, lost_rows, rounded
 from rehead.model import build
 from small import llama_shaped
 from typed_lines import documents, typed
@@ -140,6 +143,22 @@ def test_a_long_text_is_compared_whole(exported):
         assert found["tokens"] > 65_536
         assert found["loss_exact"] == pytest.approx(plain["loss"], rel=1e-7)
         assert found["loss"] != plain["loss"]
+
+
+@pytest.mark.process
+@torch.no_grad()
+def test_rounded_caches_beside_rounded_weights_are_compared_too(exported):
+    line = "eval llama --data text.txt --length 64 --stored-as fp16"
+    stored, both = documents(line, f"{line} --kv-dtype fp8", cwd=exported)
+    assert both["loss_exact"] == stored["loss_exact"]
+    exact = rehead.load(exported / "llama")
+    model, ids = as_stored(exact, "fp16"), torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    caches = partial(rounded_caches, model, kv_dtypes["fp8"]())
+    rows = exact(ids)[0], model.logits(model.hidden(ids, None, caches(ids)))[0]
+    first, second = (row[:-1].double().log_softmax(-1) for row in rows)
+    found = changed(exact, model, ids[0].numpy(), 7, caches=caches)
+    assert found["kl"] == pytest.approx(float((first.exp() * (first - second)).sum(-1).mean()), rel=1e-6)
+    assert both["kl"] > 10 * stored["kl"] > 0
 
 
 def test_the_rounded_model_shares_what_the_first_shares():

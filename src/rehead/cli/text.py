@@ -1,6 +1,7 @@
 """`rehead eval --data`."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ def evaluate_data(
     """Measure how well the model in a folder predicts a text, and print the results."""
     from rehead.data import Source, tokenize
     from rehead.measure import evaluate_text
+    from rehead.measure.kv_dtype import kv_dtypes, rounded_caches
     from rehead.measure.length import text_length
     from rehead.measure.quality import scores
     from rehead.measure.stored import as_stored, changed
@@ -47,7 +49,10 @@ def evaluate_data(
         first = tokenizer.bos if bos else None
         sizes = {"length": length, "stride": stride, "batch_size": batch_size}
         found = evaluate_text(model, tokens.ids, **sizes, kv_dtype=kv_dtype, bos=first)
-        change = {} if stored_as is None else changed(exact, model, tokens.ids, length, stride, first)
+        caches = None if kv_dtype is None else partial(rounded_caches, model, kv_dtypes[kv_dtype]())
+        change = {}
+        if stored_as is not None:
+            change = changed(exact, model, tokens.ids, length, stride, first, caches)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
         **scores(found.loss, found.tokens, tokens.n_bytes),

@@ -1,17 +1,20 @@
 """Compares the predictions of two models."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rehead.attention import LayerCache
 from rehead.data import IGNORE
 from rehead.errors import NumericError
 from rehead.measure.logits import in_parts
 from rehead.model import LanguageModel, evaluating
 
+Caches = Callable[[Tensor], Sequence[LayerCache]]
+"""Makes empty caches for a forward pass over ids (B, L)."""
 EXACT = 2**19
 """Logits converted to float64 at a time."""
 
@@ -37,10 +40,14 @@ class Comparison:
 
 @torch.no_grad()
 def compare(
-    first: LanguageModel, second: LanguageModel, blocks: Iterable[tuple[Tensor, Tensor]]
+    first: LanguageModel,
+    second: LanguageModel,
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    caches: Caches | None = None,
 ) -> Comparison:
     """Compare two models, in eval mode, on blocks of (inputs, targets); targets of -100 are ignored.
 
+    The second reads its keys and values, or latents, from `caches`, if they are given.
     Raises NumericError for a logit that is not finite.
     """
     models = (first, second)
@@ -48,7 +55,7 @@ def compare(
     sums = torch.zeros(4, dtype=torch.float64)  # kl, flips, both losses
     count = 0
     with evaluating(*models):
-        for *logits, wanted in _logits(models, blocks):
+        for *logits, wanted in _logits(models, blocks, caches):
             for which, part in zip(("first", "second"), logits, strict=True):
                 if not part.isfinite().all():
                     raise NumericError(
@@ -74,13 +81,18 @@ def compare(
 
 
 def _logits(
-    models: tuple[LanguageModel, LanguageModel], blocks: Iterable[tuple[Tensor, Tensor]]
+    models: tuple[LanguageModel, LanguageModel],
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    caches: Caches | None,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the logits of both models and the targets, for a few tokens at a time, without ignored ones."""
     width = models[0].head.out_features
     for ids, targets in blocks:
         counts = (targets != IGNORE).flatten()
-        hidden = [model.hidden(ids.to(model.device)).flatten(0, 1)[counts] for model in models]
+        ours, theirs = (ids.to(model.device) for model in models)
+        read = None if caches is None else caches(theirs)
+        both = models[0].hidden(ours), models[1].hidden(theirs, None, read)
+        hidden = [one.flatten(0, 1)[counts] for one in both]
         for first, second, wanted in in_parts(width, *hidden, targets.flatten()[counts]):
             logits = (models[0].logits(first).cpu(), models[1].logits(second).cpu())
             yield from in_parts(width, *logits, wanted, most=EXACT)

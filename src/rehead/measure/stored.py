@@ -10,7 +10,7 @@ from torch import Tensor
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
-from rehead.measure.fidelity import Comparison, compare
+from rehead.measure.fidelity import Caches, Comparison, compare
 from rehead.model import LanguageModel, assembled
 from rehead.stages import staged
 
@@ -67,13 +67,14 @@ def changed(
     length: int,
     stride: int | None = None,
     bos: int | None = None,
+    caches: Caches | None = None,
 ) -> dict[str, float]:
     """Return by how much storage changes the predictions on a whole text, read in the blocks of `evaluate_text`.
 
     `kl` is the mean of KL(exact || stored) in nats, `argmax_flips` the share of tokens whose likeliest successor
-    differs, `loss_exact` the loss before.
+    differs, `loss_exact` the loss before. `caches` are those of the stored model, as in `compare`.
     """
-    found = comparison(exact, stored, ids, length, stride=stride, bos=bos)
+    found = comparison(exact, stored, ids, length, stride=stride, bos=bos, caches=caches)
     return {"kl": found.kl, "argmax_flips": found.argmax_flips, "loss_exact": found.losses[0]}
 
 
@@ -85,6 +86,7 @@ def comparison(
     tokens: int | None = None,
     stride: int | None = None,
     bos: int | None = None,
+    caches: Caches | None = None,
 ) -> Comparison:
     """Compare the predictions of two models on a text read in the blocks of `evaluate_text`.
 
@@ -93,7 +95,7 @@ def comparison(
     limit = None if tokens is None else max(1, tokens // length)
     blocks = evaluation_blocks(ids, length, max(1, BATCH // length), limit, stride, bos)
     total = len(ids) - 1 if limit is None else None
-    return compare(exact, stored, shown(blocks, "comparing with the exact weights", total))
+    return compare(exact, stored, shown(blocks, "comparing with the exact weights", total), caches)
 
 
 @torch.no_grad()
