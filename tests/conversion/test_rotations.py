@@ -22,6 +22,7 @@ from rehead.conversion.target import Target
 from rehead.conversion.texts import Passage
 from rehead.errors import ConfigError
 from rehead.measure.stored import lost_rows
+from rehead.report.conversion import _reached as reached
 
 WIDTH, VOCAB = 23, 29
 ROPE = RopeConfig(theta=100.0)
@@ -408,6 +409,27 @@ def test_targets_that_make_no_sense(options, message):
 def test_a_rotary_part_beside_a_rank_is_a_third_of_both():
     made = Target(to="mla", target="uneven", kv_rank=9).attention(GQA, WIDTH)
     assert (made.kv_lora_rank, made.qk_rope_head_dim) == (9, 4)
+
+
+@pytest.mark.parametrize("d_model", [32, 64])  # keys and values together are 64 numbers
+def test_nothing_that_was_asked_for_is_left_unused(d_model):
+    """What the latent does not need keeps rotations; in the whole cache, all of them."""
+    source = GroupedConfig(n_query_head=4, n_kv_head=4, head_dim=8, rope=ROPE)
+    for fraction in (0.5, 0.8, 0.9, 0.97):
+        made = Target(to="mla", target="uneven", kv_fraction=fraction).attention(source, d_model)
+        assert int(fraction * 64) - 1 <= made.kv_numbers() <= fraction * 64
+    made = Target(to="mla", target="uneven", kv_fraction=1.0).attention(source, d_model)
+    assert (made.qk_rope_head_dim, made.kv_lora_rank) == (32, 32)
+
+
+def test_a_latent_that_needs_less_is_not_called_rounded(gpt):
+    model = gpt(GroupedConfig(n_query_head=4, n_kv_head=4, head_dim=8, rope=ROPE))  # 23 wide
+    options = {"target": "uneven", "rope_dim": 4, "kv_fraction": 0.9}
+    _, certificate = rehead.convert(model, "mla", **options)
+    assert not certificate.exact
+    assert reached(certificate, 0.9) == "42.19 %: its latent needs less than the 90 % asked for"
+    _, certificate = rehead.convert(model, "mla", **options | {"kv_fraction": 0.4})
+    assert reached(certificate, 0.4) == "39.06 %: 40 % rounded down to a whole rank"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def decoupled(
     else:
         width = most if rope_dim is None else rope_dim
         if rope_dim is None and total is not None:
-            width = min(most, max(2, total // SHARE // 2 * 2))
+            width = _shared(heads, total, d_model)
         elif rope_dim is None and kv_rank is not None:  # a third of both together
             width = min(most, max(2, kv_rank // (SHARE - 1) // 2 * 2))
         if not (2 <= width <= most and width % 2 == 0):
@@ -79,6 +79,16 @@ def decoupled(
         latent_norm=False,
         down_bias=heads.qkv_bias,
     )
+
+
+def _shared(heads: GroupedConfig, total: int, d_model: int) -> int:
+    """Return the width of the rotary part in a cache of `total` numbers: a third, and what the latent cannot use."""
+    most = all_rotated(heads)
+    if most + beside(heads, most, d_model)[1] <= total:
+        return most
+    width = min(most, max(2, total // SHARE // 2 * 2))
+    spare = total - width - beside(heads, width, d_model)[1]
+    return min(most, width + max(0, spare) // 2 * 2)
 
 
 def _require_needed(rank: int, full: int, width: int, numbers: int) -> None:

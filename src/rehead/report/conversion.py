@@ -93,6 +93,11 @@ def _reached(certificate: Certificate, asked: float) -> str:
         return reached
     if certificate.exact:
         return f"{reached}: an exact latent needs less than the {wanted} asked for"
+    numbers = sum(layer.kv_numbers[1] for layer in certificate.layers)
+    if asked * before - after > after / numbers * len(
+        certificate.layers
+    ):  # a rank more in every layer would fit
+        return f"{reached}: its latent needs less than the {wanted} asked for"
     return f"{reached}: {wanted} rounded {'down' if after < asked * before else 'up'} to a whole rank"
 
 
