@@ -215,6 +215,24 @@ def test_the_text_alone_can_teach():
     assert first("plain") > first("taught") > 0
 
 
+def test_flags_that_would_do_nothing(capsys):
+    """As typed; a run that began with one is resumed."""
+    train = ["train", *TINY, "system.work_dir=nothing"]
+    rate = "trainer.min_learning_rate=1e-05"
+    for words, said in (
+        ([*train, rate], f"{rate} has no effect with trainer.schedule=constant. Leave it out, or use"),
+        ([*train, "trainer.distillation=0.5"], "trainer.distillation=0.5 has no effect without a teacher."),
+        (["heal", "mqa", "--teacher", "source", rate, "trainer.schedule=constant"], f"{rate} has no effect"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+        assert not Path("nothing").exists()
+    assert main([*train, rate, "trainer.schedule=cosine"]) == 0
+    config = Path("nothing/config.yaml")
+    config.write_text(config.read_text().replace("schedule: cosine", "schedule: constant"))
+    assert main(["train", "system.work_dir=nothing", "trainer.resume=True"]) == 0
+
+
 def test_what_cannot_be_healed(capsys):
     Path("two.txt").write_text("ab" * 400)
     for folder, changes in {"other": {"model.n_embd": "20"}, "few": {"data.path": "two.txt"}}.items():

@@ -171,6 +171,19 @@ class TrainerOptions:
         if not 0 <= self.weight_decay < float("inf"):
             raise ConfigError(f"trainer.weight_decay={self.weight_decay}. Use 0 or more.")
 
+    def refuse_unused(self) -> None:
+        """Raise ConfigError for flags that a run would not use."""
+        if self.schedule == "constant" and self.min_learning_rate:
+            raise ConfigError(
+                f"trainer.min_learning_rate={self.min_learning_rate} has no effect with trainer.schedule=constant. "
+                "Leave it out, or use trainer.schedule=cosine."
+            )
+        if self.teacher is None and self.distillation != TrainerOptions.distillation:
+            raise ConfigError(
+                f"trainer.distillation={self.distillation} has no effect without a teacher. Leave it out, or give "
+                "trainer.teacher."
+            )
+
 
 @dataclass(kw_only=True)
 class RunOptions:
