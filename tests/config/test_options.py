@@ -165,6 +165,12 @@ def test_rnn():
     assert resolve("model.type=rnn", vocab_size=7) == RNNConfig(
         vocab_size=7, block_size=128, n_embd=192, n_layer=1, n_hidden=192, n_output=7, embd_pdrop=0.1
     )
+    shared = (
+        "model.resid_pdrop=0",
+        "model.attn_pdrop=0",
+        "model.n_query_head=4",
+    )  # of variants, as in a study
+    assert resolve("model.type=rnn", *shared) == resolve("model.type=rnn")
     config = resolve("model.type=rnn", "model.n_layer=2", "model.n_hidden=5", "model.activation=slide")
     assert (config.n_layer, config.n_hidden, config.activation) == (2, 5, "slide")
 
@@ -239,6 +245,8 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
     ("model.type=rnn model.shape=llama", "model.shape=llama", "Leave it out"),
     ("model.type=rnn model.tie_embeddings=True", "model.tie_embeddings=True", "Leave it out"),
     ("model.type=rnn model.layers=[{}]", "model.layers=[{}]", "Leave it out"),
+    ("model.type=rnn model.resid_pdrop=0.3", "model.resid_pdrop=0.3", "Leave it out"),
+    ("model.type=rnn model.attn_pdrop=0.2", "model.attn_pdrop=0.2", "Leave it out"),
     ("model.type=rnn model.n_layer=0", "n_layer=0", "Use 1 to 1024"),
     ("model.type=rnn model.n_hidden=0", "n_hidden=0", "at least 1"),
     ("data.block_size=16777217", "block_size=16777217 is too large", "16,777,216"),
