@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers as hf
 import torch
 import transformers
 
@@ -14,6 +15,7 @@ import rehead
 from rehead import tokenizer
 from rehead.cli import main
 from rehead.config import ModelOptions
+from rehead.errors import InvalidInput
 from rehead.measure.inspection import compare, equal_rows, inspect
 from rehead.model import build
 from rehead.report import terminal_map
@@ -75,6 +77,24 @@ def test_c1_and_c2_of_a_stock_folder_by_one_command(gpt2, capsys):
     assert found["compared"]["shared_tokens"] == len(found["tokens"])
     assert found["compared"]["unchanged"]
     assert max(found["compared"]["largest_change_per_layer"]) < 1e-5
+
+
+def test_the_token_before_every_text_is_attended_to(gpt2, capsys):
+    """As in `generate`; texts that share nothing else share nothing."""
+    theirs, words = gpt2
+    inner = hf.Tokenizer.from_str(words.to_json())
+    begin = ("o", inner.token_to_id("o"))
+    inner.post_processor = hf.processors.TemplateProcessing(single="o $A", special_tokens=[begin])
+    Path("gpt2/tokenizer.json").write_text(inner.to_str())
+    found = document(capsys, "gpt2", "--text", TEXT, "--compare", "Hope and")
+    ids = torch.tensor([begin[1], *words.encode(TEXT)])
+    expected = theirs(ids[None], output_attentions=True).attentions[0][0, 0].detach()
+    torch.testing.assert_close(torch.tensor(found["map"]["weights"]), expected, atol=2e-6, rtol=1e-4)
+    assert "".join(found["tokens"]) == f"o{TEXT}"
+    assert main(["inspect", "gpt2", "--text", "Hope", "--compare", "dream"]) == 3
+    assert "the texts begin with 'H" in capsys.readouterr().err
+    with pytest.raises(InvalidInput, match="the text is empty"):
+        inspect(rehead.load("gpt2"), rehead.load_tokenizer("gpt2"), "")
 
 
 def test_a_run_folder_on_the_terminal(run, capsys, monkeypatch):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers as hf
 import torch
 
 from rehead import checkpoint
@@ -34,7 +35,7 @@ from rehead.study.claims import compare
 from rehead.study.costs import known_costs
 from rehead.study.metrics import MOST_POINTS, downsample, read_metrics
 from rehead.study.prompt import prompt_note
-from rehead.tokenizer import train
+from rehead.tokenizer import Tokenizer, train
 from typed_lines import typed
 
 TINY = ["study", "--preset", "tiny.yaml"]
@@ -245,6 +246,18 @@ def test_texts_of_different_letters_give_a_page(here):
     shown = maps(found)
     assert list(shown) == ["A"]
     assert "é" in "".join(shown["A"].tokens)
+
+
+def test_attention_is_shown_with_the_token_before_every_text(whole, here, monkeypatch):
+    given = jobs(Preset.read("tiny.yaml"), ["system.work_dir=whole"])
+    plain = maps(given)["Two heads"].tokens
+    inner = hf.Tokenizer.from_file(str(checkpoint.resolve(Path("whole/two-heads/seed-3")) / "tokenizer.json"))
+    inner.post_processor = hf.processors.TemplateProcessing(
+        single="O $A", special_tokens=[("O", inner.token_to_id("O"))]
+    )
+    begins = Tokenizer.from_json(inner.to_str())
+    monkeypatch.setattr("rehead.study.attention_maps.load_tokenizer", lambda place: begins)
+    assert maps(given)["Two heads"].tokens == ["O", *plain][:16]
 
 
 def test_a_seed_more_trains_only_that_one(whole, here):

@@ -23,10 +23,14 @@ UNCHANGED = 1e-5
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inspection:
-    """The maps of one text: its `tokens`, and per layer the weights (H, L, L), the variant and the window."""
+    """The maps of one text: its `tokens`, and per layer the weights (H, L, L), the variant and the window.
+
+    The first token is `bos`, if it is not None: the id that the tokenizer puts before a text.
+    """
 
     text: str
     ids: list[int]
+    bos: int | None
     tokens: list[str]
     maps: list[Float[Tensor, "_ L L"]]
     variants: list[str]
@@ -79,14 +83,15 @@ class PrefixChange:
 def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, length: int = 256) -> Inspection:
     """Return the maps of a text's first `length` tokens, or of as many as fit the model's context.
 
+    The tokens are those of `rehead generate`, with what the tokenizer puts before a text.
     Warns if tokens are left out. Raises InvalidInput for an empty text, UsageError for a model without
     attention.
     """
     if length < 1:
         raise UsageError(f"length={length}. Use 1 or more.")
-    ids = tokenizer.encode(text)
-    if not len(ids):
+    if not len(tokenizer.encode(text)):
         raise InvalidInput("the text is empty: attention needs at least one token.")
+    ids = tokenizer.encode(text, special_tokens=True)
     context = model.config.context_limit
     n_token = min(len(ids), length, context or len(ids))
     if n_token < len(ids):
@@ -104,6 +109,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, length: int =
     return Inspection(
         text=text,
         ids=ids[:n_token].tolist(),
+        bos=tokenizer.bos,
         tokens=tokenizer.pieces(ids[:n_token]),
         maps=maps,
         variants=[attention.name for attention in model.config.attention],
@@ -112,13 +118,15 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, length: int =
 
 
 def compare(first: Inspection, second: Inspection) -> PrefixChange:
-    """Compare the rows of the tokens that two texts share. Raises InvalidInput if they share none."""
+    """Compare the rows of the tokens that two texts share. Raises InvalidInput if they share none of their own."""
     same = [ours == theirs for ours, theirs in zip(first.ids, second.ids, strict=False)]
     n_token = same.index(False) if False in same else len(same)
-    if not n_token:
+    begin = int(first.bos is not None)
+    if n_token <= begin:
+        ours, theirs = ("".join(one.tokens[begin : begin + 1]) for one in (first, second))
         raise InvalidInput(
-            f"the texts begin with {first.tokens[0]!r:.40} and {second.tokens[0]!r:.40}: nothing to compare. Use "
-            "texts that share their first tokens."
+            f"the texts begin with {ours!r:.40} and {theirs!r:.40}: nothing to compare. Use texts that share their "
+            "first tokens."
         )
     return PrefixChange(n_token=n_token, layers=prefix_change(first.maps, second.maps, n_token))
 

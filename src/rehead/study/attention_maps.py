@@ -47,7 +47,8 @@ def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
         model, own = load(job), load_tokenizer(job.model)
         if not isinstance(model, GPT) or unknown_characters(own, text):
             continue
-        ids = torch.from_numpy(own.encode(text)).long()[: model.config.block_size]
+        begin = [] if own.bos is None else [own.bos]
+        ids = torch.tensor([*begin, *own.encode(text)])[: model.config.block_size]
         by_variant[job.variant] = Maps(
             tokens=[own.decode([int(token)]) for token in ids],
             weights=attention_maps(model, ids),
