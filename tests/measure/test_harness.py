@@ -4,6 +4,7 @@ tests/serving/test_lm_eval.py compares the rest with the harness's own adapter.
 """
 
 import json
+import warnings
 
 import pytest
 import tokenizers as hf
@@ -17,6 +18,7 @@ from rehead.config import ModelOptions
 from rehead.errors import InvalidInput
 from rehead.measure.answers import Sampling
 from rehead.measure.harness import Scored, sampling
+from rehead.measure.tasks import _set_examples
 from rehead.model import build
 from rehead.tokenizer import open_model
 
@@ -146,3 +148,31 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capfd):
     assert main(["eval", "model", "--tasks", "hellaswag"]) == 2
     said = 'rehead: --tasks needs lm-evaluation-harness: pip install "rehead[eval]".\n'
     assert capfd.readouterr().err == said
+
+
+class Task:
+    """What is asked of a task of the harness."""
+
+    def __init__(self, num_fewshot):
+        self.config = {"num_fewshot": num_fewshot}
+
+    def get_config(self, key):
+        return self.config[key]
+
+    def set_config(self, key, value):
+        self.config[key] = value
+
+    def set_fewshot_seed(self, seed):
+        self.config["seed"] = seed
+
+
+@pytest.mark.parametrize(("asked", "given"), [(5, [0, 5, 5]), (0, [0, 0, 0]), (None, [0, 0, 3])])
+def test_a_task_that_takes_no_examples_is_named(asked, given):
+    tasks = {"never": Task(0), "open": Task(None), "three": Task(3)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _set_examples(tasks, asked)
+    said = [str(one.message).partition(":")[0] for one in caught]
+    assert said == (["--num-fewshot 5 is left out for never"] if asked else [])
+    assert [task.config["num_fewshot"] for task in tasks.values()] == given
+    assert all("seed" in task.config for task in tasks.values())

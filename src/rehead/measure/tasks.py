@@ -1,7 +1,8 @@
 """Tasks of lm-evaluation-harness by name, file or folder, and their results."""
 
 import random
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -25,26 +26,38 @@ def run_tasks(
     """Return what the harness finds: `results` by task, and `n-shot`, `versions`, `n-samples`, `higher_is_better`.
 
     A name is a task, group or tag of the harness or a pattern (`mmlu_*`), a task's YAML file, or a folder of them.
-    `num_fewshot` replaces the number of examples in a prompt, `limit` the documents of a task. Raises UsageError
-    without the package lm-eval or for an unknown name, ResourceError for data that cannot be fetched,
-    and InvalidInput for a task that cannot be used.
+    `num_fewshot` replaces the number of examples in a prompt, `limit` the documents of a task. Warns of tasks whose
+    YAML says num_fewshot: 0, which never take any. Raises UsageError without the package lm-eval or for an unknown
+    name, ResourceError for data that cannot be fetched, and InvalidInput for a task that cannot be used.
     """
     require_harness()
     from lm_eval import evaluate
 
     loaded = load(names)
-    for task in loaded["tasks"].values():
-        if num_fewshot is not None and task.get_config("num_fewshot") != 0:  # a task with 0 never takes any
-            task.set_config(key="num_fewshot", value=num_fewshot)
-        elif task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=SEED)
+    _set_examples(loaded["tasks"], num_fewshot)
     random.seed(0)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     with _refusals("the tasks", ValueError), _shown_progress():
         found: dict[str, Any] = evaluate(language_model(scored), loaded, limit=limit, log_samples=False)
     return found
+
+
+def _set_examples(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
+    """Set how many examples the prompts of tasks have, and how these are drawn."""
+    never = [name for name, task in tasks.items() if task.get_config("num_fewshot") == 0]
+    if num_fewshot and never:
+        warnings.warn(
+            f"--num-fewshot {num_fewshot} is left out for {', '.join(never)}: num_fewshot: 0 in the YAML of a task "
+            "means that it takes no examples",
+            stacklevel=3,
+        )
+    for name, task in tasks.items():
+        if num_fewshot is not None and name not in never:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
 
 
 def require_harness() -> None:
