@@ -20,8 +20,12 @@ from rehead.checkpoint import verify
 from rehead.cli import main
 from rehead.conversion import Certificate, Target
 from rehead.conversion.folder import convert_folder
+from rehead.conversion.history import history
+from rehead.errors import InvalidInput
 from rehead.generation import generate
+from rehead.model import build
 from rehead.tokenizer import Tokenizer
+from small import llama_shaped
 from typed_lines import typed
 
 pytestmark = pytest.mark.heavy
@@ -735,6 +739,50 @@ def test_the_share_that_was_reached_is_told(asked, said, model, capfd):
     )
     reached = share.partition(":")[0]
     assert f"| KV cache, share of the source's | 100 % | {reached} |" in Path("out/CONVERSION.md").read_text()
+
+
+@pytest.mark.filterwarnings("always:the source was itself converted", "always:the conversion that made")
+def test_what_the_source_had_lost_is_not_forgotten(run, capfd):
+    """By its exact conversion: the certificate, its page, a warning, and the card of an export."""
+    lossy = ["convert", run, "lossy", "--to", "mqa", "--method", "mean", "--allow-loss"]
+    assert main(lossy) == 0
+    first = Certificate.read(Path("lossy"))
+    assert first.earlier == []
+    assert "was itself converted" not in capfd.readouterr().err
+    assert main(["convert", "lossy", "exact", "--to", "mla"]) == 0
+    second = Certificate.read(Path("exact"))
+    (one,) = second.earlier
+    assert second.exact
+    assert (one.exact, one.kl, one.loss, one.healed) == (False, first.logits["kl"], first.loss, 0)
+    assert one.kv_bytes_per_token == first.kv_bytes_per_token
+    assert f"the source was itself converted ({first.layers[0].source} to" in capfd.readouterr().err
+    assert "The source was itself made by conversions" in Path("exact/CONVERSION.md").read_text()
+    assert main(["convert", "exact", "third", "--to", "mqa", "--allow-loss"]) == 0
+    assert Certificate.read(Path("third")).earlier[:1] == [one]
+    assert len(Certificate.read(Path("third")).earlier) == 2
+    assert main(["convert", "lossy", "heads", "--to", "mha"]) == 0
+    assert main(["export", "heads", "stock"]) == 0
+    assert f"| {one.kl:.3g} |" in Path("stock/README.md").read_text()
+    table = json.loads(Path("exact/conversion.json").read_text())
+    for damage in ({"kl": "a"}, {"loss": [1.0]}, {"more": 1}):
+        damaged = table | {"earlier": [table["earlier"][0] | damage]}
+        Path("exact/conversion.json").write_text(json.dumps(damaged))
+        with pytest.raises(InvalidInput, match="is not a conversion certificate"):
+            Certificate.read(Path("exact"))
+    Path("exact/MANIFEST.json").unlink()  # as in a folder of another program
+    assert main(["convert", "exact", "fourth", "--to", "mqa", "--allow-loss"]) == 0
+    assert "is left out of the certificate" in capfd.readouterr().err
+    assert Certificate.read(Path("fourth")).earlier == []
+
+
+def test_an_export_that_converts_names_the_conversion_before():
+    heads = GroupedConfig(n_query_head=2, n_kv_head=2, head_dim=8, rope=RopeConfig())
+    rehead.save(build(llama_shaped(heads, vocab_size=31, n_embd=16, n_hidden=24)), "model")
+    assert main(["convert", "model", "lossy", "--to", "mqa", "--allow-loss"]) == 0
+    assert main(["export", "lossy", "stock", "--format", "deepseek_v3"]) == 0
+    made = Certificate.read(Path("stock"))
+    assert made.exact
+    assert made.earlier == history(Certificate.read(Path("lossy")))
 
 
 def test_an_exact_latent_that_is_smaller_than_asked_for(capfd):

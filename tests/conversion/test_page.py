@@ -6,7 +6,7 @@ import pytest
 
 import rehead
 from rehead.attention import GroupedConfig
-from rehead.conversion.certificate import Healing
+from rehead.conversion.history import Earlier, Healing
 from rehead.conversion.page import markdown, page
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
@@ -98,6 +98,19 @@ def test_healing_is_a_table_of_its_own(certificate):
     text = page(replace(certificate, healing=[healed]))
     assert "| 300 | 4,096 | 0.25 to 0.125 | ? to 1.5 |" in text
     assert text.index("## What was done") < text.index("## Healing") < text.index("## Where")
+
+
+def test_conversions_of_the_source_come_first(certificate):
+    one = Earlier(
+        source="mha", result="gqa, *2*", exact=False, kl=0.125, loss=[1.5, 1.75], kv_bytes_per_token=[96, 32],
+        healed=300,
+    )  # fmt: skip
+    certificate = replace(certificate, earlier=[one, replace(one, exact=True, loss=None)])
+    text = page(certificate)
+    row = "| mha to gqa, &#42;2&#42; | approximate | 0.125 | 1.5000 to 1.7500 | 96 to 32 | 300 |"
+    assert text.index("was itself made by conversions") < text.index(row) < text.index("| KV cache, bytes")
+    assert row.replace("approximate", "exact").replace("1.5000 to 1.7500", "") in text
+    test_every_table_is_rectangular(certificate)
 
 
 def test_every_table_is_rectangular(certificate):

@@ -18,6 +18,7 @@ from rehead.conversion.base import Converted, Step
 from rehead.conversion.bounds import bounded
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.teaching import Taught
+from rehead.conversion.history import Earlier, Healing
 from rehead.conversion.texts import SELF, Passage
 from rehead.data import IGNORE, Batch, Ids, shown
 from rehead.errors import ConfigError, InvalidInput
@@ -100,21 +101,6 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Healing:
-    """A training that learned the source's predictions. `kl` and `loss` are before and after it; None is unknown.
-    `teacher` is a model of the Hub at its commit, or the name of a folder without its path."""
-
-    steps: int
-    teacher: str
-    distillation: float
-    train: str
-    learning_rate: float
-    batch_tokens: int
-    kl: list[float | None]
-    loss: list[float | None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Certificate:
     """Saved as conversion.json beside the model, and for people as CONVERSION.md.
 
@@ -125,6 +111,7 @@ class Certificate:
     after. `calibration` is what approximations were fitted to; the windows of all texts have `length` tokens,
     unless a text has its own. `held_out` is True where the test text is a part held out of what the model was fitted
     or healed to, and so of its kind. `teach` is the number of passes in which the source's attentions taught.
+    `earlier` are the conversions that made the source, the oldest first: no other figure has their losses in it.
     """
 
     format: str = FORMAT
@@ -146,6 +133,7 @@ class Certificate:
     teach: int = 0
     healing: list[Healing] = field(default_factory=list)
     compared_on: str = ""
+    earlier: list[Earlier] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> "Certificate":
@@ -158,6 +146,7 @@ class Certificate:
                 "calibration": [Text(**text) for text in table["calibration"]],
                 "test": None if table["test"] is None else Text(**table["test"]),
                 "healing": [Healing(**healing) for healing in table.get("healing", [])],
+                "earlier": [Earlier(**one) for one in table.get("earlier", [])],
             }
             certificate = cls(**table | parts)
             certificate._require_whole()
@@ -170,11 +159,12 @@ class Certificate:
         if self.format != FORMAT:
             raise InvalidInput(f"format {self.format!r:.40}, expected {FORMAT!r}")
         texts = [*self.calibration, *([] if self.test is None else [self.test])]
-        for part in (self, *self.layers, *texts, *self.healing):
+        for part in (self, *self.layers, *texts, *self.healing, *self.earlier):
             require_types(part)
         pairs: list[Sequence[float | None] | None] = [self.loss, self.kv_bytes_per_token, self.parameters]
         pairs += [pair for layer in self.layers for pair in (layer.kv_numbers, layer.taught)]
         pairs += [pair for healing in self.healing for pair in (healing.kl, healing.loss)]
+        pairs += [pair for one in self.earlier for pair in (one.loss, one.kv_bytes_per_token)]
         if not self.layers or any(pair is not None and len(pair) != 2 for pair in pairs):
             raise InvalidInput("without layers, or with figures that are not a pair: before and after")
         if self.kv_bytes_per_token[0] < 1:

@@ -18,7 +18,7 @@ from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
-from rehead.conversion.source import Source
+from rehead.conversion.source import Source, earlier_of
 from rehead.conversion.target import Target
 from rehead.conversion.texts import SELF
 from rehead.conversion.unfinished import fingerprint, note_result, place_of, unfinished
@@ -34,9 +34,9 @@ class FolderConverter:
     """Converts a model folder any number of times; the folder, its texts and their statistics are read once.
 
     `scratch` is a folder that must exist as long as this is used; statistics in it, of the same model and texts, are
-    used again. Each `calibration` is a file, a folder, one
-    of the corpora `rehead.data` knows by name, or `self`, a text sampled from the model. Without texts, a
-    run folder's own is used: its training part to fit to, its validation part to measure on.
+    used again. Each `calibration` is a file, a folder, one of the corpora `rehead.data` knows by name, or `self`,
+    a text sampled from the model. Without texts, a run folder's own is used: its training part to fit to, its
+    validation part to measure on. Warns if the source was made by a conversion that is not exact.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FolderConverter:
         opened = open_model(source, in_memory=False)
         self.source, self.tokenizer = source, opened.tokenizer
         self.carried = opened.texts() | {CARD: carried(source, opened.folder)}
-        self.read = Source(opened.model, opened.folder)
+        self.read, self.earlier = Source(opened.model, opened.folder), earlier_of(opened.folder)
         window = text_length(require_heads(opened.model), length, source)
         self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test)
         self.named = bool(calibration)
@@ -99,7 +99,7 @@ class FolderConverter:
         )
         if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
-        certificate = self._decoded(certificate)
+        certificate = replace(self._decoded(certificate), earlier=self.earlier)
         if self.named and not certificate.calibration and not certificate.exact:
             _tell_unread(certificate)
         if max_loss is not None and certificate.loss is not None:

@@ -26,6 +26,7 @@ def page(certificate: Certificate) -> str:
         "# Conversion",
         f"From **{escaped(first.source)}** to **{escaped(first.result)}**{others}. "
         + ("**Exact**: the same function but for rounding." if certificate.exact else "**Approximate.**"),
+        *_earlier(certificate),
         markdown(("", "before", "after"), _figures(certificate)),
         *_experts(certificate),
         "## How far the predictions moved",
@@ -63,6 +64,28 @@ def _figures(certificate: Certificate) -> list[tuple[str, str, str]]:
     if certificate.loss is not None:
         rows.insert(0, ("loss, nats per token", *(f"{loss:.4f}" for loss in certificate.loss)))
     return [(name, before, after) for name, before, after in rows]
+
+
+def _earlier(certificate: Certificate) -> list[str]:
+    """Return the conversions that made the source, and that no figure of this one has their losses in it."""
+    if not certificate.earlier:
+        return []
+    rows = [
+        (
+            f"{escaped(one.source)} to {escaped(one.result)}",
+            "exact" if one.exact else "approximate",
+            f"{one.kl:.3g}",
+            "" if one.loss is None else f"{one.loss[0]:.4f} to {one.loss[1]:.4f}",
+            " to ".join(f"{size:,}" for size in one.kv_bytes_per_token),
+            f"{one.healed:,}",
+        )
+        for one in certificate.earlier
+    ]
+    header = ("conversion", "", "KL to its source", "loss", "KV bytes per token", "healed, steps")
+    return [
+        "The source was itself made by conversions, the oldest first. What they lost is in no other figure here:",
+        markdown(header, rows),
+    ]
 
 
 def _experts(certificate: Certificate) -> list[str]:

@@ -11,8 +11,9 @@ from rehead.checkpoint.find import run_data
 from rehead.checkpoint.hub import pinned
 from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
-from rehead.conversion.certificate import CERTIFICATE, Certificate, Healing, Text
+from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.folder import require_apart
+from rehead.conversion.history import Healing
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
 from rehead.data import Ids, shown, source_of

@@ -3,6 +3,7 @@
 import logging
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rehead.attention import LatentConfig
@@ -17,6 +18,7 @@ from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.mlx import written_for_mlx
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
+from rehead.conversion.history import history
 from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
@@ -52,6 +54,8 @@ def export_folder(
         model, family, certificate = as_stock(opened.model, Asked.of(kind, engine), Path(scratch))
         assert isinstance(model.config, GPTConfig)
         before = Certificate.read(opened.folder) if (opened.folder / CERTIFICATE).is_file() else None
+        if certificate is not None and before is not None:
+            certificate = replace(certificate, earlier=history(before))
         card = Card(
             name=name or destination.name,
             architecture=family.architecture,
