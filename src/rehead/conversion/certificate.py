@@ -20,7 +20,7 @@ from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.teaching import Taught
 from rehead.conversion.history import Earlier, Healing
 from rehead.conversion.texts import SELF, Passage
-from rehead.data import IGNORE, Batch, Ids, shown
+from rehead.data import IGNORE, Ids, shown
 from rehead.errors import ConfigError, InvalidInput
 from rehead.fields import require_types
 from rehead.measure import kv_bytes_per_token, parameters
@@ -215,7 +215,7 @@ def certify(
     source: LanguageModel,
     result: LanguageModel,
     records: Sequence[LayerRecord],
-    blocks: Sequence[Batch],
+    blocks: Sequence[tuple[Tensor, Tensor]],
     *,
     calibration: Sequence[Text],
     test: Text | None,
@@ -269,7 +269,9 @@ def certify(
 
 
 @torch.no_grad()
-def output_errors(source: LanguageModel, result: LanguageModel, blocks: Sequence[Batch]) -> list[float]:
+def output_errors(
+    source: LanguageModel, result: LanguageModel, blocks: Sequence[tuple[Tensor, Tensor]]
+) -> list[float]:
     """Return the relative RMS error of every layer's attention, both on the inputs it gets in the source."""
     pairs = list(zip(attentions(source), attentions(result), strict=True))
     sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
