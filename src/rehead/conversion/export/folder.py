@@ -16,13 +16,14 @@ from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import Engine
 from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.mlx import written_for_mlx
+from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
 from rehead.conversion.history import history
 from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
-from rehead.measure.stored import Storage, lost_rows
+from rehead.measure.stored import Storage
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
@@ -73,16 +74,9 @@ def export_folder(
     return family.architecture, certificate
 
 
-LOSING: Mapping[Storage, str] = {"fp16": "float16", "q8_0": "formats of 8 bits"}
-"""Smaller formats whose lost rows are counted."""
-
-
 def _lost(model: LanguageModel) -> Mapping[str, Mapping[Storage, float]]:
-    """Return the shares of rows that smaller number formats lose, and warn of them; none if a latent loses nothing."""
-    assert isinstance(model.config, GPTConfig)
-    if not any(isinstance(layer, LatentConfig) for layer in model.config.attention):
-        return {}
-    lost = lost_rows(model, *LOSING)
+    """Return the shares of rows that smaller number formats lose, and warn of them."""
+    lost = lost_by(model, tuple(LOSING))
     if lost:
         names = ", ".join(name.removesuffix(".weight") for name in lost)
         kinds = [words for kind, words in LOSING.items() if any(shares.get(kind) for shares in lost.values())]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rehead import __version__
-from rehead.attention import LatentConfig
 from rehead.checkpoint.companions import chat_template
 from rehead.checkpoint.files.publish import publish_file
 from rehead.checkpoint.gguf.architectures import Architecture, architectures
@@ -26,12 +25,12 @@ from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.fit import Asked
 from rehead.conversion.export.folder import as_stock
+from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
 from rehead.conversion.origin import HUB, REPOSITORY, Origin
 from rehead.conversion.source import Source
 from rehead.errors import UsageError
-from rehead.measure.stored import Storage, lost_rows
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import OpenedModel, open_model
@@ -39,7 +38,6 @@ from rehead.tokenizer import OpenedModel, open_model
 log = logging.getLogger("rehead")
 TYPES: dict[str, Type] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 STORED: dict[torch.dtype, Type] = {torch.float16: "F16", torch.bfloat16: "BF16"}
-LOSING: dict[Type, Storage] = {"F16": "fp16", "Q8_0": "q8_0"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +104,7 @@ def _tensors(
 
 def _lost(model: LanguageModel, asked: Type) -> tuple[str, ...]:
     """Return the kinds of weights of a latent that the type asked for would lose, which stay F32."""
-    assert isinstance(model.config, GPTConfig)
-    latent = any(isinstance(layer, LatentConfig) for layer in model.config.attention)
-    if asked not in LOSING or not latent:
-        return ()
-    names = tuple(lost_rows(model, LOSING[asked]))
+    names = tuple(lost_by(model, [kind for kind in LOSING if TYPES[kind] == asked]))
     if names:
         log.warning("%s stay F32: %s would lose their small numbers.", ", ".join(names), asked)
     return names

@@ -8,15 +8,18 @@ two: nothing is rounded in float32 and bfloat16.
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rehead.attention import LatentConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.checkpoint.files.deferred import map_deferred, materialise
+from rehead.config import GPTConfig
+from rehead.measure.stored import Storage, lost_rows
 from rehead.model import LanguageModel, assembled
 
 ERROR = 2e-6
@@ -25,6 +28,15 @@ SPREAD = 2.0**-20
 """A row of the latent that is smaller than the largest by this stays smaller by what is missing."""
 LARGEST = 2.0**14
 """The largest number that queries and rotated keys may get; float16 ends at four times that."""
+LOSING: Mapping[Storage, str] = {"fp16": "float16", "q8_0": "formats of 8 bits"}
+"""Smaller formats whose lost rows are counted."""
+
+
+def lost_by(model: LanguageModel, kinds: Sequence[Storage]) -> dict[str, dict[Storage, float]]:
+    """Return the shares of rows that smaller formats lose, by weight; none for a model without latents."""
+    assert isinstance(model.config, GPTConfig)
+    latent = any(isinstance(layer, LatentConfig) for layer in model.config.attention)
+    return lost_rows(model, *kinds) if kinds and latent else {}
 
 
 def storable(model: LanguageModel, layers: Collection[int], folded: Collection[int] = ()) -> LanguageModel:
