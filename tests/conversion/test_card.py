@@ -107,6 +107,28 @@ def test_an_export_as_it_is_carries_the_certificate_of_its_source(capfd):
     assert not Path("same/conversion.json").exists()
 
 
+def test_every_card_says_how_an_identity_norm_computes(capfd):
+    """Also that of an export that was made of one before; not that of a latent whose norm is one."""
+    advice = "should compute in bfloat16 or float32"
+    llama("llama", num_key_value_heads=1)
+    run("export", "llama", "stock", "--format", "deepseek_v3")
+    run("export", "stock", "again", "--for", "vllm")
+    assert advice in read("stock").text
+    assert advice in read("again").text
+    assert read("again").text.count("\n## ") == 2
+    sizes = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    config = transformers.DeepseekV3Config(
+        vocab_size=256, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, v_head_dim=16, first_k_dense_replace=2, **sizes,
+    )  # fmt: skip
+    transformers.DeepseekV3ForCausalLM(config).save_pretrained("own")
+    Path("own/tokenizer.json").write_text(Path("llama/tokenizer.json").read_text())
+    run("export", "own", "same")
+    run("export", "llama", "plain")
+    assert advice not in read("same").text
+    assert advice not in read("plain").text
+
+
 CHAT = [
     {"role": "user", "content": "Who's there?"},
     {"role": "assistant", "content": "Nay, answer me: stand."},

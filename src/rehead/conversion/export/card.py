@@ -37,8 +37,8 @@ print(tokenizer.decode(ids[0]))
 {origin}
 """
 COMPUTE = """
-It may be stored in smaller formats, but should compute in bfloat16 or float32: in float16, the latent before its norm
-keeps a few bits only.
+This model may be stored in smaller formats, but should compute in bfloat16 or float32: in float16, the latent before
+its norm keeps a few bits only.
 """
 FORMATS = """
 ## Other number formats
@@ -58,7 +58,8 @@ than {lost:.0%} of their size, and the model may predict noise:
 class Card:
     """What a card says. `before` is the certificate of the exported model, `made` that of a conversion by the export.
 
-    `lost` are the shares of rows that smaller number formats lose, by weight and format.
+    `identity_norm` is whether the norm of a latent divides by its eps alone, `lost` are the shares of rows that smaller
+    number formats lose, by weight and format.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Card:
     origin: Origin
     before: Certificate | None
     made: Certificate | None
+    identity_norm: bool
     lost: Mapping[str, Mapping[Storage, float]]
 
     def text(self) -> str:
@@ -90,8 +92,10 @@ class Card:
         parts = [front(facts), body]
         if self.before is not None:
             parts.append(_section(self.before, "Conversion"))
+        if self.identity_norm:
+            parts.append(COMPUTE)
         if self.made is not None:
-            parts += [COMPUTE, _section(self.made, "Conversion" if self.before is None else "Export")]
+            parts.append(_section(self.made, "Conversion" if self.before is None else "Export"))
         if self.lost:
             rows = [
                 f"| `{name}` | {share['fp16']:.0%} | {share['q8_0']:.0%} |"

@@ -16,7 +16,7 @@ from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import Engine
 from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.mlx import written_for_mlx
-from rehead.conversion.export.storable import LOSING, lost_by
+from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
 from rehead.conversion.history import history
@@ -64,6 +64,7 @@ def export_folder(
             origin=Origin.read(source, opened.folder),
             before=before,
             made=certificate,
+            identity_norm=has_identity_norm(model),
             lost=_lost(model),
         )
         files = opened.texts() | {CARD: card.text()}

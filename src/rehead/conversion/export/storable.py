@@ -28,6 +28,8 @@ SPREAD = 2.0**-20
 """A row of the latent that is smaller than the largest by this stays smaller by what is missing."""
 LARGEST = 2.0**14
 """The largest number that queries and rotated keys may get; float16 ends at four times that."""
+NEGLIGIBLE = 0.01
+"""The mean square of a latent, relative to the eps of its norm, below which only the eps counts."""
 LOSING: Mapping[Storage, str] = {"fp16": "float16", "q8_0": "formats of 8 bits"}
 """Smaller formats whose lost rows are counted."""
 
@@ -37,6 +39,18 @@ def lost_by(model: LanguageModel, kinds: Sequence[Storage]) -> dict[str, dict[St
     assert isinstance(model.config, GPTConfig)
     latent = any(isinstance(layer, LatentConfig) for layer in model.config.attention)
     return lost_rows(model, *kinds) if kinds and latent else {}
+
+
+def has_identity_norm(model: LanguageModel) -> bool:
+    """Whether the norm of some latent divides by its eps alone, so small is what comes before it."""
+    state = model.state_dict()
+    for name in (name for name in state if name.endswith("kv_a_layernorm.weight")):
+        here = name.removesuffix("kv_a_layernorm.weight")
+        norm = materialise(state[here.removesuffix("self_attn.") + "input_layernorm.weight"]).double()
+        down = materialise(state[here + "kv_a_proj_with_mqa.weight"])[: len(state[name])].double()
+        if float((down * norm).square().sum(1).mean()) < NEGLIGIBLE * NORM_EPS:
+            return True
+    return False
 
 
 def storable(model: LanguageModel, layers: Collection[int], folded: Collection[int] = ()) -> LanguageModel:
