@@ -79,13 +79,6 @@ def in_q8_0(x):
     return gguf.quants.dequantize(gguf.quants.quantize(flat, kind), kind).reshape(x.shape).astype(float)
 
 
-def in_fp8_ds_mla(x):
-    groups = x[..., :128].reshape(*x.shape[:-1], -1, 128)
-    scale = (np.abs(groups).max(-1, keepdims=True) / 448).astype(np.float32).astype(x.dtype)
-    latent = (in_e4m3(groups / scale) * scale).reshape(*x.shape[:-1], -1)
-    return np.concatenate([latent, in_bf16(x[..., 128:])], -1)
-
-
 ORACLES = {
     "fp32": lambda x: x.astype(np.float32).astype(float),
     "bf16": in_bf16,
@@ -93,11 +86,8 @@ ORACLES = {
     "fp8": in_e4m3,
     "int8": in_int8,
     "q8_0": in_q8_0,
-    "fp8_ds_mla": in_fp8_ds_mla,
 }
-CASES = [(name, kind) for name in LAYERS for kind in ROWS] + [
-    (name, "fp8_ds_mla") for name in LATENT if name != "mla"
-]
+CASES = [(name, kind) for name in LAYERS for kind in ROWS]
 
 
 def oracle(kind):
@@ -274,7 +264,6 @@ BYTES = {
     ("mla, rope", "fp8"): 160,
     ("mla, rope", "int8"): 164,
     ("mla, rope", "q8_0"): 5 * 34,
-    ("mla, rope", "fp8_ds_mla"): 128 + 4 + 64,
 }
 
 
@@ -287,25 +276,19 @@ def test_bytes_count_scales(name, kind):
     assert (row.kv_bytes_per_token, row.cache_bytes) == (2 * BYTES[name, kind], 60 * BYTES[name, kind])
 
 
-def test_deepseeks_latent_takes_656_bytes():
-    layer = LatentConfig(
-        n_query_head=128,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        qk_rope_head_dim=64,
-        rope=RopeConfig(),
-    )
-    assert kv_dtypes["fp8_ds_mla"]().token_bytes(layer) == 656
-    assert kv_dtypes["fp8_ds_mla"]().token_bytes(layer, tp=8) == 656  # a latent is on every GPU
+def test_gpus_share_heads_and_not_a_latent():
+    assert kv_dtypes["fp8"]().token_bytes(LATENT["mla, rope"], tp=8) == 160
     assert kv_dtypes["fp8"]().token_bytes(GROUPED["mha"], tp=2) == 2 * 2 * 32
 
 
 @pytest.mark.parametrize(
     ("layer", "kind", "said"),
     [
-        (GROUPED["mha"], "fp8_ds_mla", "it keeps latents whose rank is a multiple of 128"),
-        (LatentConfig(**SIZES | {"kv_lora_rank": 64}), "fp8_ds_mla", "a multiple of 128"),
+        (
+            LatentConfig(**SIZES | {"kv_lora_rank": 40}),
+            "q8_0",
+            "its latent has 40 numbers, not a multiple of 32",
+        ),
         (
             GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=10),
             "q8_0",
@@ -328,4 +311,4 @@ def test_as_typed(theirs, capfd, tmp_path):
     assert found["kv_dtype"] == "q8_0"
     assert found["rows"][0]["kv_bytes_per_token"] == 3 * 4 * 34
     assert main(["plan", str(tmp_path / "model"), "--kv-dtype", "fp8_ds_mla"]) == 2
-    assert "rehead: kv dtype fp8_ds_mla: it keeps latents" in capfd.readouterr().err
+    assert "fp8_ds_mla is unknown. Known: fp32, bf16, fp16, fp8, int8, q8_0." in capfd.readouterr().err

@@ -204,9 +204,9 @@ def test_a_cache_that_cannot_have_a_format_is_named_and_not_drawn(many):
     ("model", "kind", "reason"),
     [
         (
-            SHAPE,
-            "fp8_ds_mla",
-            "it keeps latents whose rank is a multiple of 128, without normed keys. Use fp8.",
+            SHAPE.replace("n_embd: 64", "n_embd: 48"),
+            "q8_0",
+            "its key has 24 numbers, not a multiple of 32. Use int8.",
         ),
         ("{type: rnn, n_layer: 1, n_embd: 8}", "fp8", "an RNN has no KV cache."),
     ],

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON document on stdout")]
 Dtype = Literal["fp32", "bf16", "fp16"]
-KVFormat = Literal["fp32", "bf16", "fp16", "fp8", "int8", "q8_0", "fp8_ds_mla"]
+KVFormat = Literal["fp32", "bf16", "fp16", "fp8", "int8", "q8_0"]
 LENGTH = "[default: the run's block size or, without a run, the model's, at most 2048]"
 DEVICE = "cpu, cuda, cuda:N, or auto: cuda if the machine has it"
 app = App(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rehead.attention import AttentionConfig, LatentConfig, LayerCache
+from rehead.attention import AttentionConfig, LayerCache
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError
 from rehead.measure.stored import BLOCK, q8_0
@@ -18,8 +18,6 @@ from rehead.registry import Registry
 
 LARGEST_FP8 = 448.0
 """Largest number of float8_e4m3fn; larger ones become it."""
-GROUP = 128
-"""Numbers of a latent that share a scale in fp8_ds_mla."""
 
 
 class KVDtype(ABC):
@@ -107,7 +105,10 @@ class Float8(_Plain):
 
 @kv_dtypes.add("int8")
 class Int8(KVDtype):
-    """Whole numbers up to 127, and a float32 scale per token and head, or per latent: vLLM's `int8_per_token_head`."""
+    """Whole numbers up to 127, and a float32 scale per token and head: vLLM's `int8_per_token_head`.
+
+    A latent has one scale per token; no engine was found that keeps one so.
+    """
 
     name = "int8"
 
@@ -117,8 +118,10 @@ class Int8(KVDtype):
 
     def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
         """Return the nearest multiples of the scale, by which the largest number is 127."""
-        whole, scale = _scaled(rows, 127.0)
-        return (whole.round() * scale).to(rows.dtype)
+        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))  # a scale in bfloat16 would shift the row
+        scale = (exact.abs().amax(-1, keepdim=True) / 127).float().to(exact.dtype)
+        whole = (exact / torch.where(scale > 0, scale, 1)).round().clamp(-127, 127)
+        return (whole * scale).to(rows.dtype)
 
 
 @kv_dtypes.add("q8_0")
@@ -141,46 +144,6 @@ class Q8(KVDtype):
     def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
         """Return the nearest multiples of each scale."""
         return q8_0(rows)
-
-
-@kv_dtypes.add("fp8_ds_mla")
-class DeepSeekFloat8(KVDtype):
-    """FlashMLA's format: a latent in fp8 with a float32 scale per 128 numbers, its rotary part in bfloat16.
-
-    A latent of 512 and 64 takes 656 bytes.
-    """
-
-    name = "fp8_ds_mla"
-
-    def fault_of(self, layer: AttentionConfig) -> str:
-        """Return that only latents of whole groups fit."""
-        if isinstance(layer, LatentConfig) and not layer.n_key_scale and layer.kv_lora_rank % GROUP == 0:
-            return ""
-        return f"it keeps latents whose rank is a multiple of {GROUP}, without normed keys. Use fp8."
-
-    def row_bytes(self, layer: AttentionConfig, width: int) -> int:
-        """Return the bytes of the latent, its scales, and the rotary part."""
-        assert isinstance(layer, LatentConfig)
-        rank = layer.kv_lora_rank
-        return rank + 4 * rank // GROUP + 2 * (width - rank)
-
-    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
-        """Return the nearest multiples of each scale, by which a group's largest number is 448; and bfloat16."""
-        assert isinstance(layer, LatentConfig)
-        latent, rotary = rows.split([layer.kv_lora_rank, rows.shape[-1] - layer.kv_lora_rank], -1)
-        whole, scale = _scaled(latent.unflatten(-1, (-1, GROUP)), LARGEST_FP8)
-        read = whole.to(torch.float8_e4m3fn).to(whole.dtype) * scale
-        return torch.cat([part.to(rows.dtype) for part in (read.flatten(-2), rotary.to(torch.bfloat16))], -1)
-
-
-def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Return rows as multiples of a float32 scale, by which the largest is `largest`, and that scale.
-
-    Both are in float32 at least: a scale in bfloat16 would shift all numbers of its row.
-    """
-    exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    scale = (exact.abs().amax(-1, keepdim=True) / largest).float().to(exact.dtype)
-    return (exact / torch.where(scale > 0, scale, 1)).clamp(-largest, largest), scale
 
 
 class RoundedCache(LayerCache):
