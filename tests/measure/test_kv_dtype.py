@@ -104,7 +104,7 @@ def test_numbers_are_rounded_as_others_do(kind):
     rows = torch.randn(64, 160) * sizes
     rows[0, :4] = torch.tensor([0.0, 17.0, 19.0, 448.0])  # 17 and 19 lie between two numbers of fp8
     rows = rows.float().double()
-    found = kv_dtypes[kind]().rounded(LATENT["mla, rope"], rows)
+    found = kv_dtypes[kind]().rounded("latent", rows)
     assert torch.equal(found, oracle(kind)(rows))
     assert kind == "fp32" or not torch.equal(found, rows)
 
@@ -121,7 +121,29 @@ def test_scales_of_a_16_bit_model_are_no_coarser(kind, dtype):
 @pytest.mark.parametrize("kind", ORACLES)
 def test_zeros_stay_zeros(kind):
     rows = torch.zeros(3, 160)
-    assert torch.equal(kv_dtypes[kind]().rounded(LATENT["mla, rope"], rows), rows)
+    assert torch.equal(kv_dtypes[kind]().rounded("latent", rows), rows)
+
+
+@pytest.mark.parametrize(("row", "width", "part"), [
+    ("key", 64, 64), ("key", 128, 128), ("key", 192, 64), ("value", 64, 64), ("value", 256, 64),
+    ("key", 96, None), ("value", 32, None), ("latent", 576, None),
+])  # fmt: skip
+def test_q8_0_rotates_the_heads_that_llama_cpp_rotates(row, width, part):
+    """By the Hadamard matrix of the largest power of two that divides a key's width, and of 64 for values."""
+    rows = torch.randn(4, 3, width)
+    rows[..., 5] *= 100  # what the rotation is for
+    found = kv_dtypes["q8_0"]().rounded(row, rows)
+    if part is None:
+        assert torch.equal(found, oracle("q8_0")(rows))
+        return
+    bits = np.arange(part)[:, None] & np.arange(part)
+    matrix = np.array([[(-1) ** int(n).bit_count() for n in line] for line in bits]) / part**0.5
+    there = rows.numpy().reshape(4, 3, -1, part) @ matrix
+    back = (in_q8_0(there) @ matrix).reshape(4, 3, width)
+    assert np.abs(found.numpy() - back).max() < 1e-12 * np.abs(back).max()
+    for wide in (torch.float32, torch.bfloat16):
+        error = kv_dtypes["q8_0"]().rounded(row, rows.to(wide)).double() - rows.to(wide).double()
+        assert error.square().mean() < 0.2 * (oracle("q8_0")(rows) - rows).square().mean()
 
 
 def turned(x):

@@ -1,12 +1,12 @@
 """Number formats in which engines keep a KV cache: their bytes, scales included, and what rounding to them changes."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import ceil, prod
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, LayerCache
@@ -18,6 +18,8 @@ from rehead.registry import Registry
 
 LARGEST_FP8 = 448.0
 """Largest number of float8_e4m3fn; larger ones become it."""
+TURNED = 64
+"""llama.cpp rotates heads whose width is a multiple of this: values in parts of so many numbers."""
 
 
 class KVDtype(ABC):
@@ -43,15 +45,18 @@ class KVDtype(ABC):
     def token_bytes(self, layer: AttentionConfig, tp: int = 1) -> int:
         """Return the bytes that a token adds to a layer's cache, on the fullest of `tp` GPUs that share its heads."""
         rows = layer.cache_rows().values()
-        return sum(prod(ceil(n / tp) for n in heads) * self.row_bytes(layer, width) for *heads, width in rows)
+        return sum(
+            math.prod(math.ceil(n / tp) for n in heads) * self.row_bytes(layer, width)
+            for *heads, width in rows
+        )
 
     @abstractmethod
     def row_bytes(self, layer: AttentionConfig, width: int) -> int:
         """Return the bytes of one row of `width` numbers of a head, or of a latent."""
 
     @abstractmethod
-    def rounded(self, layer: AttentionConfig, rows: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
-        """Return rows as read back, in their own dtype."""
+    def rounded(self, row: str, rows: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
+        """Return rows as read back, in their own dtype; `row` is their name in `cache_rows`."""
 
 
 kv_dtypes: Registry[type[KVDtype]] = Registry("kv dtype")
@@ -66,7 +71,7 @@ class _Plain(KVDtype):
         """Return the bytes of the numbers."""
         return width * self.dtype.itemsize
 
-    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+    def rounded(self, row: str, rows: Tensor) -> Tensor:
         """Return the nearest numbers of the type."""
         return rows.to(self.dtype).to(rows.dtype)
 
@@ -98,9 +103,9 @@ class Float8(_Plain):
 
     name, dtype = "fp8", torch.float8_e4m3fn
 
-    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+    def rounded(self, row: str, rows: Tensor) -> Tensor:
         """Return the nearest numbers, at most 448 in size."""
-        return super().rounded(layer, rows.clamp(-LARGEST_FP8, LARGEST_FP8))
+        return super().rounded(row, rows.clamp(-LARGEST_FP8, LARGEST_FP8))
 
 
 @kv_dtypes.add("int8")
@@ -116,7 +121,7 @@ class Int8(KVDtype):
         """Return the bytes of the numbers and of the scale."""
         return width + 4
 
-    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
+    def rounded(self, row: str, rows: Tensor) -> Tensor:
         """Return the nearest multiples of the scale, by which the largest number is 127."""
         exact = rows.to(torch.promote_types(rows.dtype, torch.float32))  # a scale in bfloat16 would shift the row
         scale = (exact.abs().amax(-1, keepdim=True) / 127).float().to(exact.dtype)
@@ -126,7 +131,11 @@ class Int8(KVDtype):
 
 @kv_dtypes.add("q8_0")
 class Q8(KVDtype):
-    """llama.cpp's `-ctk q8_0 -ctv q8_0`: whole numbers up to 127, and a float16 scale per 32 of them."""
+    """llama.cpp's `-ctk q8_0 -ctv q8_0`: whole numbers up to 127, and a float16 scale per 32 of them.
+
+    Keys and values of heads whose width is a multiple of 64 are rotated before that, as llama.cpp does unless
+    LLAMA_ATTN_ROT_DISABLE=1 (its pull request 21038); a latent is not.
+    """
 
     name = "q8_0"
 
@@ -141,9 +150,23 @@ class Q8(KVDtype):
         """Return the bytes of the numbers and of the scales."""
         return width // BLOCK * (BLOCK + 2)
 
-    def rounded(self, layer: AttentionConfig, rows: Tensor) -> Tensor:
-        """Return the nearest multiples of each scale."""
-        return q8_0(rows)
+    def rounded(self, row: str, rows: Tensor) -> Tensor:
+        """Return the nearest multiples of each scale, of rotated heads rotated back."""
+        width = rows.shape[-1]
+        if row == "latent" or width % TURNED:
+            return q8_0(rows)
+        turn = hadamard(TURNED if row == "value" else width & -width)
+        turn = turn.to(torch.promote_types(rows.dtype, torch.float32)).to(rows.device)
+        parts = rows.to(turn.dtype).unflatten(-1, (-1, len(turn))) @ turn
+        return (q8_0(parts) @ turn).flatten(-2).to(rows.dtype)
+
+
+def hadamard(n: int) -> Float64[Tensor, "N N"]:
+    """Return Sylvester's Hadamard matrix for a power of two, orthonormal: symmetric, and its own inverse."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < n:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(n)
 
 
 class RoundedCache(LayerCache):
@@ -151,13 +174,13 @@ class RoundedCache(LayerCache):
 
     def __init__(self, layer: AttentionConfig, kind: KVDtype, **sizes: Any) -> None:
         super().__init__(layer.cache_rows(), window=layer.window, **sizes)
-        self._layer, self._kind = layer, kind
+        self._kind = kind
 
     def append(
         self, positions: Int[Tensor, "#B L"] | None = None, **new: Tensor
     ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"] | None]:
         """Store new rows, rounded; return all as `LayerCache.append` does."""
-        kept = {name: self._kind.rounded(self._layer, rows) for name, rows in new.items()}
+        kept = {name: self._kind.rounded(name, rows) for name, rows in new.items()}
         return super().append(positions, **kept)
 
 
