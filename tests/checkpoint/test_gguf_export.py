@@ -234,6 +234,38 @@ def test_the_facts_of_a_file():
     )
 
 
+SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.05}
+SAMPLES = {"do_sample": True, "temperature": 1.0}
+THEIRS = ("temp", "top_k", "top_p", "min_p", "penalty_repeat")
+
+
+@pytest.mark.parametrize(
+    ("said", "told", "again"),
+    [
+        ({"do_sample": True, **SAMPLING}, dict(zip(THEIRS, SAMPLING.values(), strict=True)), None),
+        ({"do_sample": True}, {"temp": 1.0}, SAMPLES),
+        ({"do_sample": False, "temperature": 0.6}, {"temp": 0.0}, {"do_sample": False}),
+        ({"temperature": 0.7, "typical_p": 0.9}, {"temp": 0.7}, {"do_sample": True, "temperature": 0.7}),
+        ({"do_sample": True, "temperature": 1e300, "top_k": 2**40, "top_p": 7.0}, {}, SAMPLES),
+    ],
+    ids=["all", "default", "greedy", "no word", "no such numbers"],
+)
+def test_how_to_sample_goes_along_in_both_directions(said, told, again):
+    """As llama.cpp's converter writes it, and llama.cpp takes it for its defaults."""
+    gguf_models.write(Path("model"), "Llama", GQA | {"vocab_size": 270, "eos_token_id": [0, 7]}, published())
+    Path("model/generation_config.json").write_text(json.dumps(said | {"eos_token_id": [0, 7]}))
+    reader = export()
+    facts = {key.removeprefix("general.sampling."): key for key in reader.fields if ".sampling." in key}
+    assert {name: value(reader, key) for name, key in facts.items()} == pytest.approx(told)
+    if "top_k" in told:
+        assert reader.fields["general.sampling.top_k"].types == [gguf.GGUFValueType.INT32]
+    assert main(["import", "out.gguf", "again"]) == 0
+    found = json.loads(Path("again/generation_config.json").read_text())
+    assert {key: one for key, one in found.items() if not key.endswith("_token_id")} == (again or said)
+    assert found["eos_token_id"] == [0, 7]
+    transformers.GenerationConfig.from_pretrained("again")
+
+
 def test_ids_that_no_token_has_are_left_out():
     """llama.cpp would take token 11 for them."""
     fields = {"vocab_size": 261, "eos_token_id": 50_256, "bos_token_id": 50_256, "pad_token_id": None}

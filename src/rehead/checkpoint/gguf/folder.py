@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from rehead.checkpoint.files.deferred import map_deferred
+from rehead.checkpoint.files.writing import json_text
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.gguf.names import read_config, read_weights
+from rehead.checkpoint.gguf.sampling import generation_of
 from rehead.checkpoint.gguf.tokenizer import Vocabulary
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
@@ -47,8 +49,10 @@ def import_file(path: Path, folder: Path, dtype: torch.dtype = torch.float32) ->
         for name, weight in read_weights(file, config, shapes).items()
     }
     assign(model, weights, str(path), in_memory=False)
-    files = vocabulary.files(config.block_size)
-    stock.export(model, folder, families[table["model_type"]], files, vocabulary.special_ids())
+    files, special = vocabulary.files(config.block_size), vocabulary.special_ids()
+    if sampling := generation_of(file.facts):
+        files["generation_config.json"] = json_text(sampling | special)
+    stock.export(model, folder, families[table["model_type"]], files, special)
     return Imported(
         architecture=families[table["model_type"]].architecture,
         parameters=sum(weight.numel() for weight in model.parameters()),

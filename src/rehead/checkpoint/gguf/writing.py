@@ -67,9 +67,11 @@ def _require_held(name: str, numbers: np.ndarray, kind: Type) -> None:
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a fact as the type that llama.cpp expects: whole numbers as uint32, other ones as float32."""
+    """Add a fact as the type that llama.cpp expects: whole numbers as uint32, top_k as int32, other ones as float32."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
+    elif isinstance(value, int) and key.startswith("general.sampling."):
+        writer.add_int32(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
     elif isinstance(value, float):

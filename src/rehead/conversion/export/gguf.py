@@ -1,5 +1,6 @@
 """A model folder as one file for llama.cpp."""
 
+import json
 import logging
 import tempfile
 from collections import Counter
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from rehead import __version__
-from rehead.checkpoint.companions import chat_template
+from rehead.checkpoint.companions import GENERATION, TEMPLATE, companions
 from rehead.checkpoint.files.publish import publish_file
 from rehead.checkpoint.gguf.architectures import Architecture, architectures
 from rehead.checkpoint.gguf.file import package
 from rehead.checkpoint.gguf.names import names
+from rehead.checkpoint.gguf.sampling import facts_of
 from rehead.checkpoint.gguf.vocabulary import vocabulary
 from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, type_of, write_file
 from rehead.checkpoint.huggingface import stock
@@ -71,12 +73,15 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
         config, kind = model.config, architectures[families.name_of(family)]
         assert isinstance(config, GPTConfig)
         keys = {f"{kind.name}.{name}": value for name, value in kind.keys(config).items()}
-        words = _vocabulary(opened, config)
+        passed = companions(opened.folder)
+        words = _vocabulary(opened, config, passed.get(TEMPLATE))
         asked = STORED.get(model.head.weight.dtype, "F32") if dtype is None else TYPES[dtype]
         tensors, exact = _tensors(model, kind, stock.weights(model, family), _lost(model, asked))
         types = {name: type_of(name, tuple(weight.shape), asked, exact) for name, weight in tensors.items()}
         about = _about(opened.folder, file, family.architecture, asked, certificate)
-        about |= _origin(Origin.read(source, opened.folder))
+        about |= _origin(Origin.read(source, opened.folder)) | facts_of(
+            json.loads(passed.get(GENERATION, "{}"))
+        )
         facts = {"general.architecture": kind.name, **about, **keys, **words}
         write_file(place, facts, tensors, types)
         read.require_unchanged()
@@ -110,13 +115,11 @@ def _lost(model: LanguageModel, asked: Type) -> tuple[str, ...]:
     return names
 
 
-def _vocabulary(opened: OpenedModel, config: GPTConfig) -> dict[str, Any]:
+def _vocabulary(opened: OpenedModel, config: GPTConfig, template: str | None) -> dict[str, Any]:
     """Return the keys of the tokenizer, and the chat template, if the folder has one."""
     tokenizer = opened.require_tokenizer()
     words = vocabulary(tokenizer.to_json(), config.vocab_size, opened.special)
-    for template in chat_template(opened.folder).values():
-        words["tokenizer.chat_template"] = template
-    return words
+    return words if template is None else words | {"tokenizer.chat_template": template}
 
 
 def _about(
