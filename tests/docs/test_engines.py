@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rehead.checkpoint import families
+from rehead.conversion.export.computed import ALL, COMPUTED, KINDS, PLAIN
 from rehead.conversion.export.engines import ENGINES, LONGROPE, YARN
-from rehead.conversion.export.mlx import ALL, COMPUTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 TABLE = r"(?<=<!-- generated from {} -->\n).*?(?=<!-- end -->)"
@@ -53,7 +53,7 @@ def generated():
 def generated_for_mlx():
     """One row for each class."""
     rows = []
-    for name, computed in COMPUTED.items():
+    for name, computed in COMPUTED["mlx"].items():
         ropes = (
             "any" if computed.ropes == ALL else ", ".join(f"`{rope}`" for rope in computed.ropes) or "none"
         )
@@ -64,12 +64,26 @@ def generated_for_mlx():
     return table(["class", "rope", "refused"], rows)
 
 
+def generated_for_servers():
+    """One row for each class of plain heads."""
+    rows = []
+    for name in COMPUTED["mlx"].keys() - {"deepseek_v3"}:
+        row = [f"`{families[name].architecture}`"]
+        for engine in ("vllm", "sglang"):
+            computed = COMPUTED[engine][name]
+            ropes = [f"rope: {kind}" for kind in KINDS if kind not in computed.ropes]
+            ropes = ["scaled rope"] if computed.ropes == PLAIN else ropes
+            row.append("; ".join([*computed.refused, *ropes]) or "nothing")
+        rows.append(row)
+    return table(["class", "vLLM", "SGLang"], sorted(rows))
+
+
 def table(head, rows):
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-TABLES = {"ENGINES": generated, "COMPUTED": generated_for_mlx}
+TABLES = {"ENGINES": generated, "COMPUTED": generated_for_mlx, "VLLM and SGLANG": generated_for_servers}
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -1,11 +1,21 @@
 """Exports for one engine: refused by name where it computes otherwise, in a layout that it reads."""
 
+import copy
+
+import gguf_models
 import pytest
 import torch
 import transformers
 
+import mlx_models
+from mlx_models import GEMMA2, GEMMA3, GPT2, MOE, NO_PAD, SLIDING, WINDOW, rope
+from rehead.checkpoint import families
+from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.cli import main
+from rehead.conversion.export.computed import COMPUTED
 from rehead.conversion.export.engines import ENGINES
+from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.folder import export_folder
 from rehead.errors import ConfigError
 
@@ -103,3 +113,110 @@ def test_transformers_is_refused_nothing():
     """The others are compared with it."""
     kinds = {kind for facts in ENGINES.values() for kind in facts.angles}
     assert set(ENGINES["transformers"].angles) >= kinds
+
+
+FULL, SOME = ["full_attention"] * 3, ["full_attention", "full_attention", "sliding_attention"]
+FACTOR = rope("yarn", attention_factor=1.5)
+FACTORS = rope("longrope", attention_factor=1.5)
+BIASED, TIED, UNTIED = {"attention_bias": True}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+TURNED = {"rope_parameters": {"full_attention": mlx_models.LOCAL, "sliding_attention": mlx_models.LOCAL}}
+SCALED = rope("linear")["rope_parameters"]
+LONG = rope(
+    "longrope",
+    attention_factor=1.0,
+    partial_rotary_factor=0.5,
+    short_factor=[1.0] * 32,
+    long_factor=[1.0] * 32,
+)
+NO_WINDOW = GEMMA2 | {"layer_types": FULL}
+EVERY_SECOND = GEMMA2 | WINDOW | {"layer_types": None}
+OTHERWISE = [
+    ("Qwen3", BIASED, "qwen3", "vllm", "biases"),
+    ("Qwen3Moe", MOE | BIASED, "qwen3_moe", "vllm", "biases"),
+    ("Qwen2", SLIDING | {"layer_types": SOME}, "qwen2", "vllm", "windows in some layers only"),
+    ("Qwen3", SLIDING | {"layer_types": SOME}, "qwen3", "vllm", "windows in some layers only"),
+    ("Gemma2", GEMMA2 | UNTIED, "gemma2", "vllm", "head apart from the embeddings"),
+    ("Glm4", NO_PAD | LONG, "glm4", "vllm", "scaled rope, longrope"),
+    ("Llama", {"mlp_bias": True}, "llama", "sglang", "biases in the MLP"),
+    ("Llama", FACTOR, "llama", "sglang", "scaled rope, yarn with attention_factor"),
+    ("Mistral", WINDOW, "mistral", "sglang", "windows"),
+    ("Phi3", WINDOW | NO_PAD, "phi3", "sglang", "windows"),
+    ("Qwen2", SLIDING, "qwen2", "sglang", "windows"),
+    ("Qwen3", SLIDING, "qwen3", "sglang", "windows"),
+    ("Qwen3Moe", MOE | SLIDING, "qwen3_moe", "sglang", "windows"),
+    ("Qwen3Moe", MOE | TIED, "qwen3_moe", "sglang", "head tied to the embeddings"),
+    ("SmolLM3", NO_PAD | SLIDING | {"layer_types": SOME}, "smollm3", "sglang", "windows"),
+    ("Granite", BIASED, "granite", "sglang", "biases"),
+    ("Granite", {"mlp_bias": True}, "granite", "sglang", "biases in the MLP"),
+    ("Olmo2", FACTOR, "olmo2", "sglang", "scaled rope, yarn with attention_factor"),
+    ("Gemma2", NO_WINDOW, "gemma2", "sglang", "windows in other layers than every second"),
+    ("Gemma2", EVERY_SECOND | UNTIED, "gemma2", "sglang", "head apart from the embeddings"),
+    ("Gemma2", EVERY_SECOND | rope("linear"), "gemma2", "sglang", "scaled rope, linear"),
+    ("Gemma3Text", GEMMA3 | UNTIED, "gemma3_text", "sglang", "head apart from the embeddings"),
+    (
+        "Gemma3Text",
+        GEMMA3 | {"rope_parameters": TURNED["rope_parameters"] | {"sliding_attention": SCALED}},
+        "gemma3_text",
+        "sglang",
+        "scaled rope in layers with a window",
+    ),
+    ("Glm4", NO_PAD | LONG, "glm4", "sglang", "scaled rope, longrope"),
+    ("GPT2", GPT2 | UNTIED, "gpt2", "sglang", "head apart from the embeddings"),
+]
+ALIKE = [
+    ("Llama", {"mlp_bias": True} | BIASED | FACTOR, "llama", "vllm"),
+    ("Llama", FACTORS, "llama", "vllm"),
+    ("Llama", BIASED | FACTORS, "llama", "sglang"),
+    ("Mistral", WINDOW, "mistral", "vllm"),
+    ("Qwen2", SLIDING, "qwen2", "vllm"),
+    ("Qwen3", BIASED, "qwen3", "sglang"),
+    ("SmolLM3", NO_PAD | SLIDING | {"layer_types": SOME}, "smollm3", "vllm"),
+    ("Gemma2", NO_WINDOW, "gemma2", "vllm"),
+    ("Gemma2", EVERY_SECOND, "gemma2", "sglang"),
+    ("Gemma3Text", GEMMA3 | mlx_models.BOTH, "gemma3_text", "sglang"),
+    ("GPT2", GPT2 | UNTIED, "gpt2", "vllm"),
+]
+
+
+def read(kind, fields):
+    """rehead's reading of one of transformers' configs."""
+    sizes = {} if kind == "GPT2" else gguf_models.SIZES
+    table = getattr(transformers, f"{kind}Config")(**copy.deepcopy(sizes | fields)).to_dict()
+    return stock.read_config(table, "config.json")
+
+
+@pytest.mark.parametrize(("kind", "fields", "family", "engine", "what"), OTHERWISE)
+def test_what_a_server_computes_otherwise_of_plain_heads_is_refused(kind, fields, family, engine, what):
+    """Read in the source of vLLM 0.32.0 and SGLang 0.5.23."""
+    name = ENGINES[engine].name
+    with pytest.raises(
+        ConfigError, match=f"{name}'s {kind.removesuffix('Text')}.* does not compute .*{what}"
+    ):
+        require_fit(read(kind, fields), Asked.of(family, engine))
+    require_fit(read(kind, fields), Asked.of(family, "transformers"))
+
+
+@pytest.mark.parametrize(("kind", "fields", "family", "engine"), ALIKE)
+def test_what_a_server_computes_as_transformers_is_not_refused(kind, fields, family, engine):
+    require_fit(read(kind, fields), Asked.of(family, engine))
+
+
+@pytest.mark.parametrize("engine", COMPUTED)
+def test_every_class_of_plain_heads_was_looked_at(engine):
+    plain = {name for name in families if not isinstance(families[name], LatentLike)}
+    assert plain <= set(COMPUTED[engine])
+    said = {(family, what) for _, _, family, asked, what in OTHERWISE if asked == engine}
+    for family, computed in COMPUTED[engine].items() if engine != "mlx" else ():
+        assert {(family, what) for what in computed.refused} <= said
+
+
+def test_without_for_a_warning_names_what_a_server_leaves_out(tmp_path, capsys):
+    gguf_models.write(tmp_path / "model", "Mistral", GQA | WINDOW)
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "made")]) == 0
+    warned = capsys.readouterr().err
+    assert "SGLang's MistralForCausalLM does not compute this model's windows: serve it with transf" in warned
+    assert "vLLM" not in warned
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "again"), "--for", "vllm"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "third"), "--for", "sglang"]) != 0
+    assert "SGLang's MistralForCausalLM does not compute this model's windows. " in capsys.readouterr().err

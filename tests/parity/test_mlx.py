@@ -15,12 +15,12 @@ from rehead.checkpoint import families
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.cli import main
+from rehead.conversion.export.computed import MLX, require_computed
 from rehead.conversion.export.engines import ENGINES
 from rehead.conversion.export.fit import Asked, require_fit
-from rehead.conversion.export.mlx import COMPUTED, require_computed
 from rehead.errors import ConfigError
 
-PLAIN = {name: row for name, row in REFUSED.items() if row[2] in COMPUTED and row[0] != "DeepseekV3"}
+PLAIN = {name: row for name, row in REFUSED.items() if row[2] in MLX and row[0] != "DeepseekV3"}
 
 
 def config(kind, fields):
@@ -40,28 +40,28 @@ def test_what_is_not_computed_is_refused_by_name(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_computed_is_not_refused(name):
-    require_computed(*config(*MODELS[name]))
+    require_computed(*config(*MODELS[name]), "mlx")
 
 
 def test_every_family_is_known_or_refused_as_mla():
     """What is in neither table would go out to mlx-lm untried."""
     latent = {name for name in families if isinstance(families[name], LatentLike)}
-    assert set(families) - latent == set(COMPUTED) - latent
+    assert set(families) - latent == set(MLX) - latent
     served = {name for name in latent if families[name].architecture in ENGINES["mlx"].classes}
-    assert served == set(COMPUTED) & latent
+    assert served == set(MLX) & latent
 
 
 def test_a_layer_that_it_drops_is_refused():
     deep, family = config("DeepseekV3", mlx_models.MLA | mlx_models.DEEP)
     with pytest.raises(ConfigError, match="layer 61"):
-        require_computed(deep, family)
+        require_computed(deep, family, "mlx")
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", MLX)
 def test_everything_refused_has_its_failing_run(name):
     """In tests/serving/test_mlx.py; and every class is run."""
     said = [why for _, _, form, why in REFUSED.values() if form == name]
-    for what in COMPUTED[name].refused:
+    for what in MLX[name].refused:
         assert any(why in what or what in why for why in said), what
     if name != "mistral":  # goes out as Llama where nothing is refused
         kinds = {kind.lower().removesuffix("text") for kind, _ in MODELS.values()}

@@ -3,11 +3,13 @@
 import shutil
 from dataclasses import replace
 
+import gguf_models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import rehead
+from mlx_models import GQA, SLIDING, WINDOW, rope
 from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.model import build
@@ -176,3 +178,28 @@ def test_the_rotary_kernel_of_this_build_is_wrong(tmp_path, vllm):
     case = Case("mqa, heads of 64", tmp_path)
     answer = vllm(case.exported("deepseek_v3"), PROMPTS, custom_ops=())
     assert case.written.apart(answer) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "alike"),
+    [
+        ("Qwen3", GQA | {"attention_bias": True}, False),
+        (
+            "Llama",
+            GQA | rope("yarn", attention_factor=1.5) | {"attention_bias": True, "mlp_bias": True},
+            True,
+        ),
+        ("Mistral", GQA | WINDOW, True),
+        ("Qwen2", SLIDING, True),
+    ],
+    ids=["biases of qwen3", "yarn, biases", "window", "windows of qwen2"],
+)
+def test_plain_heads_are_read_or_refused(kind, fields, alike, tmp_path, vllm):
+    """It leaves out the bias of Qwen3's output, without an error: `--for vllm` refuses what this test writes."""
+    gguf_models.write(tmp_path / "model", kind, fields | {"hidden_size": 128, "head_dim": 32})
+    source, out = str(tmp_path / "model"), str(tmp_path / "out")
+    assert main(["export", source, out]) == 0
+    assert (main(["export", source, f"{out}-for", "--for", "vllm"]) == 0) == alike
+    written = Written(rehead.load(tmp_path / "model").double())
+    apart = written.apart(vllm(tmp_path / "out", PROMPTS))
+    assert apart < 1e-4 if alike else apart > 1e-2

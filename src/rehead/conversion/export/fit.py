@@ -12,9 +12,9 @@ from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.decoder import LLAMA
 from rehead.config import GPTConfig, ModelConfig
 from rehead.conversion.base import common
+from rehead.conversion.export.computed import require_computed
 from rehead.conversion.export.deepseek import deepseek_layers
 from rehead.conversion.export.engines import Engine, require_served
-from rehead.conversion.export.mlx import require_computed
 from rehead.conversion.search import path
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
@@ -73,8 +73,8 @@ def fit(config: ModelConfig, asked: Asked) -> Fit:
     first = config.attention[0]
     if not converted and asked.engine is not None and isinstance(first, LatentConfig):
         require_served(first, family.architecture, asked.engine)
-    if asked.engine == "mlx":
-        require_computed(config, family)
+    if asked.engine is not None:
+        require_computed(config, family, asked.engine)
     if asked.gguf and not converted:
         architectures[families.name_of(family)].keys(config)
     return Fit(family=family, converted=converted)

@@ -9,13 +9,14 @@ from pathlib import Path
 from rehead.attention import LatentConfig
 from rehead.checkpoint import Family, publish
 from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.gpt2 import GPT2
 from rehead.config import GPTConfig
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.card import Card
+from rehead.conversion.export.computed import not_computed
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
-from rehead.conversion.export.engines import Engine
+from rehead.conversion.export.engines import ENGINES, Engine
 from rehead.conversion.export.fit import Asked, require_fit
-from rehead.conversion.export.mlx import written_for_mlx
 from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
@@ -29,6 +30,8 @@ from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
 log = logging.getLogger("rehead")
+SERVERS: tuple[Engine, ...] = ("vllm", "sglang")
+"""Engines that are named in a warning if none was asked for."""
 
 
 def export_folder(
@@ -42,9 +45,9 @@ def export_folder(
 
     `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which
     others convert exactly: for transformers all with rope or none, for vLLM fewer. Without an `engine`, a
-    converted model is one that vLLM takes, and any model means the same to every engine. Its card calls the model
-    `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent and
-    the ways out, NumericError for weights that are not finite.
+    converted model is one that vLLM takes, and a warning names what vLLM or SGLang compute otherwise. Its card calls
+    the model `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent
+    and the ways out, NumericError for weights that are not finite.
     """
     require_apart(source, destination)
     return_freed_memory()
@@ -111,6 +114,21 @@ def as_stock(
             log.warning(
                 "vLLM, SGLang and llama.cpp leave out the biases of this MLA: serve it with transformers or mlx-lm."
             )
-    if engine == "mlx":
-        family = written_for_mlx(family)
+        if engine is None:
+            _warn_of_servers(model.config, family)
+    if engine == "mlx" and isinstance(family, GPT2):
+        family = GPT2(prefix="")  # the names of weights that mlx-lm reads
     return model, family, certificate
+
+
+def _warn_of_servers(config: GPTConfig, family: Family) -> None:
+    """Warn of what vLLM and SGLang compute otherwise of a class."""
+    for engine in SERVERS:
+        if found := [name for name, bad in not_computed(config, family, engine).items() if bad]:
+            log.warning(
+                "%s's %s does not compute this model's %s: serve it with transformers (`--for %s` refuses it).",
+                ENGINES[engine].name,
+                family.architecture,
+                "; ".join(found),
+                engine,
+            )
