@@ -320,7 +320,12 @@ def test_a_model_without_rope_goes_out_as_mla():
     reader = export()
     assert value(reader, "general.architecture") == "deepseek2"
     assert value(reader, "tokenizer.ggml.model") == "rwkv"
-    assert json.loads(value(reader, "rehead.certificate"))["format"] == "rehead-certificate-1"
+    made = json.loads(value(reader, "rehead.certificate"))
+    assert (made["format"], made["earlier"]) == ("rehead-certificate-1", [])
+    assert main(["convert", "model", "mqa", "--to", "mqa", "--allow-loss"]) == 0
+    made = json.loads(value(export(source="mqa", file="mqa.gguf"), "rehead.certificate"))
+    assert made["exact"]
+    assert [one["exact"] for one in made["earlier"]] == [False]
 
 
 def test_json_says_what_was_written(capsys):

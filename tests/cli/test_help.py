@@ -199,8 +199,8 @@ def test_a_default_is_written_as_it_is_typed(capsys):
 def test_what_takes_long_says_how_long(capsys):
     for command, said in (
         ("train", "With the defaults, training takes about 15 minutes on 2 CPU cores."),
-        ("study", "demo takes about 3 minutes and frontier 33; homework takes 90 with"),
-        ("convert", "24,576 tokens in about 6 minutes of one CPU core, and self takes 4 more"),
+        ("study", "demo takes about 3 minutes and frontier 33; homework takes 35 with"),
+        ("convert", "24,576 tokens in about 6 minutes of one CPU core, and self takes 2 or 3 more"),
     ):
         assert main([command, "--help"]) == 0
         assert said in " ".join(capsys.readouterr().out.split())

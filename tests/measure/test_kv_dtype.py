@@ -114,7 +114,7 @@ def test_numbers_are_rounded_as_others_do(kind):
 def test_scales_of_a_16_bit_model_are_no_coarser(kind, dtype):
     """They are in float32; only what is read back is rounded to the model's dtype."""
     rows = (torch.randn(64, 160) * torch.exp(torch.linspace(-4, 4, 64))[:, None]).to(dtype)
-    found = kv_dtypes[kind]().rounded(LATENT["mla, rope"], rows)
+    found = kv_dtypes[kind]().rounded("latent", rows)
     assert torch.equal(found, oracle(kind)(rows.float()).to(dtype))
 
 

@@ -123,7 +123,8 @@ class Int8(KVDtype):
 
     def rounded(self, row: str, rows: Tensor) -> Tensor:
         """Return the nearest multiples of the scale, by which the largest number is 127."""
-        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))  # a scale in bfloat16 would shift the row
+        # A scale in bfloat16 would shift all numbers of its row.
+        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
         scale = (exact.abs().amax(-1, keepdim=True) / 127).float().to(exact.dtype)
         whole = (exact / torch.where(scale > 0, scale, 1)).round().clamp(-127, 127)
         return (whole * scale).to(rows.dtype)

@@ -5,7 +5,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rehead.conversion.export.folder import as_stock
 from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
+from rehead.conversion.history import history
 from rehead.conversion.origin import HUB, REPOSITORY, Origin
 from rehead.conversion.source import Source
 from rehead.errors import UsageError
@@ -133,8 +134,10 @@ def _about(
         "general.file_type": FILE_TYPES[asked],
         "general.quantization_version": 2,
     }
-    if made is None and (folder / CERTIFICATE).is_file():
-        made = Certificate.read(folder)
+    before = Certificate.read(folder) if (folder / CERTIFICATE).is_file() else None
+    if made is not None and before is not None:
+        made = replace(made, earlier=history(before))
+    made = made or before
     return about if made is None else about | {"rehead.certificate": made.to_json()}
 
 
