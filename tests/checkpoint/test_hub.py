@@ -136,6 +136,11 @@ def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run, folde
     offline, asked = run(lines[0], ["generate", f"org/model@{OTHER}", *GENERATE], HF_HUB_OFFLINE="1")
     assert not asked
     assert offline[0] == results[0]
+    # As an earlier release fetched it: without the template.
+    (cache / "hub" / "models--org--model" / "snapshots" / COMMIT / "chat_template.jinja").unlink()
+    (without,), asked = run(lines[0], HF_HUB_OFFLINE="1")
+    assert without == results[0]
+    assert not asked
     # A folder that another program began is not the whole model; without a network it is all there is.
     begun = Path(cache) / "hub" / "models--org--model"
     for path in [*begun.glob("trees/*"), *(begun / "snapshots" / COMMIT).glob("*.safetensors")]:

@@ -245,8 +245,6 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
     ("model.type=rnn model.shape=llama", "model.shape=llama", "Leave it out"),
     ("model.type=rnn model.tie_embeddings=True", "model.tie_embeddings=True", "Leave it out"),
     ("model.type=rnn model.layers=[{}]", "model.layers=[{}]", "Leave it out"),
-    ("model.type=rnn model.resid_pdrop=0.3", "model.resid_pdrop=0.3", "Leave it out"),
-    ("model.type=rnn model.attn_pdrop=0.2", "model.attn_pdrop=0.2", "Leave it out"),
     ("model.type=rnn model.n_layer=0", "n_layer=0", "Use 1 to 1024"),
     ("model.type=rnn model.n_hidden=0", "n_hidden=0", "at least 1"),
     ("data.block_size=16777217", "block_size=16777217 is too large", "16,777,216"),

@@ -374,8 +374,10 @@ def test_a_layout_is_turned_beside_ranks_by_measuring(capfd):
     shape = ["model.rope=True", "model.n_embd=12", "model.n_query_head=3", "model.n_layer=1"]
     flags = ["data.path=text.txt", "data.block_size=16", "system.work_dir=run", "trainer.max_iters=0"]
     assert main(["train", *flags, *shape]) == 0
-    words = ["--kv-fraction", "0.5", "--measured-ranks", "--rope-layout", "interleaved", "--allow-loss"]
+    words = ["--kv-fraction", "0.45", "--measured-ranks", "--rope-layout", "interleaved", "--allow-loss"]
+    capfd.readouterr()
     assert main(["convert", "run", "a", "--to", "mla", *words]) == 0
+    assert ": the measured ranks nearest below the 45 % asked for)" in capfd.readouterr().out
     assert rehead.load("a").config.attention[0].rope.layout == "interleaved"
 
 

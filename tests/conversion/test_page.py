@@ -6,7 +6,7 @@ import pytest
 
 import rehead
 from rehead.attention import GroupedConfig
-from rehead.conversion.history import Earlier, Healing
+from rehead.conversion.events import Earlier, Healing
 from rehead.conversion.page import markdown, page
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)

@@ -214,7 +214,10 @@ def test_without_for_a_warning_names_what_a_server_leaves_out(tmp_path, capsys):
     gguf_models.write(tmp_path / "model", "Mistral", GQA | WINDOW)
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "made")]) == 0
     warned = capsys.readouterr().err
-    assert "SGLang's MistralForCausalLM does not compute this model's windows: serve it with transf" in warned
+    assert (
+        "SGLang computes this model otherwise as MistralForCausalLM (windows): serve it with another"
+        in warned
+    )
     assert "vLLM" not in warned
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "again"), "--for", "vllm"]) == 0
     assert "warning" not in capsys.readouterr().err

@@ -182,6 +182,7 @@ def test_the_export_is_read_by_transformers_as_the_healed_model(demo, results, h
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("always:the source was itself converted")
 def test_a_model_that_is_there_is_studied_untouched(demo, here, capsys):
     folder = Path("demo/gqa-exported/seed-3407/model")
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
@@ -244,6 +245,7 @@ new_tokens: 3
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("always:the source was itself converted")
 def test_conversions_of_one_model_read_it_once_and_give_what_each_gives_alone(
     demo, here, capsys, monkeypatch
 ):
@@ -272,6 +274,7 @@ def test_conversions_of_one_model_read_it_once_and_give_what_each_gives_alone(
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("always:the source was itself converted")
 def test_a_corpus_is_known_by_name_where_no_file_has_it(demo, here, capsys):
     model = "demo/gqa-exported/seed-3407/model"
     words = ["convert", model, "named", "--to", "mqa", "--allow-loss", "--calibration", "python-docs"]

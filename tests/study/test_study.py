@@ -25,7 +25,7 @@ import torch
 from rehead import checkpoint
 from rehead.checkpoint import find
 from rehead.cli import main
-from rehead.config import ModelOptions
+from rehead.config import ModelOptions, flags
 from rehead.data import Split
 from rehead.data.hold import hold
 from rehead.errors import InvalidInput
@@ -218,6 +218,20 @@ def test_texts_are_not_mixed(whole, here, capsys):
     assert stamps(here / "texts-kept") == before
     Path("a.txt").unlink()  # the name does not count
     assert main([*words, "data.path=same.txt"]) == 0
+
+
+def test_flags_shared_by_variants_that_do_not_use_them_are_in_no_command(here):
+    """`rehead train` would refuse them."""
+    for preset, flag in (
+        ("variants", "model.resid_pdrop=0.2"),
+        ("frontier", "trainer.schedule=constant"),
+        ("demo", "trainer.distillation=0.5"),
+    ):
+        for found in jobs(Preset.read(preset), [flag, "data.path=input.txt"]):
+            program, command, *words = shlex.split(found.command())
+            assert program == "rehead"
+            if command == "train":
+                flags.read(words).refuse_unused()
 
 
 def test_texts_of_different_letters_give_a_page(here):

@@ -222,6 +222,10 @@ def test_flags_that_would_do_nothing(capsys):
     for words, said in (
         ([*train, rate], f"{rate} has no effect with trainer.schedule=constant. Leave it out, or use"),
         ([*train, "trainer.distillation=0.5"], "trainer.distillation=0.5 has no effect without a teacher."),
+        (
+            [*train, "model.type=rnn", "model.attn_pdrop=0.2"],
+            "model.attn_pdrop=0.2 has no effect with model.type=rnn. Leave it out, or use model.embd_pdrop.",
+        ),
         (["heal", "mqa", "--teacher", "source", rate, "trainer.schedule=constant"], f"{rate} has no effect"),
     ):
         assert main(words) == 2

@@ -13,7 +13,8 @@ from rehead.errors import InvalidInput, ReheadError, ResourceError
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-FETCHED, LEFT = ["*.json", "*.safetensors", "*.jinja", "*.md"], ["*/*"]
+TEMPLATES = "*.jinja"
+FETCHED, LEFT = ["*.json", "*.safetensors", TEMPLATES, "*.md"], ["*/*"]
 """Files of a repository's top folder. The .md files are fetched because a manifest lists them."""
 PATIENCE = 5.0
 """Timeout in seconds of a request about a model."""
@@ -57,8 +58,11 @@ def snapshot(path: Path) -> Path | None:
         HfApi().model_info(name, revision=revision, timeout=PATIENCE)
         return Path(snapshot_download(name, **wanted))
     except Exception as error:  # of whichever HTTP library it uses
-        with suppress(errors.LocalEntryNotFoundError):
-            return Path(snapshot_download(name, local_files_only=True, **wanted))
+        # Without a network: what there is, also of an earlier release, which left chat templates out.
+        for fetched in (FETCHED, [pattern for pattern in FETCHED if pattern != TEMPLATES]):
+            wanted["allow_patterns"] = fetched
+            with suppress(errors.LocalEntryNotFoundError):
+                return Path(snapshot_download(name, local_files_only=True, **wanted))
         raise _reason(name, revision, error) from error
 
 

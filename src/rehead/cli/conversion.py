@@ -199,4 +199,4 @@ def convert(
     if json:
         say(asdict(certificate), "", json)
     else:
-        present_certificate(certificate, destination, kv_fraction)
+        present_certificate(certificate, destination, kv_fraction, measured=measured_ranks)

@@ -46,7 +46,7 @@ def train(
     if options.trainer.resume and resumed.is_file():
         options = reader.read(list(flags), (resumed, *config))
     else:
-        options.trainer.refuse_unused()
+        options.refuse_unused()
     if print_config:
         say(asdict(options), reader.write(options).rstrip(), json)
         return
@@ -79,14 +79,14 @@ def heal(
         rehead heal out/mla --teacher out/run --teach 2 trainer.max_iters=300
     """
     from rehead.checkpoint import resolve
-    from rehead.conversion.certificate import CERTIFICATE, Certificate
+    from rehead.conversion.history import conversion_of
     from rehead.report.conversion import present_certificate
     from rehead.report.progress import Board
     from rehead.training.heal import heal_options
 
     options = heal_options(folder, teacher, list(flags), length)
     if not options.trainer.resume:
-        options.trainer.refuse_unused()
+        options.refuse_unused()
     if teach is not None:
         from rehead.training.lessons import taught_first
 
@@ -95,7 +95,7 @@ def heal(
     last = _train(options)
     with Board(f"checking {options.system.work_dir}"):
         healed = resolve(Path(options.system.work_dir))
-    certificate = Certificate.read(healed) if (healed / CERTIFICATE).exists() else None
+    certificate = conversion_of(healed)
     say(last | {"certificate": None if certificate is None else asdict(certificate)}, _ending(last), json)
     if not json and certificate is not None:
         present_certificate(certificate, healed)

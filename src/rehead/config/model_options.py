@@ -21,8 +21,6 @@ from rehead.fields import require_types
 
 Shape = Literal["gpt", "llama"]
 RNN_ONLY = ("activation",)
-GPT_DROPOUTS = ("resid_pdrop", "attn_pdrop")
-"""An RNN has none there: it refuses them unless they are 0, which a study may set for all its variants."""
 
 
 @dataclass(kw_only=True)
@@ -173,7 +171,6 @@ class ModelOptions:
     def _rnn(self, vocab_size: int, block_size: int) -> RNNConfig:
         others = ("shape", "layers", "norm", "mlp", "bias", "tie_embeddings")
         refuse(self, HEADS + others + ROPE_ONLY + LATENT_ONLY + GROUPED_ONLY, "model.type=rnn")
-        refuse(self, tuple(name for name in GPT_DROPOUTS if getattr(self, name)), "model.type=rnn")
         return RNNConfig(
             vocab_size=vocab_size,
             block_size=block_size,

@@ -171,19 +171,6 @@ class TrainerOptions:
         if not 0 <= self.weight_decay < float("inf"):
             raise ConfigError(f"trainer.weight_decay={self.weight_decay}. Use 0 or more.")
 
-    def refuse_unused(self) -> None:
-        """Raise ConfigError for flags that a run would not use."""
-        if self.schedule == "constant" and self.min_learning_rate:
-            raise ConfigError(
-                f"trainer.min_learning_rate={self.min_learning_rate} has no effect with trainer.schedule=constant. "
-                "Leave it out, or use trainer.schedule=cosine."
-            )
-        if self.teacher is None and self.distillation != TrainerOptions.distillation:
-            raise ConfigError(
-                f"trainer.distillation={self.distillation} has no effect without a teacher. Leave it out, or give "
-                "trainer.teacher."
-            )
-
 
 @dataclass(kw_only=True)
 class RunOptions:
@@ -193,3 +180,23 @@ class RunOptions:
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+    def unused(self) -> dict[str, str]:
+        """Return the flags that a run would not use, each with why, and the way out."""
+        model, trainer, found = self.model, self.trainer, {}
+        if trainer.schedule == "constant" and trainer.min_learning_rate:
+            found["trainer.min_learning_rate"] = (
+                "with trainer.schedule=constant. Leave it out, or use trainer.schedule=cosine."
+            )
+        if trainer.teacher is None and trainer.distillation != TrainerOptions.distillation:
+            found["trainer.distillation"] = "without a teacher. Leave it out, or give trainer.teacher."
+        for name in ("resid_pdrop", "attn_pdrop") if model.type == "rnn" else ():
+            if getattr(model, name) not in (0, getattr(ModelOptions, name)):
+                found[f"model.{name}"] = "with model.type=rnn. Leave it out, or use model.embd_pdrop."
+        return found
+
+    def refuse_unused(self) -> None:
+        """Raise ConfigError for flags that a run would not use."""
+        for key, why in self.unused().items():
+            group, name = key.split(".")
+            raise ConfigError(f"{key}={getattr(getattr(self, group), name)} has no effect {why}")

@@ -16,9 +16,9 @@ from rehead.checkpoint.files.shards import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.bounds import bounded
+from rehead.conversion.events import Earlier, Healing
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.teaching import Taught
-from rehead.conversion.history import Earlier, Healing
 from rehead.conversion.texts import SELF, Passage
 from rehead.data import IGNORE, Ids, shown
 from rehead.errors import ConfigError, InvalidInput

@@ -14,11 +14,12 @@ from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads, require_seed
 from rehead.conversion.export.fit import lacks_class
 from rehead.conversion.frequencies import require_rotation
+from rehead.conversion.history import earlier_of
 from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
-from rehead.conversion.source import Source, earlier_of
+from rehead.conversion.source import Source
 from rehead.conversion.target import Target
 from rehead.conversion.texts import SELF
 from rehead.conversion.unfinished import fingerprint, note_result, place_of, unfinished

@@ -1,44 +1,44 @@
-"""What a certificate says of the time after its conversion, and before it."""
+"""The conversions that made a model, from the certificate in its folder."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import warnings
+from dataclasses import replace
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from rehead.conversion.certificate import Certificate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Healing:
-    """A training that learned the source's predictions. `kl` and `loss` are before and after it; None is unknown.
-    `teacher` is a model of the Hub at its commit, or the name of a folder without its path."""
-
-    steps: int
-    teacher: str
-    distillation: float
-    train: str
-    learning_rate: float
-    batch_tokens: int
-    kl: list[float | None]
-    loss: list[float | None]
+from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.events import Earlier
+from rehead.errors import InvalidInput
 
 
-@dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """A conversion that made the source of another one, in brief.
-
-    `source` and `result` are the attentions of its first layer; `kl` is to its own source, `loss` before and after it,
-    on its own text, and `healed` the steps of healing that the two have in them."""
-
-    source: str
-    result: str
-    exact: bool
-    kl: float
-    loss: list[float] | None
-    kv_bytes_per_token: list[int]
-    healed: int
+def conversion_of(folder: Path) -> Certificate | None:
+    """Return the certificate in a folder; None without one. Raises InvalidInput for a damaged one."""
+    return Certificate.read(folder) if (folder / CERTIFICATE).is_file() else None
 
 
-def history(certificate: "Certificate") -> list[Earlier]:
+def after(before: Certificate | None, made: Certificate) -> Certificate:
+    """Return the certificate of a conversion whose source was made by that of `before`."""
+    return made if before is None else replace(made, earlier=history(before))
+
+
+def earlier_of(folder: Path) -> list[Earlier]:
+    """Return the conversions that made the model in a folder, the oldest first; warn of those that are not exact."""
+    try:
+        before = conversion_of(folder)
+    except InvalidInput as error:
+        warnings.warn(
+            f"the conversion that made the source is left out of the certificate: {error}", stacklevel=4
+        )
+        return []
+    found = [] if before is None else history(before)
+    if lossy := [one for one in found if not one.exact]:
+        steps = "; ".join(f"{one.source} to {one.result}, KL {one.kl:.2e} nats" for one in lossy)
+        warnings.warn(
+            f"the source was itself converted ({steps}): what is measured now is without that loss",
+            stacklevel=4,
+        )
+    return found
+
+
+def history(certificate: Certificate) -> list[Earlier]:
     """Return the conversions that made the result of one, with that one, the oldest first."""
     first = certificate.layers[0]
     last = Earlier(

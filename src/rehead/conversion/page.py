@@ -67,7 +67,7 @@ def _figures(certificate: Certificate) -> list[tuple[str, str, str]]:
 
 
 def _earlier(certificate: Certificate) -> list[str]:
-    """Return the conversions that made the source, and that no figure of this one has their losses in it."""
+    """Return a table of the conversions that made the source, whose losses are in no other figure."""
     if not certificate.earlier:
         return []
     rows = [

@@ -1,15 +1,11 @@
-"""The folder that a model is read from: its files, hashed, so that a change is noticed, and the conversions before."""
+"""The files that a model's weights are read from, hashed, so that a change in the meantime is noticed."""
 
 import os
-import warnings
 from pathlib import Path
 
 from rehead.checkpoint.files.deferred import origins
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.files.publish import MANIFEST, recorded
-from rehead.conversion.certificate import CERTIFICATE, Certificate
-from rehead.conversion.history import Earlier, history
-from rehead.errors import InvalidInput
 from rehead.model import LanguageModel
 
 
@@ -37,23 +33,3 @@ class Source:
         for place, digest in self.digests.items():
             if others[place] != digest:
                 raise changed(place)
-
-
-def earlier_of(folder: Path) -> list[Earlier]:
-    """Return the conversions that made the model in a folder, the oldest first; warn of those that are not exact."""
-    if not (folder / CERTIFICATE).is_file():
-        return []
-    try:
-        found = history(Certificate.read(folder))
-    except InvalidInput as error:
-        warnings.warn(
-            f"the conversion that made the source is left out of the certificate: {error}", stacklevel=4
-        )
-        return []
-    if lossy := [one for one in found if not one.exact]:
-        steps = "; ".join(f"{one.source} to {one.result}, KL {one.kl:.2e} nats" for one in lossy)
-        warnings.warn(
-            f"the source was itself converted ({steps}): what is measured now is without that loss",
-            stacklevel=4,
-        )
-    return found

@@ -51,14 +51,19 @@ def present_parts(plan: Plan) -> None:
     show(f"One layer's attention over {plan.context:,} tokens", PARTS, rows, notes)
 
 
-def present_certificate(certificate: Certificate, folder: Path, asked: float | None = None) -> None:
-    """Print a conversion's certificate in a few lines; `asked` is the share of the cache that was asked for."""
+def present_certificate(
+    certificate: Certificate, folder: Path, asked: float | None = None, *, measured: bool = False
+) -> None:
+    """Print a conversion's certificate in a few lines.
+
+    `asked` is the share of the cache that was asked for; ranks may be `measured`, of a few per layer.
+    """
     first, logits = certificate.layers[0], certificate.logits
     kind = "exact" if certificate.exact else "approximate"
     if certificate.exact and logits["argmax_flips"]:
         kind += f"; what changes below is the rounding of the new weights to {certificate.dtype}"
     print(f"{first.source} -> {first.result}: {kind}")
-    print(cache(certificate, None if asked is None else _reached(certificate, asked)))
+    print(cache(certificate, None if asked is None else _reached(certificate, asked, measured)))
     if certificate.loss is not None:
         old, new = certificate.loss
         print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
@@ -85,7 +90,7 @@ def predictions(certificate: Certificate) -> str:
     )
 
 
-def _reached(certificate: Certificate, asked: float) -> str:
+def _reached(certificate: Certificate, asked: float, measured: bool) -> str:
     """Return the new cache as a share of the source's, and why it is not the one asked for."""
     before, after = certificate.kv_bytes_per_token
     reached, wanted = (f"{100 * share:.4g} %" for share in (after / before, asked))
@@ -93,10 +98,10 @@ def _reached(certificate: Certificate, asked: float) -> str:
         return reached
     if certificate.exact:
         return f"{reached}: an exact latent needs less than the {wanted} asked for"
-    numbers = sum(layer.kv_numbers[1] for layer in certificate.layers)
-    if asked * before - after > after / numbers * len(
-        certificate.layers
-    ):  # a rank more in every layer would fit
+    if measured:
+        return f"{reached}: the measured ranks nearest below the {wanted} asked for"
+    rank = after * len(certificate.layers) / sum(layer.kv_numbers[1] for layer in certificate.layers)
+    if asked * before - after > rank:  # the bytes of one number more in every layer
         return f"{reached}: its latent needs less than the {wanted} asked for"
     return f"{reached}: {wanted} rounded {'down' if after < asked * before else 'up'} to a whole rank"
 

@@ -164,11 +164,12 @@ class Job:
                 table["data"]["name"] = self.options.data.name or (
                     None if self.options.data.path else EMBEDDED
                 )
+        unused = self.options.unused()  # shared with other variants, and refused alone
         changed = [
             f"{group}.{key}={written(value)}"
             for group, keys in table.items()
             for key, value in keys.items()
-            if value != default[group][key]
+            if value != default[group][key] and f"{group}.{key}" not in unused
         ]
         return shlex.join([*words, *changed])
 

@@ -62,8 +62,7 @@ def study_one(preset: Preset, jobs: Sequence[Job], name: str, watch: Watch) -> R
         raise UsageError(
             f"--only {name} starts from {name_of(job.parent)}, which is not finished: run that before."
         )
-    if unfinished(preset, [job]):
-        require_same_texts(jobs)
+    unfinished(preset, [job], jobs)
     with Sharing(job.folder) as sharing, listening(partial(_report, watch, job)):
         for record in run_job(job, preset, sharing):
             watch(job, record)
@@ -75,12 +74,15 @@ def name_of(job: Job) -> str:
     return job.folder.relative_to(job.place).as_posix()
 
 
-def unfinished(preset: Preset, jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs that are still to be run, after a look at what is in their folders and at their texts."""
+def unfinished(preset: Preset, jobs: Sequence[Job], whole: Sequence[Job] = ()) -> list[Job]:
+    """Return the jobs that are still to be run, after a look at what is in their folders and at the study's texts.
+
+    `whole` are all jobs of the study, if these are only some of them.
+    """
     require_same(jobs)
     missing = [job for job in jobs if not is_done(job, preset)]
     if missing:  # what is finished keeps its texts
-        require_same_texts(jobs)
+        require_same_texts(whole or jobs)
     require_texts(missing, preset)
     return missing
 
@@ -141,6 +143,7 @@ def _formats(preset: Preset, jobs: Sequence[Job], watch: Watch) -> Record:
     """Return what `measure_formats` found, now or before."""
     known = known_formats(preset, jobs)
     if known is None:
+        require_same_texts(jobs)
         watch(jobs[0], {"event": "formats"})
         known = measure_formats(preset, jobs)
     return known

@@ -12,8 +12,9 @@ from rehead.checkpoint.hub import pinned
 from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
+from rehead.conversion.events import Healing
 from rehead.conversion.folder import require_apart
-from rehead.conversion.history import Healing
+from rehead.conversion.history import conversion_of
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
 from rehead.data import Ids, shown, source_of
@@ -167,9 +168,7 @@ def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | N
         resolve(path)
     except InvalidInput:  # a run may be resumed after the folder it began with is gone
         return None
-    certificate = read_at(
-        path, lambda place: Certificate.read(place) if (place / CERTIFICATE).exists() else None
-    )
+    certificate = read_at(path, conversion_of)
     if certificate is not None and not options.data.val_fraction:
         warnings.warn(
             f"data.val_fraction=0 leaves no text to measure the healed model on: it gets no {CERTIFICATE}. Use 0.1 for "

@@ -3,7 +3,6 @@
 import logging
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from rehead.attention import LatentConfig
@@ -20,7 +19,7 @@ from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
-from rehead.conversion.history import history
+from rehead.conversion.history import after, conversion_of
 from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
@@ -57,9 +56,8 @@ def export_folder(
         read = Source(opened.model, opened.folder)
         model, family, certificate = as_stock(opened.model, Asked.of(kind, engine), Path(scratch))
         assert isinstance(model.config, GPTConfig)
-        before = Certificate.read(opened.folder) if (opened.folder / CERTIFICATE).is_file() else None
-        if certificate is not None and before is not None:
-            certificate = replace(certificate, earlier=history(before))
+        before = conversion_of(opened.folder)
+        certificate = None if certificate is None else after(before, certificate)
         card = Card(
             name=name or destination.name,
             architecture=family.architecture,
@@ -126,7 +124,7 @@ def _warn_of_servers(config: GPTConfig, family: Family) -> None:
     for engine in SERVERS:
         if found := [name for name, bad in not_computed(config, family, engine).items() if bad]:
             log.warning(
-                "%s's %s does not compute this model's %s: serve it with transformers (`--for %s` refuses it).",
+                "%s computes this model otherwise as %s (%s): serve it with another engine. --for %s refuses it.",
                 ENGINES[engine].name,
                 family.architecture,
                 "; ".join(found),

@@ -5,7 +5,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, type_of, write_file
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
-from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.certificate import Certificate
 from rehead.conversion.export.fit import Asked
 from rehead.conversion.export.folder import as_stock
 from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.folder import require_apart
-from rehead.conversion.history import history
+from rehead.conversion.history import after, conversion_of
 from rehead.conversion.origin import HUB, REPOSITORY, Origin
 from rehead.conversion.source import Source
 from rehead.errors import UsageError
@@ -134,10 +134,8 @@ def _about(
         "general.file_type": FILE_TYPES[asked],
         "general.quantization_version": 2,
     }
-    before = Certificate.read(folder) if (folder / CERTIFICATE).is_file() else None
-    if made is not None and before is not None:
-        made = replace(made, earlier=history(before))
-    made = made or before
+    before = conversion_of(folder)
+    made = before if made is None else after(before, made)
     return about if made is None else about | {"rehead.certificate": made.to_json()}
 
 
