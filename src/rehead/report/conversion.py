@@ -90,7 +90,7 @@ def predictions(certificate: Certificate) -> str:
     )
 
 
-def _reached(certificate: Certificate, asked: float, measured: bool) -> str:
+def _reached(certificate: Certificate, asked: float, measured: bool = False) -> str:
     """Return the new cache as a share of the source's, and why it is not the one asked for."""
     before, after = certificate.kv_bytes_per_token
     reached, wanted = (f"{100 * share:.4g} %" for share in (after / before, asked))
