@@ -44,20 +44,34 @@ def test_read_at_every_use_and_not_kept():
         calls.append(1)
         return torch.arange(6.0).view(2, 3)
 
-    weight = Deferred(make, (2, 3), torch.float32)
+    weight = Deferred(make, (2, 3), torch.float64)
     assert weight.shape == (2, 3)
-    assert weight.detach().dtype == torch.float32
+    assert weight.detach().dtype == torch.float64
     assert not calls
     assert (weight @ torch.ones(3)).tolist() == [3, 12]
     assert len(calls) == 1
-    turned = map_deferred(lambda one, other: torch.cat([one, other]).T.double(), weight, torch.ones(1, 3))
+    turned = map_deferred(lambda one, other: torch.cat([one, other]).T.float(), weight, torch.ones(1, 3))
     assert isinstance(turned, Deferred)
     assert turned.shape == (3, 3)
-    assert turned.dtype == torch.float64
+    assert turned.dtype == torch.float32
     assert len(calls) == 1
     assert materialise(turned).tolist() == [[0, 3, 1], [1, 4, 1], [2, 5, 1]]
     assert copy.deepcopy(turned) is turned
     assert not isinstance(map_deferred(torch.neg, torch.ones(2)), Deferred)
+
+
+def test_moved_and_cast_afterwards(folder):
+    """As a module does it: by putting other data into its parameters."""
+    inside, outside = rehead.load(folder), rehead.checkpoint.load(folder, in_memory=False)
+    ids = torch.arange(7)[None]
+    outside.to(torch.float32)
+    assert all(isinstance(weight, Deferred) for weight in outside.parameters())
+    assert torch.equal(outside(ids), inside.to(torch.float32)(ids))
+    assert outside.to("meta")(ids.to("meta")).is_meta
+    assert materialise(outside.head.weight).is_meta
+    back = outside.head.weight.cpu()
+    assert isinstance(back, Deferred)
+    assert torch.equal(materialise(back), inside.head.weight)
 
 
 def test_files_stay_readable_when_their_folder_goes(folder):

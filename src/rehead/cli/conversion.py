@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import LENGTH, Dtype, Json, KVFormat, app, say, torch_dtype, warn
+from rehead.cli.app import DEVICE, LENGTH, Dtype, Json, KVFormat, app, say, torch_dtype, warn
 from rehead.errors import UsageError
 
 
@@ -136,6 +136,9 @@ def convert(
     jobs: Annotated[
         int, Parameter(help="layers converted in parallel, each in a process of its own with one thread")
     ] = 1,
+    device: Annotated[
+        str, Parameter(help=f"where the models read and write text, one layer at a time: {DEVICE}")
+    ] = "cpu",
     resume: Annotated[
         bool, Parameter(negative="", help="go on with an interrupted conversion to this destination")
     ] = False,
@@ -189,6 +192,7 @@ def convert(
             resume=resume,
             seed=seed,
             n_process=jobs,
+            device=device,
         )
     if not any(layer.steps for layer in certificate.layers):
         warn(f"{source} already is what is asked for: {destination} is a copy in rehead's format.")

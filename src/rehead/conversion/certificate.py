@@ -263,7 +263,7 @@ def certify(
         length=length,
         seed=seed,
         teach=teach,
-        environment=environment(),
+        environment=environment(result.device),
         compared_on=RANDOM if test is None else "text",
     )
 

@@ -50,9 +50,10 @@ class FolderConverter:
         test: str | Path | None = None,
         length: int | None = None,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         require_seed(seed)
-        opened = open_model(source, in_memory=False)
+        opened = open_model(source, device=device, in_memory=False)
         self.source, self.tokenizer = source, opened.tokenizer
         self.carried = opened.texts() | {CARD: carried(source, opened.folder)}
         self.read, self.earlier = Source(opened.model, opened.folder), earlier_of(opened.folder)
@@ -65,7 +66,7 @@ class FolderConverter:
             "texts": [asdict(Text.of(text, len(text.ids))) for text in self.texts.calibration],
             "length": window,
             "seed": seed,
-            "environment": environment(),
+            "environment": environment(opened.model.device),
         }
         self.converter = Converter(
             opened.model,
@@ -133,13 +134,15 @@ def convert_folder(
     seed: int = 0,
     resume: bool = False,
     n_process: int = 1,
+    device: str = "cpu",
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
     Intermediate results are kept in DESTINATION.unfinished; after an interruption or a kill, `resume` continues
     from them, with the same bytes. For the texts see `FolderConverter`. `teach` is the number of passes over the
     calibration in which approximate attentions learn from the source's. `n_process` layers are converted at a time,
-    each in a process of its own, with the same bytes. `max_loss` accepts a loss up to that. Raises UsageError,
+    each in a process of its own, with the same bytes. On `device` the models read the texts, one layer at a time;
+    layers are converted on the CPU. `max_loss` accepts a loss up to that. Raises UsageError,
     naming the loss, for any other lossy result without `allow_loss`; then, as after any error, nothing is left at
     `destination`.
     """
@@ -162,6 +165,7 @@ def convert_folder(
             test=test,
             length=length,
             seed=seed,
+            device=device,
         )
         certificate = opened.convert(
             aside,
@@ -288,11 +292,9 @@ def _tell_unread(certificate: Certificate) -> None:
 def _refusal(certificate: Certificate, *, can_read: bool) -> str:
     logits = certificate.logits
     flips = f"{100 * logits['argmax_flips']:.2f} % of the likeliest tokens change, KL {logits['kl']:.2e} nats"
-    loss = ""
-    if certificate.loss is not None:
-        before, after = certificate.loss
-        loss = f"the loss would go from {before:.4f} to {after:.4f} nats per token, "
-    how = ""
+    loss = how = ""
     if certificate.loss is None:
         how = " on random tokens" + ("; give --calibration TEXT for a better one" if can_read else "")
+    else:
+        loss = "the loss would go from {:.4f} to {:.4f} nats per token, ".format(*certificate.loss)
     return f"this conversion is lossy: {loss}{flips}{how}. Nothing was written. Accept it with --allow-loss."

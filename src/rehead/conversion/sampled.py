@@ -28,7 +28,8 @@ def sampled_once(
     model: LanguageModel, tokens: int, length: int, seed: int, bos: int | None = None
 ) -> Passage:
     """Return the text of `sampled`, from an earlier time if the same model, arguments and machine gave one."""
-    made_of = [_digest(model), tokens, length, seed, environment(), *([] if bos is None else [bos])]
+    machine = environment(model.device)
+    made_of = [_digest(model), tokens, length, seed, machine, *([] if bos is None else [bos])]
     name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
     file = cache_folder() / "sampled" / f"{name}.npy"
     with suppress(OSError, ValueError, EOFError):  # none yet, or damaged

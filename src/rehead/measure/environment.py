@@ -12,8 +12,8 @@ from rehead.system.machine import processor
 PACKAGES = ("numpy", "safetensors", "tokenizers", "cyclopts")
 
 
-def environment() -> dict[str, str | int]:
-    """Return the facts that a measurement depends on besides the code."""
+def environment(device: torch.device | None = None) -> dict[str, str | int]:
+    """Return the facts that a measurement, on `device` if it ran on one, depends on besides the code."""
     facts: dict[str, str | int] = {
         "rehead": __version__,
         "python": platform.python_version(),
@@ -25,4 +25,5 @@ def environment() -> dict[str, str | int]:
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
-    return facts | {name: version(name) for name in PACKAGES}
+    used = {} if device is None else {"device": str(device)}
+    return facts | used | {name: version(name) for name in PACKAGES}

@@ -115,8 +115,9 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     """Write the taught model into the folder `aside`, with a certificate measured on the validation part."""
     assert options.trainer.teacher is not None
     return_freed_memory()
-    teacher = open_model(options.trainer.teacher, in_memory=False)
-    opened = open_model(folder, in_memory=False)
+    device = options.trainer.device
+    teacher = open_model(options.trainer.teacher, device=device, in_memory=False)
+    opened = open_model(folder, device=device, in_memory=False)
     source, result, length = teacher.model, opened.model, options.data.block_size
     require_same_vocabulary(result, source, options.trainer.teacher)
     require_its_tokenizer(opened.require_tokenizer(), options.data, str(folder))
@@ -142,7 +143,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         length=length,
         passes=passes,
         seed=options.system.seed,
-        environment=environment(),
+        environment=environment(result.device),
     )
     blocks = blocks_of(result, parts.train, CALIBRATION_TOKENS, length, bos)
     errors = teach(source, result, lossy, blocks, work, passes=passes, seed=options.system.seed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ class Deferred(Tensor):
     """A tensor of known shape and dtype whose values are recomputed for every operation that reads them.
 
     Modules accept it like any other weight. If gradients are computed, autograd keeps the values until the backward
-    pass.
+    pass. One that was moved to a device or cast is deferred, too: its values are moved or cast at every use.
     """
 
     make: Callable[[], Tensor]
+    """Returns the values, perhaps in another dtype or on another device: `materialise` puts that right."""
     origins: frozenset[Any]
     """The objects that read the files of its values."""
 
@@ -27,9 +29,10 @@ class Deferred(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         origins: frozenset[Any] = frozenset(),
+        device: torch.device | None = None,
     ) -> "Deferred":
-        """Create a tensor whose values `make` returns, in this shape and dtype."""
-        empty: Deferred = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        """Create a tensor whose values `make` returns, in this shape."""
+        empty: Deferred = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         empty.make, empty.origins = make, origins
         return empty
 
@@ -41,16 +44,20 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub says so of a disabled one
         cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the values; the result of `detach` stays deferred."""
-        if operation is torch.ops.aten.detach.default:
-            return cls(args[0].make, args[0].shape, args[0].dtype, args[0].origins)
-        args, kwargs = tree_map_only(cls, materialise, (args, kwargs or {}))
+        """Run an operation on the values; the results of `detach` and `to` stay deferred."""
+        kwargs = kwargs or {}
+        if operation in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            one = args[0]
+            dtype, device = kwargs.get("dtype") or one.dtype, kwargs.get("device") or one.device
+            make = one.make if dtype == one.dtype else partial(materialise, one)
+            return cls(make, one.shape, dtype, one.origins, device)
+        args, kwargs = tree_map_only(cls, materialise, (args, kwargs))
         return operation(*args, **kwargs)
 
 
 def materialise(weight: Tensor) -> Tensor:
     """Return a weight's values in memory."""
-    return weight.make() if isinstance(weight, Deferred) else weight
+    return weight.make().to(weight.device, weight.dtype) if isinstance(weight, Deferred) else weight
 
 
 def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
@@ -63,7 +70,9 @@ def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     with torch.device("meta"):
         like = change(*(torch.empty(weight.shape, dtype=weight.dtype) for weight in weights))
     origins = frozenset[Any]().union(*(weight.origins for weight in weights if isinstance(weight, Deferred)))
-    return Deferred(lambda: change(*map(materialise, weights)), like.shape, like.dtype, origins)
+    return Deferred(
+        lambda: change(*map(materialise, weights)), like.shape, like.dtype, origins, weights[0].device
+    )
 
 
 def origins(module: nn.Module) -> frozenset[Any]:
