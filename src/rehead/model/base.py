@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from rehead.attention.program import Program
 from rehead.config import ModelConfig
 from rehead.errors import UsageError
-from rehead.model.ids import require_ids, require_range
+from rehead.model.ids import require_device, require_ids, require_range
 from rehead.registry import Registry
 
 Decode = Callable[[Tensor | np.ndarray, Sequence[Any]], Tensor]
@@ -49,7 +49,8 @@ class LanguageModel(nn.Module, ABC):
         cache: Sequence[Any] | None = None,
     ) -> Float[Tensor, "B L N"]:
         """Return the logits of the token after each of `ids`, (B, L, vocab). Raises UsageError for invalid ids."""
-        ids = require_ids(ids, dims=(2,))
+        whole = require_ids(ids, dims=(2,))
+        ids = whole if isinstance(ids, Tensor) else whole.to(self.device)
         if not ids.shape[1]:
             raise UsageError(
                 f"ids has shape {tuple(ids.shape)}: it has no tokens. Give at least one token per row."
@@ -60,6 +61,7 @@ class LanguageModel(nn.Module, ABC):
             require_range(ids, self.config.vocab_size)
             raise
         except RuntimeError:
+            require_device(ids, self.device)
             require_one_dtype(self)
             raise
 

@@ -43,3 +43,11 @@ def require_range(ids: Tensor, vocab_size: int, name: str = "ids") -> None:
             f"{name} holds {smallest} to {largest}: tokens are 0 to {vocab_size - 1} here. Encode the text with the "
             "model's own tokenizer."
         )
+
+
+def require_device(ids: Tensor, device: torch.device) -> None:
+    """Refuse ids that are not where the model is."""
+    if ids.device != device:
+        raise UsageError(
+            f"ids is on {ids.device}, the model on {device}: they must match. Use ids.to(model.device)."
+        )

@@ -1,4 +1,4 @@
-// What PyTorch asks of the runtime of a GPU, answered for one GPU that is not there (pretended.py).
+// What PyTorch asks of the runtime of a GPU, answered for one GPU that is not there (pretended_gpu.py).
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
