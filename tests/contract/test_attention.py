@@ -464,6 +464,7 @@ ALTERNATIVES = {
     "o_bias": [True, False],
     "tie_kv": [True, False],
     "qk_norm_eps": [1e-6, 0.5, None],
+    "qk_norm_head_dim": [5, None],
     "qk_norm": ["rmsnorm", "layernorm", "zero_centered_rmsnorm"],
     "qk_norm_over": ["head", "projection"],
     "kv_lora_rank": [8],

@@ -46,9 +46,15 @@ class LatentAttention(Attention):
         )
         self.kv_b_proj = Linear(config.kv_lora_rank, up, bias=config.qkv_bias)
         self.o_proj = Linear(o, d_model, bias=config.o_bias)
-        normed, width, eps = config.qk_norm_eps is not None, config.qk_nope_head_dim, config.qk_norm_eps
-        self.q_norm = nn.RMSNorm(width, eps=eps) if normed else None
-        self.k_norm = nn.RMSNorm(width, eps=eps) if normed else None
+        aside, eps = config.qk_norm_head_dim, config.qk_norm_eps
+        width, key_width = aside or config.qk_nope_head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
+        self.q_norm = None if eps is None else nn.RMSNorm(width, eps=eps)
+        self.k_norm = None if eps is None or aside else nn.RMSNorm(width, eps=eps)
+        self.q_up_proj = self.k_scale_proj = None
+        if aside:
+            self.q_up_proj = Linear(aside, config.n_query_head * key_width, bias=False)
+            d_source = config.d_context or d_model
+            self.k_scale_proj = Linear(d_source, config.n_kv_head * aside, bias=config.qkv_bias)
         rotated_width = config.qk_rope_head_dim or config.qk_nope_head_dim
         self.rotary = Rotary(config.rope, rotated_width) if config.rope else None
 
@@ -139,7 +145,7 @@ class LatentAttention(Attention):
         rows = latent[:, :, None]
         key, value = rows[..., : query.shape[-1]], rows[..., : config.kv_lora_rank]
         score = None
-        if config.n_key_scale:
+        if config.n_key_scale:  # all of a score is divided by the RMS, also its rotary part
             bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)[0]
             score = normed_score(grouped, bias, latent[..., query.shape[-1] :], self.scale)
         context = kernels.attend(query, key, value, mask, scale=self.scale, score=score, pdrop=self._pdrop)
@@ -176,8 +182,9 @@ class LatentAttention(Attention):
         norms.
         """
         config = self.config
-        is_described = not config.qkv_bias and are_plain(self.q_norm, self.k_norm)
-        if config.absorbs_below <= 1 or (config.n_key_scale and not is_described):
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        is_plain = not config.qkv_bias and are_plain(*norms)
+        if config.absorbs_below <= 1 or (config.n_key_scale and not is_plain):
             return super().lower(program, x, layer)
         return latent_program.lower(self, program, x, layer)
 
@@ -227,6 +234,8 @@ class LatentAttention(Attention):
         query = query.unflatten(2, (config.n_query_head, -1))
         if self.q_norm is not None:
             query = self.q_norm(query)
+        if self.q_up_proj is not None:
+            query = torch.einsum("blhe,hne->blhn", query, self._query_up())
         if self.rotary is None:
             return query
         if config.rebuilds_keys:
@@ -235,20 +244,24 @@ class LatentAttention(Attention):
         return torch.cat([nope, self.rotary(rope, positions, start)], dim=-1)
 
     def _latents(self, source: Tensor, positions: Tensor | None, start: int) -> Tensor:
-        """Normed latent ++ rotated key part."""
+        """Normed latent ++ rotated key part ++ 1 / RMS of keys that are not made from the latent."""
         down, rank = self.kv_a_proj_with_mqa(source), self.config.kv_lora_rank
         latent = self.kv_a_layernorm(down[..., :rank])
         if not self.config.qk_rope_head_dim:
             return latent
         assert self.rotary is not None
         rope = self.rotary(down[..., rank:].unsqueeze(2), positions, start).squeeze(2)
-        return torch.cat([latent, rope], dim=-1)
+        parts = [latent, rope]
+        if self.k_scale_proj is not None:
+            assert self.config.qk_norm_eps is not None
+            key = self.k_scale_proj(source).unflatten(2, (self.config.n_kv_head, -1))
+            parts.append(inverse_rms(key, self.config.qk_norm_eps))
+        return torch.cat(parts, dim=-1)
 
     def _with_key_scales(self, latent: Float[Tensor, "B L RP"]) -> Float[Tensor, "B L _"]:
-        """The rows of the cache: with normed keys that are not rebuilt, the 1 / RMS of each after the latent."""
-        if not self.config.n_key_scale:
+        """The rows of the cache: with normed keys that are not rebuilt, the 1 / RMS of each at the end."""
+        if not self.config.n_key_scale or self.k_norm is None:
             return latent
-        assert self.k_norm is not None
         assert self.k_norm.eps is not None
         return torch.cat([latent, inverse_rms(self._unnormed_keys(latent), self.k_norm.eps)], dim=-1)
 
@@ -256,7 +269,7 @@ class LatentAttention(Attention):
         """Keys (B S K E) and values (B S K V) from the latents."""
         config = self.config
         widths = [config.kv_lora_rank, config.qk_rope_head_dim]
-        latent, rope = latent[..., : sum(widths)].split(widths, dim=-1)
+        latent, rope, scales = latent.split([*widths, latent.shape[-1] - sum(widths)], dim=-1)
         both = self.kv_b_proj(latent).unflatten(2, (config.n_kv_head, -1))
         key, value = both.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
         if self.k_norm is not None:
@@ -266,11 +279,16 @@ class LatentAttention(Attention):
             key = self.rotary(key, key_positions)
         elif config.qk_rope_head_dim:
             key = torch.cat([key, rope.unsqueeze(2).expand(*key.shape[:3], -1)], dim=-1)
-        return key, value
+        return key if self.k_scale_proj is None else key * scales[..., None], value
 
     def _unnormed_keys(self, latent: Float[Tensor, "B S R"]) -> Float[Tensor, "B S K N"]:
         key = torch.einsum("bsr,knr->bskn", latent, self._ups()[0])
         return key if self.kv_b_proj.bias is None else key + self._per_head(self.kv_b_proj.bias)[0]
+
+    def _query_up(self) -> Tensor:
+        """The matrices that make queries from normed heads, H N E."""
+        assert self.q_up_proj is not None
+        return self.q_up_proj.weight.unflatten(0, (self.config.n_query_head, -1))
 
     def _ups(self) -> tuple[Tensor, Tensor]:
         """The rows of `kv_b_proj` that compute keys (K N R) and those that compute values (K V R)."""

@@ -29,8 +29,10 @@ class LatentConfig(AttentionConfig):
     `down_bias` and `o_bias`.
 
     `qk_norm_eps` applies an RMSNorm of that eps to each query and each rebuilt key head, before a rotation (Qwen3's).
-    Keys that are not rotated are not rebuilt for it: the cache keeps 1 / RMS of each KV head's key beside the
-    latent, by which scores are multiplied.
+    Keys that are not rebuilt need not be for it: the cache keeps 1 / RMS of each KV head's key beside the
+    latent, by which scores are multiplied. With a rotary part, which no head has for itself, the heads that are normed
+    are others, `qk_norm_head_dim` wide: a query is a matrix (`q_up_proj`) times its normed head, and the RMS of keys
+    are those of `k_scale_proj`.
     """
 
     n_query_head: int
@@ -42,6 +44,7 @@ class LatentConfig(AttentionConfig):
     n_kv_head: int = FILLED
     latent_norm: bool = True
     qk_norm_eps: float | None = None
+    qk_norm_head_dim: int | None = None
     qkv_bias: bool = False
     down_bias: bool = False
     o_bias: bool = False
@@ -59,11 +62,6 @@ class LatentConfig(AttentionConfig):
         self.require_eps(self.qk_norm_eps)
         if self.qk_rope_head_dim:
             self.require_positive("qk_rope_head_dim")
-            if self.qk_norm_eps is not None:
-                raise ConfigError(
-                    f"qk_norm_eps={self.qk_norm_eps} with qk_rope_head_dim={self.qk_rope_head_dim}: the norm is on "
-                    "whole heads, which a rotary part shared by all of them is not. Use qk_rope_head_dim=0."
-                )
             if self.rope is None:
                 raise ConfigError(
                     f"qk_rope_head_dim={self.qk_rope_head_dim} with rope=False: that part of the keys exists "
@@ -77,6 +75,14 @@ class LatentConfig(AttentionConfig):
             self.require_turns(self.qk_rope_head_dim, "qk_rope_head_dim")
         elif self.rope is not None:
             self.require_turns(self.qk_nope_head_dim, "qk_nope_head_dim")
+        if self.qk_norm_head_dim is not None:
+            self.require_positive("qk_norm_head_dim")
+        if (self.qk_norm_head_dim is not None) != bool(self.qk_rope_head_dim and self.qk_norm_eps):
+            raise ConfigError(
+                f"qk_norm_head_dim={self.qk_norm_head_dim} with qk_rope_head_dim={self.qk_rope_head_dim} and "
+                f"qk_norm_eps={self.qk_norm_eps}: it is the width of the normed heads beside a rotary part. Give all "
+                "three, or at most one of the others."
+            )
 
     @classmethod
     def examples(cls) -> dict[str, AttentionConfig]:
@@ -101,6 +107,8 @@ class LatentConfig(AttentionConfig):
             "mla, rebuilt keys, normed": replace(plain, rope=RopeConfig(), n_kv_head=2, qk_norm_eps=1e-6),
             "mla, no position, normed": replace(plain, n_kv_head=3, latent_norm=False, qk_norm_eps=1e-6),
             "mla, no position, no norm, bias": replace(plain, latent_norm=False, qkv_bias=True, o_bias=True),
+            "mla, normed": replace(mla, n_kv_head=3, q_lora_rank=None, qk_norm_eps=1e-6, qk_norm_head_dim=8),
+            "mla, normed, bias": replace(biased, qk_norm_eps=1e-6, qk_norm_head_dim=8, window=5),
         }
 
     @property
@@ -150,26 +158,29 @@ class LatentConfig(AttentionConfig):
         return LatentAttention(self, d_model)
 
     def cache_rows(self) -> dict[str, tuple[int, ...]]:
-        """One row: the normed latent, then the rotated key part that all heads share, or 1 / RMS of normed keys."""
+        """One row: the normed latent, the rotated key part that all heads share, and 1 / RMS of normed keys."""
         return {"latent": (self.kv_lora_rank + self.qk_rope_head_dim + self.n_key_scale,)}
 
     def n_parameters(self, d_model: int) -> int:
         """Number of parameters: projections, biases and norms."""
         down, up, _, query = self._widths()
         norms = self.kv_lora_rank * self.latent_norm + (self.q_lora_rank or 0)
-        norms += 0 if self.qk_norm_eps is None else 2 * self.qk_nope_head_dim
-        biases = (query + up) * self.qkv_bias + d_model * self.o_bias
+        norms += 0 if self.qk_norm_eps is None else self.qk_norm_head_dim or 2 * self.qk_nope_head_dim
+        biases = (query + up + self._scaling()) * self.qkv_bias + d_model * self.o_bias
         biases += (down + (self.q_lora_rank or 0)) * self.down_bias
         return self.projection_flops(d_model) // 2 + norms + biases
 
     def projection_flops(self, d_model: int) -> int:
-        """FLOPs of queries, latent, one expansion per token, and output."""
+        """FLOPs of queries, latent, norms of keys, one expansion per token, and output."""
         down, up, o, query = self._widths()
+        d_source = self.d_context or d_model
         if self.q_lora_rank is None:
             queries = d_model * query
         else:
             queries = (d_model + query) * self.q_lora_rank
-        return 2 * (queries + (self.d_context or d_model) * down + self.kv_lora_rank * up + o * d_model)
+        if self.qk_norm_head_dim is not None:
+            queries += query * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        return 2 * (queries + d_source * (down + self._scaling()) + self.kv_lora_rank * up + o * d_model)
 
     def attention_flops(self, n_key: int) -> int:
         """FLOPs of the expanded form: 2 H (E + V) per visible key, E including the rotary part."""
@@ -187,15 +198,21 @@ class LatentConfig(AttentionConfig):
         if self.rebuilds_keys:
             per_key += (self.kv_lora_rank * self.n_kv_head + self.n_query_head) * self.qk_nope_head_dim
         else:
-            absorbing += (self.n_query_head + self.n_key_scale) * self.kv_lora_rank * self.qk_nope_head_dim
+            rebuilt = 0 if self.qk_norm_head_dim else self.n_key_scale  # for their norms, of the new token
+            absorbing += (self.n_query_head + rebuilt) * self.kv_lora_rank * self.qk_nope_head_dim
             per_key += self.n_query_head * self.kv_lora_rank
         return projections + 2 * (absorbing + per_key * n_key)
 
+    def _scaling(self) -> int:
+        """Width of the keys of which only the RMS are kept."""
+        return self.n_kv_head * (self.qk_norm_head_dim or 0)
+
     def _widths(self) -> tuple[int, int, int, int]:
         """Widths of the down projection, the expansion, the input of the output projection, and the queries."""
+        query = self.qk_norm_head_dim or self.qk_nope_head_dim + self.qk_rope_head_dim
         return (
             self.kv_lora_rank + self.qk_rope_head_dim,
             self.n_kv_head * (self.qk_nope_head_dim + self.v_head_dim),
             self.n_query_head * self.v_head_dim,
-            self.n_query_head * (self.qk_nope_head_dim + self.qk_rope_head_dim),
+            self.n_query_head * query,
         )

@@ -15,18 +15,25 @@ def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> S
     """Append the operations of one token, absorbed as far as the keys allow; returns the output."""
     config = module.config
     H, N, P = config.n_query_head, config.qk_nope_head_dim, config.qk_rope_head_dim
-    R, width = config.kv_lora_rank, H * (N + P)
-    down = module.kv_a_proj_with_mqa, R + P
+    R, aside = config.kv_lora_rank, config.qk_norm_head_dim
+    width = H * (aside or N + P)
+    down: list[tuple[nn.Module, int]] = [(module.kv_a_proj_with_mqa, R + P)]
+    if module.k_scale_proj is not None:
+        down.append((module.k_scale_proj, config.n_kv_head * (aside or 0)))
     if config.q_lora_rank is None:
-        query, latent = program.linear(x, (module.q_proj, width), down)
+        query, latent, *scaling = program.linear(x, (module.q_proj, width), *down)
     else:
-        query, latent = program.linear(x, (module.q_a_proj, config.q_lora_rank), down)
+        query, latent, *scaling = program.linear(x, (module.q_a_proj, config.q_lora_rank), *down)
         query = program.add(Norm(query, module.q_a_layernorm))
         (query,) = program.linear(query, (module.q_b_proj, width))
     query = query.split(H)
-    if module.q_norm is not None and module.k_norm is not None:
-        norm = module.q_norm if config.rebuilds_keys else _joined(module.q_norm, module.k_norm)
+    if module.q_norm is not None:
+        norm = module.q_norm
+        if module.k_norm is not None and not config.rebuilds_keys:
+            norm = _joined(norm, module.k_norm)
         query = program.add(Norm(query, norm))
+    if module.q_up_proj is not None:
+        query = program.add(PerHead(query, module._query_up(), transposed=True))
     rope, latent = latent.columns(R, P), latent.columns(0, R)
     if config.latent_norm:
         latent = program.add(Norm(latent, module.kv_a_layernorm))
@@ -48,6 +55,9 @@ def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> S
         if module.rotary is not None:
             rotated = program.add(Rotate((query.columns(N, P), rope), module.rotary))
             row, parts = (*row, rotated.head(H, 1)), (*parts, rotated.head(0, H))
+        for key in scaling:
+            assert config.qk_norm_eps is not None
+            row = *row, program.add(InverseRMS(key.split(config.n_kv_head), config.qk_norm_eps)).flat()
         program.add(Store(layer, {"latent": row}))
         n_scale = config.n_key_scale
         context = program.add(Attend(layer, parts, "latent", "latent", 1, R, module.scale, n_scale=n_scale))

@@ -37,16 +37,17 @@ def token_weights(
 
 
 def attend_scaled_token(
-    query: Float[Tensor, "B H R"],
+    query: Float[Tensor, "B H E"],
     rows: Float[Tensor, "B S _"],
     rank: int,
     scale: float,
     hidden: Float[Tensor, "B 1 S"] | None = None,
 ) -> Float[Tensor, "B H R"]:
-    """Attention of one token over latents, `rank` wide, which end with one scale of the scores per KV head."""
-    latents, scales = rows[..., :rank], rows[..., rank:].transpose(1, 2)  # B S R, B K S
-    products = torch.bmm(query, latents.transpose(1, 2)).unflatten(1, (scales.shape[1], -1))  # B K G S
+    """Attention of one token over rows: a key, whose first `rank` numbers are the value, and a scale per KV head."""
+    width = query.shape[2]
+    keys, scales = rows[..., :width], rows[..., width:].transpose(1, 2)  # B S E, B K S
+    products = torch.bmm(query, keys.transpose(1, 2)).unflatten(1, (scales.shape[1], -1))  # B K G S
     scores = (products * (scales * scale)[:, :, None]).flatten(1, 2)
     if hidden is not None:
         scores = scores + hidden
-    return torch.bmm(softmax(scores), latents)
+    return torch.bmm(softmax(scores), rows[..., :rank])
