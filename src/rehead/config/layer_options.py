@@ -105,6 +105,7 @@ def _latent(flags: "ModelOptions") -> LatentConfig:
         q_lora_rank=flags.q_lora_rank,
         qk_nope_head_dim=chosen(flags.qk_nope_head_dim, head_dim),
         qk_rope_head_dim=rope_width,
+        qk_norm_head_dim=head_dim if rope_width and flags.qk_norm_eps is not None else None,
         v_head_dim=chosen(flags.v_head_dim, head_dim),
         latent_norm=True if flags.latent_norm is None else flags.latent_norm,
     )

@@ -30,13 +30,9 @@ def decoupled(
     matter are chosen on a text.
     """
     assert heads.rope is not None
-    if heads.qk_norm_eps is not None:
-        raise ConfigError(
-            "norms on queries and keys are on whole heads, which a rotary part shared by all of them is not. Use "
-            "--target rebuilt."
-        )
-    numbers, most = heads.kv_numbers(), all_rotated(heads)
-    total = None if kv_fraction is None else max(4, int(kv_fraction * numbers))
+    scales = 0 if heads.qk_norm_eps is None else heads.n_kv_head  # beside the latent and the rotary part
+    numbers, most = heads.kv_numbers() - scales, all_rotated(heads)
+    total = None if kv_fraction is None else max(4, int(kv_fraction * heads.kv_numbers()) - scales)
     if kind == "canonical":
         width, rope = _canonical(heads, rope_dim)
         if total is None and kv_rank is None:
@@ -77,6 +73,7 @@ def decoupled(
         qk_nope_head_dim=nope,
         qk_rope_head_dim=width,
         latent_norm=False,
+        qk_norm_head_dim=heads.head_dim if scales else None,
         down_bias=heads.qkv_bias,
     )
 
@@ -109,6 +106,10 @@ def _require_needed(rank: int, full: int, width: int, numbers: int) -> None:
 def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeConfig]:
     """Return the width and the angles of a rotary part that engines know: every c-th pair of a head."""
     assert heads.rope is not None
+    if heads.qk_norm_eps is not None:
+        raise ConfigError(
+            "its queries and keys have norms, which DeepseekV3ForCausalLM has not. Use --target uneven or rebuilt."
+        )
     if rope_dim is not None:
         raise ConfigError(
             f"rope_dim={rope_dim}: the rotary part of --target canonical is {SERVED} wide. Leave it out."

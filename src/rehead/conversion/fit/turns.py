@@ -53,8 +53,8 @@ def _of_text(attention: GroupedAttention, x: Tensor, gradient: Tensor) -> Tensor
     assert rotary is not None
     assert attention.v_proj is not None
     group, layout = config.group, rotary.config.layout
-    query = rotary(attention.to_slots(attention.q_proj(x).unflatten(2, (config.n_query_head, -1))))
-    key = rotary(attention.k_proj(x).unflatten(2, (config.n_kv_head, -1)))
+    query = rotary(attention.to_slots(attention._heads(attention.q_proj(x), attention.q_norm)))
+    key = rotary(attention._heads(attention.k_proj(x), attention.k_norm))
     value = attention.v_proj(x).unflatten(2, (config.n_kv_head, -1))
     pulled = attention.to_slots(gradient.unflatten(2, (config.n_query_head, -1)))
     place = torch.arange(x.shape[1], device=x.device)

@@ -52,6 +52,8 @@ class FoldBiases(TowardsDeepSeek[LatentConfig, LatentConfig]):
         """Refuse a latent norm, which would norm a bias too, and biases of queries that have a latent already."""
         if source.latent_norm:
             return "latent_norm=True: biases are moved before there is a norm"
+        if source.qk_norm_eps is not None:
+            return "qk_norm_eps: a key is divided by its RMS, and its bias with it"
         taken = source.qkv_bias and source.q_lora_rank is not None
         return f"q_lora_rank={source.q_lora_rank}: the queries have a latent already" if taken else ""
 

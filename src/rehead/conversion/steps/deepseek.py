@@ -79,8 +79,8 @@ class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
             )
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
-        return misfit(source)
+        """Refuse norms in the heads, learned scores and tied heads, for which DeepSeek's layout has no place."""
+        return misfit(source) or ("qk_norm_eps: MLA's heads have no norm" if source.qk_norm_eps else "")
 
     def rewrite(self, weights: Weights, source: GroupedConfig, result: LatentConfig) -> Weights:
         """Pad the queries with zeros, rescale them, and let the expansion copy the latent."""

@@ -61,7 +61,7 @@ class RepeatHeads(ExactConversion[GroupedConfig | LatentConfig, GroupedConfig | 
         copies = result.n_kv_head // source.n_kv_head
         more = dict(weights)
         whole = isinstance(source, GroupedConfig) and source.qk_norm_over == "projection"
-        copied = ("k_proj", "v_proj", "kv_b_proj", "k_norm") if whole else ("k_proj", "v_proj", "kv_b_proj")
+        copied = ("k_proj", "v_proj", "kv_b_proj", "k_scale_proj", *(["k_norm"] if whole else []))
         for name, weight in projections(weights, *copied).items():
             heads = weight.unflatten(0, (source.n_kv_head, -1))
             more[name] = heads.repeat_interleave(copies, dim=0).flatten(0, 1)

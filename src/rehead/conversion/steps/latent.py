@@ -47,9 +47,22 @@ def other_scores(source: GroupedConfig) -> str:
 
 def misfit(source: GroupedConfig) -> str:
     """Return what of these heads has no place beside a rotary part of MLA; an empty text if all has."""
-    if source.qk_norm_eps is not None:
-        return other_scores(source) or "qk_norm_eps: MLA's rotary part has no norm"
-    return other_scores(source) or ("tie_kv=True" if source.tie_kv else "")
+    return other_scores(source) or other_norms(source) or ("tie_kv=True" if source.tie_kv else "")
+
+
+def other_norms(source: GroupedConfig) -> str:
+    """Return what is wrong with norms that are not RMSNorms of single heads; an empty text for those and for none."""
+    if source.qk_norm == "layernorm" or source.qk_norm_over != "head":
+        return f"qk_norm={source.qk_norm} over a {source.qk_norm_over}: a latent has RMSNorms of single heads"
+    return ""
+
+
+def norm_weights(weights: Weights, source: GroupedConfig) -> Weights:
+    """Return the weights of the norms as those of plain RMSNorms."""
+    normed = projections(weights, "q_norm", "k_norm")
+    if source.qk_norm == "zero_centered_rmsnorm":
+        return {name: 1 + weight for name, weight in normed.items()}
+    return normed
 
 
 def rank_on_the_way(target: AttentionConfig) -> int:
@@ -116,9 +129,8 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         """Refuse other scores than the scaled dot product, other norms than of heads, tied heads."""
         if scores := other_scores(source):
             return scores
-        if source.qk_norm == "layernorm" or source.qk_norm_over != "head":
-            which = f"qk_norm={source.qk_norm} over a {source.qk_norm_over}"
-            return f"{which}: a latent has RMSNorms of single heads"
+        if norms := other_norms(source):
+            return norms
         return "tie_kv=True has one latent per head already" if source.tie_kv else ""
 
     def convert(
@@ -143,9 +155,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
 
 def _scaled_queries(weights: Weights, source: GroupedConfig) -> Weights:
     """Return the queries' weights with the scale of scores, for which a latent has no field, and plain RMSNorms."""
-    normed = projections(weights, "q_norm", "k_norm")
-    if source.qk_norm == "zero_centered_rmsnorm":
-        normed = {name: 1 + weight for name, weight in normed.items()}
+    normed = norm_weights(weights, source)
     scaled = [name for name in normed or weights if name.startswith("q_")]  # a norm undoes a scale before it
     queries = projections(weights, "q_proj") | normed
     return {name: w * source.relative_scale if name in scaled else w for name, w in queries.items()}

@@ -111,6 +111,7 @@ def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
         heads = {query: config.n_query_head, "kv_b_proj": config.n_kv_head, "q_norm": 1, "k_norm": 1}
         return {name: (n_head, 0, rotated) for name, n_head in heads.items()}
     rank, both = config.kv_lora_rank, nope + config.qk_rope_head_dim
+    query = query if config.qk_norm_head_dim is None else "q_up_proj"
     return {
         query: (config.n_query_head, nope, both),
         "kv_a_proj_with_mqa": (1, rank, rank + config.qk_rope_head_dim),

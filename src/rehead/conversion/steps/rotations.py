@@ -24,7 +24,7 @@ from rehead.conversion.base import (
     with_bias,
 )
 from rehead.conversion.fit.turns import TINY, Directions, pairs
-from rehead.conversion.steps.latent import misfit
+from rehead.conversion.steps.latent import misfit, norm_weights
 from rehead.conversion.yarn import FAR, drift, stands_in
 
 SAME = 1e-6
@@ -62,7 +62,8 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
     text) become MLA's rotary part, as many of each frequency as the target repeats it. In the scores of the
     others a constant replaces the rotation: its mean over the distances that matter. Queries change with the keys.
     Llama 3's scaled angles may become a yarn's, of which a few differ.
-    Biases are kept where they count: that of a key without rotation adds one number to all scores of a query.
+    Biases are kept where they count: that of a key without rotation adds one number to all scores of a query. With
+    norms on queries and keys (Qwen3), the keys of which only the RMS are cached keep their weights.
     `weighted` asks the text what matters, `svd` takes what is large in the weights, at all near distances alike.
     """
 
@@ -88,6 +89,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             kv_lora_rank=rank,
             qk_nope_head_dim=nope,
             qk_rope_head_dim=width,
+            qk_norm_head_dim=None if source.qk_norm_eps is None else source.head_dim,
             latent_norm=False,
             down_bias=source.qkv_bias,
         )
@@ -106,7 +108,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         return Promise(exact=width == every and not off, why=why)
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse norms in the heads, learned scores and tied heads, for which MLA's layout has no place."""
+        """Refuse learned scores, other norms than of heads and tied heads, for which MLA's layout has no place."""
         return misfit(source)
 
     def convert(
@@ -123,11 +125,12 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         n_kv_head, layout = source.n_kv_head, source.rope.layout
         slots = slots_of(source, result.rope, result.qk_rope_head_dim)
         assert slots is not None
-        asked, held, values = (with_bias(weights, f"{name}_proj") for name in "qkv")  # of [x; 1]
-        query = complex_pairs(asked, source.n_query_head, source.rope)  # H F D+1
-        key = complex_pairs(held, n_kv_head, source.rope)  # K F D+1
         every = result.qk_rope_head_dim == all_rotated(source)
         seen = statistics if method in self.fitted else Statistics()
+        asked, (held, sizes) = queries_of(weights, source), keys_of(weights, source, seen)
+        values = with_bias(weights, "v_proj")  # of [x; 1], as the keys
+        query = complex_pairs(asked, source.n_query_head, source.rope)  # H F D+1
+        key = complex_pairs(held, n_kv_head, source.rope)  # K F D+1
         found = directions(weights, source, seen, exact=every)
         used: Counter[int] = Counter()
         order = torch.tensor([[f, used.update([f]) or used[f] - 1] for f in slots])
@@ -148,9 +151,17 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             keys = torch.cat([real_pairs(rest, layout), keys], dim=1)
         padding = (0, 0, 0, result.qk_nope_head_dim - keys.shape[1])  # 1, the least, where all rotates
         queries = torch.cat([F.pad(plain, padding), real_pairs(asking, layout)], dim=1)
-        queries = queries * (source.scale / result.scale)
-        keys[:, :, -1] = 0  # the bias adds one number to all scores of a query
-        made = in_parts("q_proj", queries.flatten(0, 1), biased=source.qkv_bias)
+        queries = queries * (source.scale / result.scale) * sizes[own][:, None, None]
+        if source.qk_norm_eps is None:
+            keys[:, :, -1] = 0  # the bias adds one number to all scores of a query
+            made = in_parts("q_proj", queries.flatten(0, 1), biased=source.qkv_bias)
+        else:
+            made = {
+                "q_up_proj.weight": queries.flatten(0, 1),
+                "q_norm.weight": sizes.new_ones(source.head_dim),
+            }
+            made |= projections(weights, "q_proj")
+            made |= {f"k_scale_{name[2:]}": w for name, w in projections(weights, "k_proj").items()}
         made |= _latent(
             keys, values.unflatten(0, (n_kv_head, -1)), real_pairs(turned[None], layout)[0], result
         )
@@ -208,7 +219,7 @@ def directions(
 ) -> Directions:
     """Return the directions of a layer's keys, without statistics by its weights; any if all are kept (`exact`)."""
     assert source.rope is not None
-    key = complex_pairs(with_bias(weights, "k_proj"), source.n_kv_head, source.rope)
+    key = complex_pairs(keys_of(weights, source, statistics)[0], source.n_kv_head, source.rope)
     if exact:
         each = torch.eye(source.n_kv_head, dtype=key.dtype).expand(key.shape[1], -1, -1)
         return Directions(_constant(source, 1.0, 0.0, 0.0), each)
@@ -227,11 +238,35 @@ def _constant(source: GroupedConfig, *values: float) -> Float64[Tensor, "3 H F"]
 def _by_weights(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "3 H F"]:
     """Return turns without a text: inputs of all directions alike, distances up to `NEAR` alike."""
     assert source.rope is not None
-    query = complex_pairs(with_bias(weights, "q_proj"), source.n_query_head, source.rope)
-    key = complex_pairs(with_bias(weights, "k_proj"), source.n_kv_head, source.rope)
+    query = complex_pairs(queries_of(weights, source), source.n_query_head, source.rope)
+    key = complex_pairs(keys_of(weights, source, Statistics())[0], source.n_kv_head, source.rope)
     size = query.abs().square().sum(-1) * key.abs().square().sum(-1).repeat_interleave(source.group, dim=0)
     angle = torch.arange(NEAR) * source.rope.frequencies(source.head_dim)[:, None]
     return torch.stack([size, size * angle.cos().mean(1), size * -angle.sin().mean(1)])
+
+
+def queries_of(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "HE N"]:
+    """Return the rows that make queries: of [x; 1] or, with norms, of the normed head."""
+    if source.qk_norm_eps is None:
+        return with_bias(weights, "q_proj")
+    return norm_weights(weights, source)["q_norm.weight"].diag().repeat(source.n_query_head, 1)
+
+
+def keys_of(
+    weights: Weights, source: GroupedConfig, statistics: Statistics
+) -> tuple[Float64[Tensor, "KE D"], Float64[Tensor, " K"]]:
+    """Return the rows of [x; 1] that make keys, with norms divided by the size of each head, and these sizes.
+
+    A size is the RMS that the head's keys have on average, without statistics for inputs of all directions alike.
+    """
+    held = with_bias(weights, "k_proj")
+    if source.qk_norm_eps is None:
+        return held, held.new_ones(source.n_kv_head)
+    heads = held.unflatten(0, (source.n_kv_head, -1))
+    seen = torch.eye(held.shape[1], dtype=held.dtype) if statistics.inputs is None else statistics.inputs
+    sizes = torch.einsum("ked,df,kef->k", heads, seen, heads).div(source.head_dim).sqrt()
+    normed = heads * norm_weights(weights, source)["k_norm.weight"][:, None] / sizes[:, None, None]
+    return normed.flatten(0, 1), sizes
 
 
 def complex_pairs(
