@@ -66,6 +66,14 @@ SOURCES = {
     "mqa, window": GroupedConfig(n_query_head=6, n_kv_head=1, head_dim=8, v_head_dim=5, rope=ROPE, window=7),
 }
 
+NORMED = {
+    "norms": replace(GQA, qk_norm_eps=1e-6),
+    "norms, biases": replace(SOURCES["biases, partial"], qk_norm_eps=1e-3),
+    "norms, zero-centered": replace(
+        SOURCES["narrower than the model"], qk_norm_eps=1e-6, qk_norm="zero_centered_rmsnorm"
+    ),
+}
+
 
 @pytest.fixture
 def text():
@@ -79,6 +87,15 @@ def source(request):
 
 def rotated(source):
     return source.rope.rotated(source.head_dim)
+
+
+def rms(rows, source):
+    """The RMS of every head of (L, H E), (L, H)."""
+    return np.sqrt((rows.reshape(len(rows), -1, source.head_dim) ** 2).mean(-1) + source.qk_norm_eps)
+
+
+def norm_of(weight, source):
+    return weight.numpy() + (source.qk_norm == "zero_centered_rmsnorm")
 
 
 def complex_heads(rows, n_head, rope):
@@ -157,7 +174,7 @@ def test_fewer_rotations_lose_more(gpt, text, source):
     assert lost[0] == max(lost)
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("source", (SOURCES | NORMED).values(), ids=SOURCES | NORMED)
 def test_sums_are_those_over_all_pairs_of_tokens(source):
     """Gradients of scores from autograd, with the attention written out. Squared, over p, they sum to Var(d)."""
     torch.manual_seed(3)
@@ -170,8 +187,13 @@ def test_sums_are_those_over_all_pairs_of_tokens(source):
     expected = np.zeros((3, source.n_query_head, rotated(source) // 2))
     angles = source.rope.frequencies(source.head_dim).tolist()
     for row, gradient in zip(x, pull, strict=True):
-        query = module.rotary(module.q_proj(row).view(1, 9, source.n_query_head, -1))[0]
-        key = module.rotary(module.k_proj(row).view(1, 9, source.n_kv_head, -1))[0]
+        query = module.q_proj(row).view(1, 9, source.n_query_head, -1)
+        key = module.k_proj(row).view(1, 9, source.n_kv_head, -1)
+        if source.qk_norm_eps:
+            for heads, norm in ((query, module.q_norm), (key, module.k_norm)):
+                size = torch.from_numpy(rms(heads[0].flatten(1).numpy(), source))
+                heads.mul_(torch.from_numpy(norm_of(norm.weight, source)) / size[..., None])
+        query, key = (module.rotary(heads)[0] for heads in (query, key))
         value = module.v_proj(row).view(9, source.n_kv_head, -1)
         for head in range(source.n_query_head):
             own = head // source.group
@@ -237,8 +259,12 @@ def test_directions_are_the_best_ones():
         assert left_out(made @ taken.mH) >= best
 
 
+@pytest.mark.parametrize("source", (SOURCES | NORMED).values(), ids=SOURCES | NORMED)
 def test_scores_are_those_of_the_formula(source):
-    """Kept directions turn, and the rest is multiplied by a constant: every score written out in complex numbers."""
+    """Kept directions turn, and the rest is multiplied by a constant: every score written out in complex numbers.
+
+    A norm divides a query by its RMS before that, and a score by the RMS of the key.
+    """
     torch.manual_seed(4)
     module = source.build(WIDTH).requires_grad_(False)
     weights = {
@@ -255,6 +281,12 @@ def test_scores_are_those_of_the_formula(source):
     found = directions(weights, source, statistics)
     x = torch.randn(7, WIDTH)
     query, key = (module.q_proj(x).numpy(), module.k_proj(x).numpy())
+    sizes = np.ones((7, source.n_kv_head))
+    if source.qk_norm_eps:
+        sizes = rms(key, source)
+        query = query / rms(query, source).repeat(source.head_dim, axis=1)
+        query *= np.tile(norm_of(weights["q_norm.weight"], source), n_query_head)
+        key = key * np.tile(norm_of(weights["k_norm.weight"], source), source.n_kv_head)
     angles = source.rope.frequencies(source.head_dim).tolist()
     squared = 1.0 if source.rope.scaling is None else source.rope.scaling.magnitude**2
     scores = np.full((n_query_head, 7, 7), -np.inf)
@@ -269,13 +301,53 @@ def test_scores_are_those_of_the_formula(source):
                 for f, angle in enumerate(angles):
                     n_kept = 1 if f < max(1, n_pair - 1) else 0
                     taken, made = found.taken[f, :n_kept].numpy(), found.made[f, :, :n_kept].numpy()
-                    kept = (made @ (taken @ k[:, f]))[own]
+                    average = usual(weights, source)
+                    kept = (made @ (taken @ (k[:, f] / average)))[own] * average[own]
                     constant = found.constant[head, f].item()
                     turned = kept * cmath.exp(1j * angle * (n - m)) + constant * (k[own, f] - kept)
                     total += squared * (np.conj(q[head, f]) * turned).real
-                scores[head, m, n] = total + plain[head] @ still[own]
+                scores[head, m, n] = (total + plain[head] @ still[own]) / sizes[n, own]
     expected = torch.from_numpy(scores * source.head_dim**-0.5).softmax(-1)
     torch.testing.assert_close(other.weights(x[None])[0], expected)
+
+
+def usual(weights, source):
+    """The RMS of each head's keys for inputs of all directions alike; 1 without norms."""
+    if not source.qk_norm_eps:
+        return np.ones(source.n_kv_head)
+    rows = [
+        weights[name].view(source.n_kv_head, -1)
+        for name in ("k_proj.weight", "k_proj.bias")
+        if name in weights
+    ]
+    return (torch.cat(rows, dim=1).square().sum(1) / source.head_dim).sqrt().numpy()
+
+
+@pytest.mark.parametrize("source", NORMED.values(), ids=NORMED)
+def test_norms_beside_a_rotary_part_are_exact(gpt, apart, source):
+    """Where all rotates, the latent holds the rest and the cache the RMS of every key: any text, and with a cache."""
+    model, width = gpt(source), source.n_kv_head * rotated(source)
+    _, rank = beside(source, width, WIDTH)
+    lossy = Target(to="mla", target="uneven", rope_dim=width, kv_rank=1).attention(source, WIDTH)
+    result, certificate = rehead.convert(model, replace(lossy, kv_lora_rank=rank))
+    assert certificate.exact
+    assert certificate.layers[0].steps == ["keep-rotations"]
+    assert apart(model, result) < 1e-12
+    assert result.config.attention[0].kv_numbers() == rank + width + source.n_kv_head
+    ids = torch.arange(6)[None]
+    assert torch.equal(rehead.generate(result, ids, 20, 0), rehead.generate(model, ids, 20, 0))
+
+
+def test_norms_beside_a_rotary_part_in_a_part_of_the_cache(gpt, text):
+    """The RMS of keys count as numbers of the cache; a text tells what to keep."""
+    model, losses = gpt(NORMED["norms"], n_step=20), {}
+    for method in ("weighted", "svd"):
+        result, _ = rehead.convert(
+            model, "mla", target="uneven", kv_fraction=0.5, calibration=text, method=method
+        )
+        assert result.config.attention[0].kv_numbers() == int(0.5 * 39)
+        losses[method] = divergence(model, result, text[:176].view(11, 16))
+    assert losses["weighted"] < losses["svd"]
 
 
 def test_the_frequencies_are_those_that_matter(gpt, text):
@@ -444,6 +516,7 @@ def test_a_latent_that_needs_less_is_not_called_rounded(gpt):
             {"qkv_bias": True},
             r"biases, which vLLM's and SGLang's .* leave out. Use --target uneven",
         ),
+        ({"qk_norm_eps": 1e-6}, r"queries and keys have norms, .* Use --target uneven or rebuilt"),
         (
             {"rope": RopeConfig(scaling=LinearScaling(factor=2.0))},
             r"scaled rope: native MLA kernels compute other",
@@ -485,8 +558,8 @@ def test_turns_are_counted_up_to_their_limit(gpt, text, monkeypatch):
     ("source", "why"),
     [
         (
-            GroupedConfig(n_query_head=6, n_kv_head=3, head_dim=8, rope=ROPE, qk_norm_eps=1e-6),
-            "norms on queries and keys",
+            replace(GQA, qk_norm_eps=1e-6, qk_norm_over="projection"),
+            "qk_norm=rmsnorm over a projection: a latent has RMSNorms of single heads",
         ),
     ],
 )
