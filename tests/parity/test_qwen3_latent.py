@@ -1,5 +1,6 @@
 """Qwen3 as transformers writes it, converted by the command line: norms on rebuilt keys, before they are rotated."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from rehead.checkpoint import families
 from rehead.checkpoint.huggingface import stock
 from rehead.cli import main
 from rehead.conversion.export.folder import export_folder
+from rehead.conversion.steps.rotations import beside
+from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes
 
@@ -121,6 +124,63 @@ def test_all_logits_tokens_and_bytes_at_full_rank(theirs, tmp_path):
     assert held == 2 * (N_PROMPT + N_NEW) * 8 * sum(layer.kv_lora_rank for layer in layers)
     for mutant in (norm_before_rebuilding, norm_after_rotation):
         wrong = rehead.load(tmp_path / "ours")
+        for layer in wrong.layers:
+            mutant(layer.self_attn)
+        with pytest.raises(AssertionError):
+            check(wrong)
+
+
+def all_rotated(layer):
+    """The attention that `--target uneven` makes where every key keeps its rotation."""
+    target = Target(to="mla", target="uneven", rope_dim=layer.n_kv_head * layer.head_dim, kv_rank=1)
+    made = target.attention(layer, 40)
+    return replace(made, kv_lora_rank=beside(layer, made.qk_rope_head_dim, 40)[1])
+
+
+def norm_of_all_keys(attention):
+    """One RMS for all heads, instead of one for each."""
+    own = attention.k_scale_proj.forward
+    attention.k_scale_proj.forward = lambda x: own(x).view(*x.shape[:2], -1, 10).mean(2).tile(1, 1, 2)
+
+
+def norm_left_out_of_rotated_parts(attention):
+    rank, width = attention.config.kv_lora_rank, attention.config.qk_rope_head_dim
+    own = attention._expand
+
+    def expand(latent, positions):
+        key, value = own(latent, positions)
+        return torch.cat(
+            [key[..., :-width], latent[:, :, None, rank : rank + width].expand_as(key[..., -width:])], -1
+        ), value
+
+    attention._expand = expand
+
+
+@torch.no_grad()
+def test_all_logits_and_tokens_with_a_rotary_part(tmp_path):
+    """Absorbed: no key is rebuilt, and the cache holds the RMS of those that never were."""
+    theirs = written(FIELDS, tmp_path)
+    model = rehead.load(tmp_path / "theirs")
+    ours, certificate = rehead.convert(model, all_rotated(model.config.attention[0]))
+    assert certificate.exact is True
+    ids = torch.randint(1, 53, (2, 30))
+
+    def check(model):
+        assert relative(model(ids), theirs(ids).logits) <= 1e-12
+
+    check(ours)
+    prompt = ids[:, :N_PROMPT]
+    wanted = theirs.generate(prompt, max_new_tokens=N_NEW, do_sample=False, pad_token_id=0)
+    assert torch.equal(rehead.generate(ours, prompt, max_new_tokens=N_NEW, temperature=0), wanted)
+    caches = ours.new_cache(2, N_PROMPT + N_NEW)
+    logits = [ours(prompt, cache=caches)[:, -1]]
+    logits += [ours(one[:, None], cache=caches)[:, -1] for one in wanted[:, N_PROMPT:-1].T]
+    assert relative(torch.stack(logits, 1), theirs(wanted).logits[:, N_PROMPT - 1 : -1]) <= 1e-12
+    layers = ours.config.attention
+    held = sum(cache.n_bytes for cache in caches)
+    assert held == 2 * (N_PROMPT + N_NEW) * 8 * sum(layer.kv_lora_rank + 20 + 2 for layer in layers)
+    for mutant in (norm_of_all_keys, norm_left_out_of_rotated_parts):
+        wrong = copy.deepcopy(ours)
         for layer in wrong.layers:
             mutant(layer.self_attn)
         with pytest.raises(AssertionError):

@@ -42,10 +42,11 @@ def folder(tmp_path):
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(600)  # six commands, on a machine that may be busy
+@pytest.mark.parametrize("to", ["--to mla", "--to mla --target uneven"])
 @torch.no_grad()
-def test_every_command_takes_a_latent_with_norms(folder):
+def test_every_command_takes_a_latent_with_norms(to, folder):
     """Half the cache, and each figure twice: from the command that promises it and from the one that measures it."""
-    wanted = "--to mla --kv-fraction 0.5 --calibration fit.txt --test held.txt --length 64 --allow-loss"
+    wanted = f"{to} --kv-fraction 0.5 --calibration fit.txt --test held.txt --length 64 --allow-loss"
     plan, certificate, measured, bench, inspected, result = documents(
         "plan theirs --dtype bf16",
         f"convert theirs ours {wanted}",
@@ -56,7 +57,7 @@ def test_every_command_takes_a_latent_with_norms(folder):
         cwd=folder,
     )
     rows = {row["command"]: row for row in plan["rows"]}
-    present, half = rows[""], rows["--to mla --kv-fraction 0.5"]
+    present, half = rows[""], rows[f"{to} --kv-fraction 0.5"]
     assert half["verdict"] == "approximate"
     assert 2 * half["kv_bytes_per_token"] == present["kv_bytes_per_token"]
     assert [layer["kv_numbers"] for layer in certificate["layers"]] == [[64, 32]] * 2
