@@ -516,6 +516,10 @@ def test_a_latent_that_needs_less_is_not_called_rounded(gpt):
             {"qkv_bias": True},
             r"biases, which vLLM's and SGLang's .* leave out. Use --target uneven",
         ),
+        (
+            {"qk_norm_eps": 1e-6, "qk_norm_over": "projection"},
+            r"over a projection: a latent has RMSNorms of single heads. Keep it as it is",
+        ),
         ({"qk_norm_eps": 1e-6}, r"queries and keys have norms, .* Use --target uneven or rebuilt"),
         (
             {"rope": RopeConfig(scaling=LinearScaling(factor=2.0))},

@@ -6,6 +6,7 @@ from typing import Literal
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion.base import common
 from rehead.conversion.steps.deepseek import repeated
+from rehead.conversion.steps.latent import other_norms
 from rehead.conversion.steps.rotations import all_rotated, beside
 from rehead.conversion.yarn import as_yarn
 from rehead.errors import ConfigError
@@ -106,6 +107,8 @@ def _require_needed(rank: int, full: int, width: int, numbers: int) -> None:
 def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeConfig]:
     """Return the width and the angles of a rotary part that engines know: every c-th pair of a head."""
     assert heads.rope is not None
+    if norms := other_norms(heads):
+        raise ConfigError(f"{norms}. Keep it as it is.")
     if heads.qk_norm_eps is not None:
         raise ConfigError(
             "its queries and keys have norms, which DeepseekV3ForCausalLM has not. Use --target uneven or rebuilt."
