@@ -272,7 +272,9 @@ def test_scores_are_those_of_the_formula(source):
     }
     n_pair, n_query_head = rotated(source) // 2, source.n_query_head
     size = torch.rand(n_query_head, n_pair)
-    statistics = Statistics(inputs=torch.eye(WIDTH + 1), turns=torch.stack([size, 0.6 * size, -0.3 * size]))
+    seen = torch.randn(50, WIDTH + 1) * torch.linspace(0.2, 3, WIDTH + 1)
+    inputs = seen.mT @ seen / 50
+    statistics = Statistics(inputs=inputs, turns=torch.stack([size, 0.6 * size, -0.3 * size]))
     target = Target(to="mla", target="uneven", rope_dim=2 * max(1, n_pair - 1)).attention(source, WIDTH)
     (result,) = KeepRotations().steps(source, target, WIDTH)
     done = KeepRotations().convert(weights, source, result, statistics, "weighted")
@@ -301,7 +303,7 @@ def test_scores_are_those_of_the_formula(source):
                 for f, angle in enumerate(angles):
                     n_kept = 1 if f < max(1, n_pair - 1) else 0
                     taken, made = found.taken[f, :n_kept].numpy(), found.made[f, :, :n_kept].numpy()
-                    average = usual(weights, source)
+                    average = usual(weights, source, inputs)
                     kept = (made @ (taken @ (k[:, f] / average)))[own] * average[own]
                     constant = found.constant[head, f].item()
                     turned = kept * cmath.exp(1j * angle * (n - m)) + constant * (k[own, f] - kept)
@@ -311,16 +313,14 @@ def test_scores_are_those_of_the_formula(source):
     torch.testing.assert_close(other.weights(x[None])[0], expected)
 
 
-def usual(weights, source):
-    """The RMS of each head's keys for inputs of all directions alike; 1 without norms."""
+def usual(weights, source, inputs):
+    """The RMS of each head's keys for inputs [x; 1] of these second moments; 1 without norms."""
     if not source.qk_norm_eps:
         return np.ones(source.n_kv_head)
-    rows = [
-        weights[name].view(source.n_kv_head, -1)
-        for name in ("k_proj.weight", "k_proj.bias")
-        if name in weights
-    ]
-    return (torch.cat(rows, dim=1).square().sum(1) / source.head_dim).sqrt().numpy()
+    bias = weights.get("k_proj.bias", torch.zeros(source.n_kv_head * source.head_dim))
+    rows = torch.cat([weights["k_proj.weight"], bias[:, None]], dim=1)
+    each = (rows @ inputs @ rows.mT).diagonal().view(source.n_kv_head, -1)
+    return each.mean(1).sqrt().numpy()
 
 
 @pytest.mark.parametrize("source", NORMED.values(), ids=NORMED)
