@@ -644,7 +644,16 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: latent(qk_rope_head_dim=0, qk_nope_head_dim=9, rope=True), "qk_nope_head_dim=9", "Use 8 or 10"),
     (lambda: latent(n_kv_head=4), "n_kv_head=4", "Use one of [1, 2, 3, 6]"),
     (lambda: latent(qk_rope_head_dim=0, qk_norm_eps=1.0), "qk_norm_eps=1.0", "Use 1e-6, or None"),
-    (lambda: latent(qk_norm_eps=1e-6), "qk_norm_eps=1e-06 with qk_rope_head_dim=4", "Use qk_rope_head_dim=0"),
+    (
+        lambda: latent(qk_norm_eps=1e-6),
+        "qk_norm_head_dim=None with qk_rope_head_dim=4 and qk_norm_eps=1e-06",
+        "Give all three",
+    ),
+    (
+        lambda: latent(qk_norm_head_dim=8),
+        "qk_norm_head_dim=8 with qk_rope_head_dim=4 and qk_norm_eps=None",
+        "Give all three",
+    ),
     (lambda: grouped(head_dim=2**40), "head_dim=1099511627776", "Use at most 131,072"),
     (
         lambda: scalings["llama3"](factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0),

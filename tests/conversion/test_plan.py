@@ -210,15 +210,16 @@ def test_engines_own_sizes_are_a_row_and_no_advice():
 
 
 def test_rotary_parts_that_are_not_listed_are_accounted_for(gpt):
-    """Norms on queries and keys, as in Qwen3, leave no row of them: a note has the reason, and what to do."""
-    normed = plan(gpt(replace(GQA, rope=ROPE, qk_norm_eps=1e-6)).config, 11)
+    """Layers that rotate in two ways, as Gemma 3's, leave no row of them: a note has the reason, and what to do."""
+    rotated = replace(GQA, rope=ROPE)
+    mixed = plan(gpt(rotated, replace(rotated, rope=replace(ROPE, theta=77.0))).config, 11)
     said = [
-        note for note in normed.notes if note.startswith("--target uneven and canonical are left out: norms")
+        note for note in mixed.notes if note.startswith("--target uneven is left out: its layers rotate in")
     ]
     assert len(said) == 1
     assert said[0].endswith("Use --target rebuilt.")
-    assert not any("--target" in row.command for row in normed.rows)
-    for known in (replace(GQA, rope=ROPE), GQA):
+    assert not any("--target" in row.command for row in mixed.rows)
+    for known in (rotated, GQA, replace(rotated, qk_norm_eps=1e-6)):
         assert not [note for note in plan(gpt(known).config, 11).notes if "left out" in note]
 
 

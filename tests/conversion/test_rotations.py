@@ -11,11 +11,13 @@ import torch
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig, SummedConfig
 from rehead.attention.rope_scaling import LinearScaling, LongRopeScaling, YarnScaling
-from rehead.conversion.base import Statistics
+from rehead.conversion.base import CannotConvert, Statistics
 from rehead.conversion.converter import Converter
 from rehead.conversion.fit import turns as gathered
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.turns import Directions, Turns, sensitivity
+from rehead.conversion.search import path
+from rehead.conversion.steps.biases import FoldBiases
 from rehead.conversion.steps.narrow import Narrow
 from rehead.conversion.steps.rotations import KeepRotations, beside, directions
 from rehead.conversion.target import Target
@@ -336,6 +338,19 @@ def test_norms_beside_a_rotary_part_are_exact(gpt, apart, source):
     assert result.config.attention[0].kv_numbers() == rank + width + source.n_kv_head
     ids = torch.arange(6)[None]
     assert torch.equal(rehead.generate(result, ids, 20, 0), rehead.generate(model, ids, 20, 0))
+
+
+def test_biases_of_normed_keys_stay_where_they_are():
+    """A key is divided by its RMS, so its bias is not one number in all scores of a query."""
+    target = Target(to="mla", target="uneven", rope_dim=4, kv_rank=9)
+    latent = target.attention(NORMED["norms, biases"], WIDTH)
+    assert "its bias with it" in FoldBiases().refusal(latent)
+    plain = replace(latent, qk_norm_eps=None, qk_norm_head_dim=None)
+    assert not FoldBiases().refusal(plain)
+    wanted = replace(latent, latent_norm=True, qkv_bias=False, o_bias=True, q_lora_rank=WIDTH + 1)
+    with pytest.raises(CannotConvert):
+        path(latent, wanted, WIDTH)
+    assert path(plain, replace(wanted, qk_norm_eps=None, qk_norm_head_dim=None), WIDTH)
 
 
 def test_norms_beside_a_rotary_part_in_a_part_of_the_cache(gpt, text):

@@ -244,4 +244,4 @@ def test_the_first_obstacles_are_named_and_those_of_the_source_first():
         path(source, target, D)
     refusals = str(caught.value).removeprefix("no conversion leads from gqa to mla: ").split("; ")
     assert len(refusals) == 3
-    assert refusals[0] == "decouple: qk_norm_eps: MLA's rotary part has no norm"
+    assert refusals[0] == "decouple: qk_norm_eps: MLA's heads have no norm"

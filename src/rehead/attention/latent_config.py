@@ -108,7 +108,7 @@ class LatentConfig(AttentionConfig):
             "mla, no position, normed": replace(plain, n_kv_head=3, latent_norm=False, qk_norm_eps=1e-6),
             "mla, no position, no norm, bias": replace(plain, latent_norm=False, qkv_bias=True, o_bias=True),
             "mla, normed": replace(mla, n_kv_head=3, q_lora_rank=None, qk_norm_eps=1e-6, qk_norm_head_dim=8),
-            "mla, normed, bias": replace(biased, qk_norm_eps=1e-6, qk_norm_head_dim=8, window=5),
+            "mla, normed, window": replace(mla, qk_norm_eps=1e-6, qk_norm_head_dim=8, o_bias=True, window=5),
         }
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from rehead.checkpoint.files.deferred import materialise
 from rehead.config import GPTConfig
 from rehead.conversion.base import Statistics, heads_of
 from rehead.conversion.fit.moments import attentions
+from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import repeated
 from rehead.conversion.steps.rotations import directions
@@ -46,9 +48,10 @@ def with_frequencies(
     They are the same in all layers, as stock classes have one rope per model. `statistics` are those of the layers of
     `model`, with `turns`. Raises ConfigError where layers rotate in different ways.
     """
-    matters: dict[tuple[object, ...], Tensor] = {}
+    matters: list[Tensor] = []
     at = []
     assert isinstance(model.config, GPTConfig)
+    require_one_rotation(model.config.attention)
     for index, (module, layer) in enumerate(zip(attentions(model), model.config.attention, strict=True)):
         source = heads_of(layer)
         if not are_open(layer, wanted[index]):
@@ -61,14 +64,8 @@ def with_frequencies(
         }
         for step in path(layer, source, model.config.n_embd):
             weights = step.conversion.convert(weights, step.source, step.result, Statistics(), "").weights
-        kind = source.rope, source.head_dim, source.n_kv_head
-        found = directions(weights, source, statistics[index].in_memory()).matters
-        matters[kind] = matters[kind] + found if kind in matters else found
-    if len(matters) != 1:
-        raise ConfigError(
-            "its layers rotate in different ways: one rotary part cannot serve them all. Use --target rebuilt."
-        )
-    (total,) = matters.values()
+        matters.append(directions(weights, source, statistics[index].in_memory()).matters)
+    total = reduce(torch.add, matters)
     chosen = list(wanted)
     for index, source in at:
         chosen[index] = _with_best(wanted[index], total, source)

@@ -11,6 +11,7 @@ from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
 from rehead.conversion.base import summary
 from rehead.conversion.export.fit import lacks_class
+from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.target import Target
 from rehead.conversion.variants import Variant, Verdict, others, share
 from rehead.errors import ConfigError
@@ -215,14 +216,15 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
 
 
 def _without_rotary_part(config: ModelConfig) -> Iterator[str]:
-    """Yield why no row has a decoupled rotary part, of a model whose heads rotate."""
+    """Yield why no row has a rotary part of the frequencies that matter, of a model whose heads rotate."""
     asked = Target(to="mla", target="uneven", kv_fraction=0.5)
-    for layer in dict.fromkeys(config.attention if isinstance(config, GPTConfig) else ()):
-        try:
+    layers = dict.fromkeys(config.attention if isinstance(config, GPTConfig) else ())
+    try:
+        for layer in layers:
             asked.attention(layer, config.n_embd)
-        except ConfigError as error:
-            yield f"--target {' and '.join(DECOUPLED)} are left out: {error}"
-            return
+        require_one_rotation(layers)
+    except ConfigError as error:
+        yield f"--target uneven is left out: {error}"
 
 
 def _of_layers(config: ModelConfig) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """The rotary part of an MLA made from rotary heads: how wide it is, and which frequencies it has."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.conversion.base import common
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
+from rehead.conversion.base import common, heads_of
 from rehead.conversion.steps.deepseek import repeated
 from rehead.conversion.steps.latent import other_norms
 from rehead.conversion.steps.rotations import all_rotated, beside
@@ -77,6 +78,15 @@ def decoupled(
         qk_norm_head_dim=heads.head_dim if scales else None,
         down_bias=heads.qkv_bias,
     )
+
+
+def require_one_rotation(layers: Iterable[AttentionConfig]) -> None:
+    """Refuse layers that rotate in different ways: the frequencies of `uneven` are chosen for all of them together."""
+    heads = [one for one in map(heads_of, layers) if isinstance(one, GroupedConfig) and one.rope is not None]
+    if len({(one.rope, one.head_dim, one.n_kv_head) for one in heads}) > 1:
+        raise ConfigError(
+            "its layers rotate in different ways: one rotary part cannot serve them all. Use --target rebuilt."
+        )
 
 
 def _shared(heads: GroupedConfig, total: int, d_model: int) -> int:

@@ -10,6 +10,7 @@ from rehead.attention.grouped_config import divisors
 from rehead.config import GPTConfig, ModelConfig
 from rehead.conversion.base import CannotConvert, Step, heads_of
 from rehead.conversion.export.deepseek import require_alike, require_sayable, stock_target
+from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.search import path
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
@@ -80,12 +81,20 @@ def _candidates(config: GPTConfig) -> Iterator[Candidate]:
     yield candidate(to="mla")
     for fraction in map(float, FRACTIONS):
         yield candidate(to="mla", kv_fraction=fraction)
-    for fraction in map(float, FRACTIONS if heads.rope is not None else ()):
+    for fraction in map(float, FRACTIONS if heads.rope is not None and _rotate_alike(config) else ()):
         yield candidate(to="mla", target="uneven", kv_fraction=fraction)
     if heads.rope is not None:
         yield candidate(to="mla", target="canonical")
     yield candidate(to="reduced")
     yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)
+
+
+def _rotate_alike(config: GPTConfig) -> bool:
+    try:
+        require_one_rotation(config.attention)
+    except ConfigError:
+        return False
+    return True
 
 
 def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Variant:
