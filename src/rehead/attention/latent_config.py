@@ -81,7 +81,7 @@ class LatentConfig(AttentionConfig):
             raise ConfigError(
                 f"qk_norm_head_dim={self.qk_norm_head_dim} with qk_rope_head_dim={self.qk_rope_head_dim} and "
                 f"qk_norm_eps={self.qk_norm_eps}: it is the width of the normed heads beside a rotary part. Give all "
-                "three, or at most one of the others."
+                "three; without it, at most one of the others."
             )
 
     @classmethod

@@ -63,7 +63,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
     others a constant replaces the rotation: its mean over the distances that matter. Queries change with the keys.
     Llama 3's scaled angles may become a yarn's, of which a few differ.
     Biases are kept where they count: that of a key without rotation adds one number to all scores of a query. With
-    norms on queries and keys (Qwen3), the keys of which only the RMS are cached keep their weights.
+    norms on queries and keys (Qwen3), the cache also holds 1 / RMS of the source's keys.
     `weighted` asks the text what matters, `svd` takes what is large in the weights, at all near distances alike.
     """
 
