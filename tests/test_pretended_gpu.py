@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pretended_gpu
 
@@ -18,6 +19,7 @@ AT_LEAST = 100
 @pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler for the library that pretends")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has a runtime for GPUs of its own")
 def test_every_case(tmp_path):
     environment = {
         **os.environ,
