@@ -137,6 +137,8 @@ def test_from_training_to_healing(typed):
     typed("convert run uneven --to mla --target uneven --kv-fraction 0.5 --allow-loss --device cuda")
     steps = "trainer.max_iters=3 trainer.batch_size=4 trainer.device=cuda"
     typed(f"heal cuda --teacher run {steps}")
+    healed = rehead.conversion.Certificate.read(Path("cuda-healed/checkpoints/step-000003"))
+    assert healed.environment["device"].startswith("cuda")
     typed(f"heal uneven --teacher run --teach 1 {steps} trainer.train=attention trainer.dtype=bfloat16")
 
 

@@ -56,7 +56,11 @@ def test_read_at_every_use_and_not_kept():
     assert turned.dtype == torch.float32
     assert len(calls) == 1
     assert materialise(turned).tolist() == [[0, 3, 1], [1, 4, 1], [2, 5, 1]]
-    assert copy.deepcopy(turned) is turned
+    calls.clear()
+    other = copy.deepcopy(turned)
+    assert not calls
+    assert other is not turned
+    assert torch.equal(materialise(other), materialise(turned))
     assert not isinstance(map_deferred(torch.neg, torch.ones(2)), Deferred)
 
 
@@ -67,6 +71,11 @@ def test_moved_and_cast_afterwards(folder):
     outside.to(torch.float32)
     assert all(isinstance(weight, Deferred) for weight in outside.parameters())
     assert torch.equal(outside(ids), inside.to(torch.float32)(ids))
+    copied = copy.deepcopy(outside).half()
+    assert copied.head.weight is copied.embed_tokens.weight
+    assert all(isinstance(weight, torch.nn.Parameter) for weight in copied.parameters())
+    assert materialise(copied.head.weight).dtype == torch.float16
+    assert materialise(outside.head.weight).dtype == torch.float32
     assert outside.to("meta")(ids.to("meta")).is_meta
     assert materialise(outside.head.weight).is_meta
     back = outside.head.weight.cpu()

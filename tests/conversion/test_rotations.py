@@ -340,6 +340,26 @@ def test_norms_beside_a_rotary_part_are_exact(gpt, apart, source):
     assert torch.equal(rehead.generate(result, ids, 20, 0), rehead.generate(model, ids, 20, 0))
 
 
+def test_a_head_without_keys_beside_norms(gpt, apart, text):
+    """As of a pruned head: nothing divides by its size."""
+    model = gpt(NORMED["norms"])
+    model.layers[0].self_attn.k_proj.weight.data[:8] = 0
+    result, _ = rehead.convert(
+        model, "mla", target="uneven", rope_dim=22, kv_rank=14, calibration=text, method="weighted"
+    )
+    assert apart(model, result) < 1
+    assert all(weight.isfinite().all() for weight in result.parameters())
+
+
+def test_long_prompts_with_norms_are_expanded():
+    """Scales of keys are for the reference kernel, which holds all scores: of few tokens at once."""
+    narrow = Target(to="mla", target="uneven", kv_fraction=0.25).attention(NORMED["norms"], WIDTH)
+    assert replace(narrow, qk_norm_eps=None, qk_norm_head_dim=None).absorbs_below == math.inf
+    module = narrow.build(WIDTH)
+    assert [module.choice(n, 100).form for n in (1, 15, 16, 500)] == ["absorbed"] * 2 + ["expanded"] * 2
+    assert "each key has a scale" in str(module.choice(1, 100))
+
+
 def test_biases_of_normed_keys_stay_where_they_are():
     """A key is divided by its RMS, so its bias is not one number in all scores of a query."""
     target = Target(to="mla", target="uneven", rope_dim=4, kv_rank=9)

@@ -18,7 +18,7 @@ from rehead.conversion.converter import Converter
 from rehead.conversion.page import page
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage, passages, sampled
-from rehead.errors import ConfigError, InvalidInput, UsageError
+from rehead.errors import ConfigError, InvalidInput, ResourceError, UsageError
 from rehead.generation import generate
 from rehead.tokenizer import train
 
@@ -50,6 +50,15 @@ def test_text_of_weights_that_lie_in_a_file(gpt, tmp_path):
     found = sampled(deferred, 100, 16, seed=3)
     assert np.array_equal(found.ids, sampled(gpt(GQA), 100, 16, seed=3).ids)
     assert [type(weight.data) for weight in deferred.parameters()] == kinds
+
+
+def test_weights_that_do_not_fit_are_not_sampled_from(gpt, tmp_path, monkeypatch):
+    rehead.save(gpt(GQA), tmp_path / "model")
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: 9000)
+    with pytest.raises(ResourceError, match=r"sampling a text .* are free\. Give a text instead of self\.$"):
+        sampled(rehead.load(tmp_path / "model", in_memory=False), 100, 16, seed=3)
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: 0)
+    sampled(gpt(GQA), 20, 16, seed=3)  # which is in memory
 
 
 def test_equal_shares(gpt, words):

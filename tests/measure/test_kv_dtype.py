@@ -1,6 +1,7 @@
 """Formats of a KV cache against NumPy, the package gguf, a forward pass written out, and transformers."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -303,6 +304,9 @@ def test_gpus_share_heads_and_not_a_latent():
     assert kv_dtypes["fp8"]().token_bytes(GROUPED["mha"], tp=2) == 2 * 2 * 32
 
 
+NORMED = replace(LATENT["mla, rope"], n_kv_head=4, qk_norm_eps=1e-6, qk_norm_head_dim=8)
+
+
 @pytest.mark.parametrize(
     ("layer", "kind", "said"),
     [
@@ -317,6 +321,7 @@ def test_gpus_share_heads_and_not_a_latent():
             "its key has 10 numbers, not a multiple of 32",
         ),
         (GROUPED["mha"], "fp9", "Did you mean 'fp8'"),
+        *((NORMED, kind, "its latent ends with 1 / RMS of 4 keys") for kind in ("fp8", "int8", "q8_0")),
     ],
 )
 def test_what_has_no_such_cache_is_refused(layer, kind, said):

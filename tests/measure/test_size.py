@@ -124,6 +124,8 @@ def test_notebook_quiz_by_its_parts():
         n_query_head=8, kv_lora_rank=50, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=7
     )
     assert parts(latent, 1024, 9).kv_parameters == 1024 * 54 + 50 * 8 * 10
+    normed = replace(latent, qk_norm_eps=1e-6, qk_norm_head_dim=6)
+    assert parts(normed, 1024, 9).kv_parameters == 1024 * (54 + 8 * 6) + 50 * 8 * 10
     assert parts(latent, 1024, 9).output_projection == (1024, 56)
 
 

@@ -4,8 +4,6 @@ With W_UK c the unnormed key of a latent c, q . (w * W_UK c / rms) is (W_UK^T (w
 absorbed query, times 1 / RMS.
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -22,20 +20,24 @@ def are_plain(*norms: nn.Module | None) -> bool:
     return all(type(norm) is nn.RMSNorm and "forward" not in vars(norm) for norm in norms)
 
 
-def normed_score(
-    query: Float[Tensor, "B L K G E"],
-    key_bias: Float[Tensor, "K E"] | None,
-    key_scales: Float[Tensor, "B S K"],
-    scale: float,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the score of absorbed queries and latents, for weighted queries `query`; it scales by `scale`."""
-    shift: Tensor | float = 0.0
-    if key_bias is not None:  # the part of a score that does not depend on the latent, but is divided too
-        shift = torch.einsum("blkge,ke->bkgl", query, key_bias)[..., None]
-    scales = key_scales.transpose(1, 2)[:, :, None, None] * scale  # B K 1 1 S
+class NormedScore:
+    """The score of absorbed queries and latents, for weighted queries `query`; it scales by `scale`."""
 
-    def score(absorbed: Float[Tensor, "B L 1 H R"], latent: Float[Tensor, "B S 1 R"]) -> Tensor:
-        products = torch.einsum("blohr,bsor->bhls", absorbed, latent).unflatten(1, query.shape[2:4])
-        return ((products + shift) * scales).flatten(1, 2)[:, None]
+    words = "a scale for each key"
 
-    return score
+    def __init__(
+        self,
+        query: Float[Tensor, "B L K G E"],
+        key_bias: Float[Tensor, "K E"] | None,
+        key_scales: Float[Tensor, "B S K"],
+        scale: float,
+    ) -> None:
+        self.heads, self.shift = query.shape[2:4], torch.zeros((), dtype=query.dtype, device=query.device)
+        if key_bias is not None:  # the part of a score that does not depend on the latent, but is divided too
+            self.shift = torch.einsum("blkge,ke->bkgl", query, key_bias)[..., None]
+        self.scales = key_scales.transpose(1, 2)[:, :, None, None] * scale  # B K 1 1 S
+
+    def __call__(self, absorbed: Float[Tensor, "B L 1 H R"], latent: Float[Tensor, "B S 1 R"]) -> Tensor:
+        """Return the scores, B 1 H L S."""
+        products = torch.einsum("blohr,bsor->bhls", absorbed, latent).unflatten(1, self.heads)
+        return ((products + self.shift) * self.scales).flatten(1, 2)[:, None]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rehead.attention import kernels, latent_program
 from rehead.attention.base import Attention
 from rehead.attention.cache import LayerCache
-from rehead.attention.key_scales import are_plain, inverse_rms, normed_score
+from rehead.attention.key_scales import NormedScore, are_plain, inverse_rms
 from rehead.attention.latent_config import LatentConfig
 from rehead.attention.mask import Mask
 from rehead.attention.program import Program
@@ -147,7 +147,7 @@ class LatentAttention(Attention):
         score = None
         if config.n_key_scale:  # all of a score is divided by the RMS, also its rotary part
             bias = None if self.kv_b_proj.bias is None else self._per_head(self.kv_b_proj.bias)[0]
-            score = normed_score(grouped, bias, latent[..., query.shape[-1] :], self.scale)
+            score = NormedScore(grouped, bias, latent[..., query.shape[-1] :], self.scale)
         context = kernels.attend(query, key, value, mask, scale=self.scale, score=score, pdrop=self._pdrop)
         return self._expand_values(context, mask)
 

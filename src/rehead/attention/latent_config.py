@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from rehead.attention.latent import LatentAttention
 
 
+MOST_SCALED = 16.0
+"""New tokens whose scores are multiplied by scales of keys at once."""
+
+
 @variants.add("mla")
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(AttentionConfig):
@@ -144,12 +148,14 @@ class LatentConfig(AttentionConfig):
     def absorbs_below(self) -> float:
         """Number of new queries below which the absorbed form has fewer FLOPs than the expanded one.
 
-        If keys are rebuilt, only values can be absorbed.
+        If keys are rebuilt, only values can be absorbed. If each key has a scale, the absorbed form holds all scores in
+        memory, and a long prompt is expanded whatever the FLOPs.
         """
         heads = self.n_kv_head / self.n_query_head
         absorbed = self.v_head_dim + (0 if self.rebuilds_keys else self.qk_nope_head_dim)
         more = self.kv_lora_rank * (1 if self.rebuilds_keys else 2) - absorbed
-        return float("inf") if more <= 0 else self.kv_lora_rank * heads * absorbed / more
+        most = float("inf") if more <= 0 else self.kv_lora_rank * heads * absorbed / more
+        return min(most, MOST_SCALED) if self.n_key_scale else most
 
     def build(self, d_model: int) -> "LatentAttention":
         """Build the module for activations of width `d_model`."""

@@ -137,7 +137,10 @@ def convert(
         int, Parameter(help="layers converted in parallel, each in a process of its own with one thread")
     ] = 1,
     device: Annotated[
-        str, Parameter(help=f"where the models read and write text, one layer at a time: {DEVICE}")
+        str,
+        Parameter(
+            help=f"where the models read text, one layer at a time, and write self, as a whole: {DEVICE}"
+        ),
     ] = "cpu",
     resume: Annotated[
         bool, Parameter(negative="", help="go on with an interrupted conversion to this destination")

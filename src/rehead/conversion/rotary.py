@@ -33,8 +33,8 @@ def decoupled(
     """
     assert heads.rope is not None
     scales = 0 if heads.qk_norm_eps is None else heads.n_kv_head  # beside the latent and the rotary part
-    numbers, most = heads.kv_numbers() - scales, all_rotated(heads)
-    total = None if kv_fraction is None else max(4, int(kv_fraction * heads.kv_numbers()) - scales)
+    numbers, most = heads.kv_numbers(), all_rotated(heads)
+    total = None if kv_fraction is None else max(4 + scales, int(kv_fraction * numbers))
     if kind == "canonical":
         width, rope = _canonical(heads, rope_dim)
         if total is None and kv_rank is None:
@@ -48,7 +48,7 @@ def decoupled(
     else:
         width = most if rope_dim is None else rope_dim
         if rope_dim is None and total is not None:
-            width = _shared(heads, total, d_model)
+            width = _shared(heads, total - scales, d_model)
         elif rope_dim is None and kv_rank is not None:  # a third of both together
             width = min(most, max(2, kv_rank // (SHARE - 1) // 2 * 2))
         if not (2 <= width <= most and width % 2 == 0):
@@ -59,14 +59,14 @@ def decoupled(
         rope = repeated(heads.rope, heads.head_dim, width)
     nope, full = beside(heads, width, d_model)
     if total is None:
-        rank = min(full, numbers - width) if kv_rank is None else kv_rank
-        _require_needed(rank, full, width, numbers)
+        rank = min(full, numbers - width - scales) if kv_rank is None else kv_rank
+        _require_needed(rank, full, width, scales, numbers)
     else:
-        rank = min(full, total - width)
+        rank = min(full, total - width - scales)
     if not rank >= 1:
         raise ConfigError(
-            f"kv_fraction={kv_fraction} is {total} numbers, of which {width} are the rotary part: none are left for "
-            "the latent. Use a larger --kv-fraction, or a smaller --rope-dim."
+            f"kv_fraction={kv_fraction} is {total} numbers, of which {width} are the rotary part{_norms(scales)}: none "
+            "are left for the latent. Use a larger --kv-fraction, or a smaller --rope-dim."
         )
     return LatentConfig(
         **common(heads) | {"rope": rope},
@@ -99,18 +99,24 @@ def _shared(heads: GroupedConfig, total: int, d_model: int) -> int:
     return min(most, width + max(0, spare) // 2 * 2)
 
 
-def _require_needed(rank: int, full: int, width: int, numbers: int) -> None:
+def _norms(scales: int) -> str:
+    return f" and {scales} the norms of keys" if scales else ""
+
+
+def _require_needed(rank: int, full: int, width: int, scales: int, numbers: int) -> None:
     """Refuse a latent with numbers that are always zero, and a cache that is larger than that of the heads."""
     if not 1 <= rank <= full:
         raise ConfigError(
             f"kv_rank={rank}: {full} numbers beside a rotary part of {width} hold all keys and values exactly, more "
-            f"would be zeros. Use 1 to {min(full, numbers - width)}."
+            f"would be zeros. Use 1 to {min(full, numbers - width - scales)}."
         )
-    if rank + width > numbers:
+    if rank + width + scales > numbers:
+        beside = (
+            f", a rotary part of {width} and {scales} norms" if scales else f" and a rotary part of {width}"
+        )
         raise ConfigError(
-            f"a latent of {rank} and a rotary part of {width} are {rank + width} numbers per token, more than the "
-            f"{numbers} that this attention caches. Use --kv-rank {max(1, numbers - width)} or less, or a smaller "
-            "--rope-dim."
+            f"a latent of {rank}{beside} are {rank + width + scales} numbers per token, more than the {numbers} that "
+            f"this attention caches. Use --kv-rank {max(1, numbers - width - scales)} or less, or a smaller --rope-dim."
         )
 
 

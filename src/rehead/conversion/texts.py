@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rehead.checkpoint.files.deferred import materialise
+from rehead.checkpoint.files.deferred import Deferred, materialise
 from rehead.data import Ids, require_vocabulary
 from rehead.errors import InvalidInput, UsageError
 from rehead.generation import stream
 from rehead.model import LanguageModel, assembled
 from rehead.stages import staged
 from rehead.system.allocator import keeping_freed_memory
+from rehead.system.memory import require_memory
 
 SELF = "self"
 """Given in place of a text: sample one from the model itself."""
@@ -74,7 +75,13 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int, bos: int 
     if bos is not None:
         starts[:] = bos
     seeds = np.random.SeedSequence(seed).generate_state(2 * count, np.uint32)[::2].tolist()
-    state = {name: materialise(weight.detach()) for name, weight in model.state_dict().items()}
+    weights = model.state_dict()
+    unread = sum(weight.nbytes for weight in weights.values() if isinstance(weight, Deferred))
+    way_out = "Give a text instead of self" + (
+        "." if model.device.type == "cpu" else ", or use --device cpu."
+    )
+    require_memory("sampling a text from the model", {"weights": unread}, way_out, model.device)
+    state = {name: materialise(weight.detach()) for name, weight in weights.items()}
     model = assembled(model.config, state)  # in memory: every decoded token reads all of it
     together = max(1, TOGETHER // length)
     groups = [slice(at, at + together) for at in range(0, count, together)]

@@ -78,7 +78,7 @@ def place_of(folder: Path, **made_of: object) -> Path:
     """Return the folder in `folder` for what is made of these, JSON; create it. Work made of others is left out."""
     place = folder / digest(made_of)
     if not place.exists() and _done(folder):
-        log.info("%s is from another source, text, seed or version: starting again", folder)
+        log.info("%s is from another source, text, seed, device or version: starting again", folder)
     place.mkdir(exist_ok=True)
     return place
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from rehead.attention import AttentionConfig, LayerCache
+from rehead.attention import AttentionConfig, LatentConfig, LayerCache
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError
 from rehead.measure.stored import BLOCK, q8_0
@@ -41,6 +41,12 @@ class KVDtype(ABC):
     def fault_of(self, layer: AttentionConfig) -> str:
         """Return why a layer's rows cannot have this format, or an empty text."""
         return ""
+
+    def scaled(self, layer: AttentionConfig) -> str:
+        """Return an error for a row with 1 / RMS of keys in it, which a coarse format would make of another size."""
+        if not (isinstance(layer, LatentConfig) and layer.n_key_scale):
+            return ""
+        return f"its latent ends with 1 / RMS of {layer.n_key_scale} keys, by which scores are multiplied. Use bf16."
 
     def token_bytes(self, layer: AttentionConfig, tp: int = 1) -> int:
         """Return the bytes that a token adds to a layer's cache, on the fullest of `tp` GPUs that share its heads."""
@@ -103,6 +109,10 @@ class Float8(_Plain):
 
     name, dtype = "fp8", torch.float8_e4m3fn
 
+    def fault_of(self, layer: AttentionConfig) -> str:
+        """Return an error for a row with 1 / RMS in it."""
+        return self.scaled(layer)
+
     def rounded(self, row: str, rows: Tensor) -> Tensor:
         """Return the nearest numbers, at most 448 in size."""
         return super().rounded(row, rows.clamp(-LARGEST_FP8, LARGEST_FP8))
@@ -116,6 +126,10 @@ class Int8(KVDtype):
     """
 
     name = "int8"
+
+    def fault_of(self, layer: AttentionConfig) -> str:
+        """Return an error for a row with 1 / RMS in it."""
+        return self.scaled(layer)
 
     def row_bytes(self, layer: AttentionConfig, width: int) -> int:
         """Return the bytes of the numbers and of the scale."""
@@ -141,7 +155,9 @@ class Q8(KVDtype):
     name = "q8_0"
 
     def fault_of(self, layer: AttentionConfig) -> str:
-        """Return an error for a row that is not a whole number of blocks."""
+        """Return an error for a row with 1 / RMS in it, or that is not a whole number of blocks."""
+        if fault := self.scaled(layer):
+            return fault
         for row, (*_, width) in layer.cache_rows().items():
             if width % BLOCK:
                 return f"its {row} has {width} numbers, not a multiple of {BLOCK}. Use int8."

@@ -7,7 +7,7 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.errors import ConfigError
 
-KEYS_AND_VALUES = ("k_proj.", "v_proj.", "kv_a_proj_with_mqa.", "kv_b_proj.")
+KEYS_AND_VALUES = ("k_proj.", "v_proj.", "kv_a_proj_with_mqa.", "kv_b_proj.", "k_scale_proj.")
 
 
 @dataclass(frozen=True, kw_only=True)

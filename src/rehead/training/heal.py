@@ -20,6 +20,7 @@ from rehead.conversion.texts import Passage
 from rehead.data import Ids, shown, source_of
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure import kv_bytes_per_token
+from rehead.measure.environment import environment
 from rehead.measure.fidelity import compare
 from rehead.measure.forecast import step_bytes
 from rehead.measure.length import text_length
@@ -210,6 +211,7 @@ def measured_again(
         held_out=True,
         exact=False,
         compared_on="text",
+        environment=environment(model.device),
     )
 
 

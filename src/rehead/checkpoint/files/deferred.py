@@ -36,9 +36,12 @@ class Deferred(Tensor):
         empty.make, empty.origins = make, origins
         return empty
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Deferred":
-        """Return the same tensor: it cannot change."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return another tensor of the same values, which are not copied: a module may move or cast either."""
+        kind = nn.Parameter if isinstance(self, nn.Parameter) else Tensor.requires_grad_
+        copied = Deferred(self.make, self.shape, self.dtype, self.origins, self.device)
+        memo[id(self)] = kind(copied, self.requires_grad)
+        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub says so of a disabled one

@@ -264,7 +264,7 @@ def keys_of(
         return held, held.new_ones(source.n_kv_head)
     heads = held.unflatten(0, (source.n_kv_head, -1))
     seen = torch.eye(held.shape[1], dtype=held.dtype) if statistics.inputs is None else statistics.inputs
-    sizes = torch.einsum("ked,df,kef->k", heads, seen, heads).div(source.head_dim).sqrt()
+    sizes = torch.einsum("ked,df,kef->k", heads, seen, heads).div(source.head_dim).clamp(min=TINY).sqrt()
     normed = heads * norm_weights(weights, source)["k_norm.weight"][:, None] / sizes[:, None, None]
     return normed.flatten(0, 1), sizes
 
