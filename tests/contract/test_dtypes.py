@@ -157,11 +157,10 @@ def compiled(given):
 @each_dtype
 @each
 def test_it_is_the_compiled_kernel_that_keeps_it(name, dtype, switch):
-    """All but learned scores, and chunks over keys with scales; nothing is left without the compiler."""
+    """All but learned scores, long chunks over keys with scales too; nothing is left without the compiler."""
     given, _ = case(name, dtype)
     config = EXAMPLES[name]
     ours = getattr(config, "score", None) in (None, scores["scaled_dot"]())
-    chunks = not getattr(config, "n_key_scale", 0)
-    assert compiled(given) == (((1, 1, 1), chunks, True) if ours else ((0, 0, 0), False, False))
+    assert compiled(given) == (((1, 1, 1), True, True) if ours else ((0, 0, 0), False, False))
     switch("0")
     assert compiled(given) == ((0, 0, 0), False, False)
