@@ -202,7 +202,7 @@ def test_work_of_another_text_is_not_used(source, written, capsys):
     assert main(words("other", "--resume")) == 0
     assert len(written) == 8  # states before, between and after three layers, and as many gradients
     told = capsys.readouterr().err
-    assert "other.unfinished is from another source, text, seed or version: starting again" in told
+    assert "other.unfinished is from another source, text, seed, device or version: starting again" in told
     assert digests(source / "other") != digests(source / "whole")
 
 
