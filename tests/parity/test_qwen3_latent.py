@@ -100,6 +100,17 @@ def norm_after_rotation(attention):
     attention.rotary = lambda heads, *at: norms.pop(0)(rotary(heads, *at))
 
 
+def decoded(ours, theirs, prompt):
+    """The caches after the tokens that theirs generates: ours are the same, and so are the logits of every step."""
+    wanted = theirs.generate(prompt, max_new_tokens=N_NEW, do_sample=False, pad_token_id=0)
+    assert torch.equal(rehead.generate(ours, prompt, max_new_tokens=N_NEW, temperature=0), wanted)
+    caches = ours.new_cache(2, N_PROMPT + N_NEW)
+    logits = [ours(prompt, cache=caches)[:, -1]]
+    logits += [ours(one[:, None], cache=caches)[:, -1] for one in wanted[:, N_PROMPT:-1].T]
+    assert relative(torch.stack(logits, 1), theirs(wanted).logits[:, N_PROMPT - 1 : -1]) <= 1e-12
+    return caches
+
+
 @torch.no_grad()
 def test_all_logits_tokens_and_bytes_at_full_rank(theirs, tmp_path):
     certificate, ours = converted(tmp_path, "--to", "mla")
@@ -112,13 +123,7 @@ def test_all_logits_tokens_and_bytes_at_full_rank(theirs, tmp_path):
         assert relative(model(ids), theirs(ids).logits) <= 1e-12
 
     check(ours)
-    prompt = ids[:, :N_PROMPT]
-    wanted = theirs.generate(prompt, max_new_tokens=N_NEW, do_sample=False, pad_token_id=0)
-    assert torch.equal(rehead.generate(ours, prompt, max_new_tokens=N_NEW, temperature=0), wanted)
-    caches = ours.new_cache(2, N_PROMPT + N_NEW)
-    logits = [ours(prompt, cache=caches)[:, -1]]
-    logits += [ours(one[:, None], cache=caches)[:, -1] for one in wanted[:, N_PROMPT:-1].T]
-    assert relative(torch.stack(logits, 1), theirs(wanted).logits[:, N_PROMPT - 1 : -1]) <= 1e-12
+    caches = decoded(ours, theirs, ids[:, :N_PROMPT])
     held = sum(cache.n_bytes for cache in caches)
     assert held == cache_bytes(ours.config, N_PROMPT + N_NEW, 2, torch.float64)
     assert held == 2 * (N_PROMPT + N_NEW) * 8 * sum(layer.kv_lora_rank for layer in layers)
@@ -169,13 +174,7 @@ def test_all_logits_and_tokens_with_a_rotary_part(tmp_path):
         assert relative(model(ids), theirs(ids).logits) <= 1e-12
 
     check(ours)
-    prompt = ids[:, :N_PROMPT]
-    wanted = theirs.generate(prompt, max_new_tokens=N_NEW, do_sample=False, pad_token_id=0)
-    assert torch.equal(rehead.generate(ours, prompt, max_new_tokens=N_NEW, temperature=0), wanted)
-    caches = ours.new_cache(2, N_PROMPT + N_NEW)
-    logits = [ours(prompt, cache=caches)[:, -1]]
-    logits += [ours(one[:, None], cache=caches)[:, -1] for one in wanted[:, N_PROMPT:-1].T]
-    assert relative(torch.stack(logits, 1), theirs(wanted).logits[:, N_PROMPT - 1 : -1]) <= 1e-12
+    caches = decoded(ours, theirs, ids[:, :N_PROMPT])
     layers = ours.config.attention
     held = sum(cache.n_bytes for cache in caches)
     assert held == 2 * (N_PROMPT + N_NEW) * 8 * sum(layer.kv_lora_rank + 20 + 2 for layer in layers)

@@ -26,6 +26,8 @@ class KVDtype(ABC):
     """How the rows of a token are kept: keys and values per head, or a latent."""
 
     name: ClassVar[str]
+    is_coarse: ClassVar[bool] = True
+    """Whether it has fewer than 16 bits a number."""
 
     def require(self, config: ModelConfig) -> None:
         """Raise ConfigError for a model whose cache cannot have this format."""
@@ -36,15 +38,16 @@ class KVDtype(ABC):
         """Return why a model's cache cannot have this format, or an empty text."""
         if not isinstance(config, GPTConfig):
             return "an RNN has no KV cache."
-        return next(filter(None, map(self.fault_of, config.attention)), "")
+        faults = (self._scaled(layer) or self.fault_of(layer) for layer in config.attention)
+        return next(filter(None, faults), "")
 
     def fault_of(self, layer: AttentionConfig) -> str:
         """Return why a layer's rows cannot have this format, or an empty text."""
         return ""
 
-    def scaled(self, layer: AttentionConfig) -> str:
-        """Return an error for a row with 1 / RMS of keys in it, which a coarse format would make of another size."""
-        if not (isinstance(layer, LatentConfig) and layer.n_key_scale):
+    def _scaled(self, layer: AttentionConfig) -> str:
+        """Return an error for a row with 1 / RMS of keys in it, which a coarse format would change by per cents."""
+        if not (self.is_coarse and isinstance(layer, LatentConfig) and layer.n_key_scale):
             return ""
         return f"its latent ends with 1 / RMS of {layer.n_key_scale} keys, by which scores are multiplied. Use bf16."
 
@@ -86,21 +89,21 @@ class _Plain(KVDtype):
 class Float32(_Plain):
     """4 bytes a number."""
 
-    name, dtype = "fp32", torch.float32
+    name, dtype, is_coarse = "fp32", torch.float32, False
 
 
 @kv_dtypes.add("bf16")
 class BFloat16(_Plain):
     """2 bytes a number."""
 
-    name, dtype = "bf16", torch.bfloat16
+    name, dtype, is_coarse = "bf16", torch.bfloat16, False
 
 
 @kv_dtypes.add("fp16")
 class Float16(_Plain):
     """2 bytes a number."""
 
-    name, dtype = "fp16", torch.float16
+    name, dtype, is_coarse = "fp16", torch.float16, False
 
 
 @kv_dtypes.add("fp8")
@@ -108,10 +111,6 @@ class Float8(_Plain):
     """float8_e4m3 without scales, as vLLM's `--kv-cache-dtype fp8` is for a checkpoint that has none."""
 
     name, dtype = "fp8", torch.float8_e4m3fn
-
-    def fault_of(self, layer: AttentionConfig) -> str:
-        """Return an error for a row with 1 / RMS in it."""
-        return self.scaled(layer)
 
     def rounded(self, row: str, rows: Tensor) -> Tensor:
         """Return the nearest numbers, at most 448 in size."""
@@ -126,10 +125,6 @@ class Int8(KVDtype):
     """
 
     name = "int8"
-
-    def fault_of(self, layer: AttentionConfig) -> str:
-        """Return an error for a row with 1 / RMS in it."""
-        return self.scaled(layer)
 
     def row_bytes(self, layer: AttentionConfig, width: int) -> int:
         """Return the bytes of the numbers and of the scale."""
@@ -155,9 +150,7 @@ class Q8(KVDtype):
     name = "q8_0"
 
     def fault_of(self, layer: AttentionConfig) -> str:
-        """Return an error for a row with 1 / RMS in it, or that is not a whole number of blocks."""
-        if fault := self.scaled(layer):
-            return fault
+        """Return an error for a row that is not a whole number of blocks."""
         for row, (*_, width) in layer.cache_rows().items():
             if width % BLOCK:
                 return f"its {row} has {width} numbers, not a multiple of {BLOCK}. Use int8."
