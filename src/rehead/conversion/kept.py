@@ -1,6 +1,5 @@
-"""Takes steps on layers, each in a file that outlives the process, and several at a time in processes."""
+"""Takes steps on layers, several at a time in processes of their own; each result is in a file that outlives them."""
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,15 +8,11 @@ from pathlib import Path
 import torch
 
 from rehead.checkpoint.files.deferred import materialise
-from rehead.checkpoint.files.publish import settle
-from rehead.checkpoint.files.shards import Shards
+from rehead.checkpoint.files.kept import keep, kept, kept_figures
 from rehead.checkpoint.files.writing import write_weights
 from rehead.conversion.base import Converted, Statistics, Step, Weights
 from rehead.conversion.unfinished import digest
-from rehead.system.aside import aside
 from rehead.system.workers import spread
-
-FIGURES = "figures.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +31,7 @@ class Order:
     dtype: torch.dtype
 
     def take(self) -> Converted:
-        """Take the step in memory, in one thread: the last bits of LAPACK's results depend on their number."""
+        """Take the step in memory, in one thread: the last bits of LAPACK's results depend on how many there are."""
         weights = {name: materialise(weight).double() for name, weight in self.weights.items()}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -64,7 +59,7 @@ class Kept:
         return cls(place, n_process)
 
     def take(self, orders: Sequence[Order]) -> Iterator[tuple[int, Converted]]:
-        """Yield the number of each layer and its result, deferred; those of an earlier process are not made again."""
+        """Yield each layer's index and its result, deferred; results of an earlier process are not computed again."""
         self.folder.mkdir(exist_ok=True)
         missing = list[Order]()
         for order in orders:
@@ -104,26 +99,17 @@ class _Given:
 
 def _work(given: _Given) -> Order:
     """Execute an order in this process; return it without tensors."""
-    weights, seen = (_tensors(given.folder / name) for name in ("weights", "seen"))
+    weights, seen = (kept(given.folder / name) for name in ("weights", "seen"))
     whole = replace(given.order, weights=weights, seen=Statistics.of(seen))
     _write(whole.take(), given.place)
     shutil.rmtree(given.folder)
     return given.order
 
 
-def _tensors(folder: Path) -> Weights:
-    shards = Shards(folder)
-    return {name: shards.deferred(name) for name in shards.entries}
-
-
 def _write(done: Converted, place: Path) -> None:
-    with aside(place.parent, place.name) as folder:
-        (folder / place.name).mkdir()
-        write_weights(folder / place.name, done.weights)
-        (folder / place.name / FIGURES).write_text(json.dumps([done.lost, done.residual]))
-        settle(folder / place.name, place)
+    keep(place, done.weights, [done.lost, done.residual])
 
 
 def _read(place: Path) -> Converted:
-    lost, residual = json.loads((place / FIGURES).read_text())
-    return Converted(weights=_tensors(place), lost=lost, residual=residual)
+    lost, residual = kept_figures(place)
+    return Converted(weights=kept(place), lost=lost, residual=residual)

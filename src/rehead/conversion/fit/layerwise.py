@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from rehead.checkpoint.files.deferred import held
-from rehead.checkpoint.files.publish import settle
-from rehead.checkpoint.files.shards import Shards
-from rehead.checkpoint.files.writing import write_weights
+from rehead.checkpoint.files.kept import keep, kept
 from rehead.conversion.base import Statistics
 from rehead.conversion.fit.moments import LayerMoments, attentions
 from rehead.conversion.fit.states import States
@@ -41,9 +39,9 @@ def gather(
     are drawn from the model's own predictions, seeded, and not taken from the text: this gives the true Fisher
     information.
 
-    On disk are, per token, the hidden states of every layer (of one, without gradients), and the inputs, keys and
-    values of one layer. `folder` keeps finished layers: called again with the same arguments, an interrupted gathering
-    resumes after the last of them, with the same results.
+    The disk holds, per token, the hidden states of every layer (without gradients, of one) and, for one layer, its
+    inputs and the gradients of its keys and values. `folder` keeps finished layers: called again with the same
+    arguments, an interrupted run resumes after the last of them, with the same results.
     """
     gradients = not {"pair", "turns"}.isdisjoint(needs)
     reading = _Reading(model, list(blocks), folder, seed, needs)
@@ -88,7 +86,7 @@ class _Reading:
             moments = LayerMoments(self.attentions[index], None)
             with held(self.model.layers[index]):
                 yield from self._states(index + 1).write(self._forward(index, moments))
-            self._keep(index, moments)
+            keep(self._place(index), moments.statistics().tensors())
             self._states(index).remove()
         self._states(self.n_layer).remove()
 
@@ -103,7 +101,7 @@ class _Reading:
             moments = LayerMoments(self.attentions[index], file, turning="turns" in self.needs)
             with held(self.model.layers[index]):
                 yield from self._gradients(index).write(self._backward(index, moments))
-            self._keep(index, moments)
+            keep(self._place(index), moments.statistics().tensors())
             tokens.unlink(missing_ok=True)
             self._states(index).remove()
             self._gradients(index + 1).remove()
@@ -127,8 +125,7 @@ class _Reading:
 
     def statistics(self, index: int) -> Statistics:
         """Return the statistics of a layer, in their file until they are used."""
-        shards = Shards(self._place(index))
-        return Statistics.of({name: shards.deferred(name) for name in shards.entries})
+        return Statistics.of(kept(self._place(index)))
 
     def _skip(self, layers: int) -> Iterator[None]:
         """Count layers that were done before an interruption."""
@@ -192,12 +189,6 @@ class _Reading:
             pull[at] = torch.autograd.grad(logits, rows, error)[0]
         return pull.view_as(hidden)
 
-    def _keep(self, index: int, moments: LayerMoments) -> None:
-        aside = self.folder / f"statistics-{index}.part"
-        aside.mkdir(exist_ok=True)
-        write_weights(aside, moments.statistics().tensors())
-        settle(aside, self._place(index))
-
     def _is_kept(self, index: int) -> bool:
         return self._place(index).exists()
 
@@ -213,7 +204,7 @@ class _Reading:
         return States(self.folder / name, shapes, weight.shape[1], weight.dtype)
 
     def _unwritten(self, name: str) -> Path:
-        """Return the path of a new file."""
+        """Return a path in the folder, without the file that an interrupted run may have left there."""
         (self.folder / name).unlink(missing_ok=True)
         return self.folder / name
 

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from rehead.attention import Attention
 from rehead.checkpoint.files.deferred import held
-from rehead.checkpoint.files.publish import settle
-from rehead.checkpoint.files.shards import Shards
-from rehead.checkpoint.files.writing import write_weights
+from rehead.checkpoint.files.kept import keep, kept, kept_figures
 from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.states import States
 from rehead.data import IGNORE
@@ -34,10 +32,9 @@ from rehead.stages import staged
 from rehead.system.allocator import keeping_freed_memory
 
 RATE, WARM_UP, BETAS = 4e-3, 4, (0.9, 0.95)
-"""Adam's rate, in root mean squares of each matrix; the steps until it is reached. It then falls as a cosine."""
+"""Adam's learning rate, in units of each matrix's RMS; its warm-up steps; its betas. A cosine scales all steps."""
 HELD = 8
 """Every eighth window is not learned from: the errors are measured on it."""
-ERRORS = "errors"
 
 Window = tuple[Tensor, Tensor, Tensor]
 """What an attention reads and should give, (1, L, D), and which tokens count, (L,)."""
@@ -126,7 +123,7 @@ class _Lessons:
 
     def found(self, index: int) -> Taught:
         """Return the errors of a layer."""
-        before, after = Shards(self._place(index)).read(ERRORS).tolist()
+        before, after = kept_figures(self._place(index))
         return Taught(before=before, after=after)
 
     def _embed(self) -> None:
@@ -163,11 +160,7 @@ class _Lessons:
             after = _error(copy.deepcopy(taught).to(exact(dtype)), map(read, self.measured))
             if not after < before:  # also if it is NaN
                 taught, after = attention, before
-            errors = torch.tensor([before, after], dtype=torch.float64)
-            aside = self.folder / f"taught-{index}.part"
-            aside.mkdir(exist_ok=True)
-            write_weights(aside, {**dict(taught.named_parameters()), ERRORS: errors})
-        settle(aside, self._place(index))
+            keep(self._place(index), dict(taught.named_parameters()), [before, after])
 
     def _reader(self, index: int) -> Callable[[int], Window]:
         """Return what reads a window by its number, in float32 or better."""
@@ -196,12 +189,15 @@ class _Lessons:
 
     def _use(self, index: int) -> None:
         """Put a layer's kept weights in its place."""
-        shards, result = Shards(self._place(index)), self.models["result"]
+        result = self.models["result"]
         attention = attentions(result)[index]
-        for name in shards.entries.keys() - {ERRORS}:
+        for name, weight in kept(self._place(index)).items():
             owner, _, leaf = name.rpartition(".")
-            weight = shards.deferred(name).to(result.device)
-            setattr(attention.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+            setattr(
+                attention.get_submodule(owner),
+                leaf,
+                nn.Parameter(weight.to(result.device), requires_grad=False),
+            )
 
     def _states(self, name: str, depth: int) -> States:
         shapes = [(ids.shape[0], ids.shape[1]) for ids, _ in self.blocks]
@@ -213,7 +209,7 @@ class _Lessons:
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """Return float32, or float64 for it."""
+    """Return the dtype to compute in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
