@@ -15,6 +15,7 @@ import torch
 import rehead
 from rehead.checkpoint.files.deferred import Deferred
 from rehead.cli import main
+from rehead.decoding import decoder
 from rehead.errors import UsageError
 from rehead.generation import generate, stream
 
@@ -71,6 +72,19 @@ def test_the_same_tokens(name):
     texts = [ids[0], ids[1, :4], ids[2, :6]]
     drawn = [list(stream(model, texts, 6, top_k=9, top_p=0.9, seed=4)) for model in (cpu, gpu)]
     assert torch.equal(torch.stack(drawn[1]).cpu(), torch.stack(drawn[0]))
+
+
+@torch.no_grad()
+def test_a_changed_model_is_decoded_as_it_is_now():
+    _, gpu = both("gqa, rope")
+    decode = decoder(gpu)
+    ids = torch.randint(V, (3,), device="cuda")
+    before = decode(ids, gpu.new_cache(3))
+    for weight in gpu.parameters():
+        weight.mul_(1.5)
+    wanted = gpu(ids[:, None])[:, 0]
+    assert not torch.allclose(wanted, before)
+    assert torch.allclose(decode(ids, gpu.new_cache(3)), wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", GENERATING)

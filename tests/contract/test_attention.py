@@ -435,6 +435,9 @@ def test_b21_dropout_is_for_training(config):
     module, x = fresh(replace(config, attn_pdrop=0.5)), torch.randn(B, T, D)
     plain = fresh(config)
     assert distance(module(x), plain(x)) > 1e-3
+    if config.causal:
+        last = [cached(one, x, config.cache(B, dtype=x.dtype), [T - 1, T])[:, -1] for one in (module, plain)]
+        assert distance(*last) > 1e-3
     assert torch.equal(module.eval()(x), plain(x))
 
 

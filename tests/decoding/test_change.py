@@ -42,7 +42,14 @@ def scaled_output(model):
     model.register_forward_pre_hook(lambda part, x: (x[0].flip(0),))
 
 
+@torch.no_grad()
+def doubled(model):
+    for weight in model.parameters():
+        weight.mul_(2)
+
+
 CHANGES = {
+    "in place": doubled,
     "double": lambda model: model.double(), "bfloat16": lambda model: model.bfloat16(),
     "there and back": lambda model: model.double().bfloat16(), "hook": scaled, "hook on the model": scaled_output,
     "other weights": lambda model: model.load_state_dict(
@@ -61,6 +68,21 @@ def test_a_decoder_notices_that_its_model_was_changed(change):
     assert not torch.equal(before, wanted.float())
     error = 0.02 if wanted.dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(three_tokens(model, decode), wanted, rtol=error, atol=error)
+
+
+@torch.no_grad()
+def test_weights_that_only_pytorch_reads_are_watched_too():
+    """As a GPU's are; here they are negated, which C++ does not read."""
+    model = gpt(GQA, GQA)
+    for part in model.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(torch._neg_view(-weight)))
+    decode = decoding.decoder(model)
+    before = three_tokens(model, decode)
+    doubled(model)
+    wanted = by_forward(model)
+    assert not torch.allclose(before, wanted)
+    torch.testing.assert_close(three_tokens(model, decode), wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_a_decoder_notices_autocast_and_its_end():

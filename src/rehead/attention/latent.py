@@ -85,7 +85,7 @@ class LatentAttention(Attention):
         return self.o_proj(gathered.flatten(2))
 
     def _form(self, n_query: int, *, is_cached: bool) -> str:
-        """Return the form with the fewest FLOPs: expanded, absorbed or half absorbed."""
+        """Return the form to use: expanded without a cache or for many queries, else absorbed or half absorbed."""
         if not is_cached or n_query >= self.config.absorbs_below:
             return "expanded"
         return "half absorbed" if self.config.rebuilds_keys else "absorbed"
@@ -134,7 +134,7 @@ class LatentAttention(Attention):
     ) -> Float[Tensor, "B L H V"]:
         """Move the expansion to the query's side: MQA whose one KV head is the latent.
 
-        A bias of keys that are not normed adds one number to all of a query's scores, which the softmax ignores.
+        If keys are not normed, their bias adds the same number to all scores of a query, which the softmax ignores.
         """
         config = self.config
         nope, rope = query.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
@@ -158,11 +158,12 @@ class LatentAttention(Attention):
         mask: Mask,
         key_positions: Int[Tensor, "#B S"],
     ) -> Float[Tensor, "B L H V"]:
-        """Rebuild and rotate the keys; sum latents instead of values. No dropout."""
+        """Rebuild and rotate the keys; sum latents instead of values."""
         assert self.rotary is not None
         key = self._unnormed_keys(latent)
         key = self.rotary(key if self.k_norm is None else self.k_norm(key), key_positions)
         weights = kernels.weights(query, key, mask.dense(query.device), scale=self.scale)
+        weights = nn.functional.dropout(weights, self._pdrop)
         return self._expand_values(torch.einsum("bkgls,bsr->blkgr", weights, latent).flatten(2, 3), mask)
 
     def _expand_values(self, context: Float[Tensor, "B L H R"], mask: Mask) -> Float[Tensor, "B L H V"]:
@@ -176,10 +177,9 @@ class LatentAttention(Attention):
         return values.flatten(2, 3)
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
-        """Append the operations of one token, absorbed; a call of `forward` if that has fewer FLOPs.
+        """Append the operations of one token, absorbed, or a call of `forward`.
 
-        Also a call where a score has a part that no operation divides by the RMS of a key, from biases, and for changed
-        norms.
+        A call if it has fewer FLOPs and, with a scale for each key, for biases and norms that no operation computes.
         """
         config = self.config
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
@@ -259,7 +259,7 @@ class LatentAttention(Attention):
         return torch.cat(parts, dim=-1)
 
     def _with_key_scales(self, latent: Float[Tensor, "B L RP"]) -> Float[Tensor, "B L _"]:
-        """The rows of the cache: with normed keys that are not rebuilt, the 1 / RMS of each at the end."""
+        """Return the rows for the cache: `latent`, then 1 / RMS of each key if keys are normed and not rebuilt."""
         if not self.config.n_key_scale or self.k_norm is None:
             return latent
         assert self.k_norm.eps is not None
@@ -286,7 +286,7 @@ class LatentAttention(Attention):
         return key if self.kv_b_proj.bias is None else key + self._per_head(self.kv_b_proj.bias)[0]
 
     def _query_up(self) -> Tensor:
-        """The matrices that make queries from normed heads, H N E."""
+        """The matrices that make queries from normed heads: (H, width of a query, `qk_norm_head_dim`)."""
         assert self.q_up_proj is not None
         return self.q_up_proj.weight.unflatten(0, (self.config.n_query_head, -1))
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rehead.decoding.lowering import has_other_forward, hooks
-from rehead.decoding.native_op import is_readable
 from rehead.model import LanguageModel
 from rehead.model.base import Decode, require_one_dtype
 
@@ -46,10 +45,10 @@ class Made:
         tables = [part[table] for part in self._parts for table in ("_parameters", "_modules")]
         self._tables = [table for table in tables if table]
         self._members = list(map(dict, self._tables))
-        self._weights = [weight for weight in model.parameters() if is_readable(weight)]
+        self._weights = list(filter(_has_an_address, model.parameters()))
         self._memory = [weight.untyped_storage() for weight in self._weights]  # so no address is used again
         self._places = list(map(Tensor.data_ptr, self._weights))
-        self._counted = [weight for weight in self._weights if not weight.is_inference()]
+        self._counted = [weight for weight in model.parameters() if not weight.is_inference()]
         self._versions = list(map(_version, self._counted))
         self._hooks = hooks(model)
         self._called = self._forward_is_called()
@@ -73,6 +72,11 @@ class Made:
     def _forward_is_called(self) -> tuple[bool, bool]:
         """Whether hooks, a replaced `forward` or autocast need the model's own calls."""
         return any(self._hooks) or has_other_forward(self._parts), torch.is_autocast_enabled(self._device)
+
+
+def _has_an_address(weight: Tensor) -> bool:
+    """Whether the numbers are in the memory of a device: a deferred weight's are in a file."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_meta
 
 
 _version = attrgetter("_version")
