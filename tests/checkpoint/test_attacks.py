@@ -165,7 +165,7 @@ def test_a_reader_beside_a_writer_reads_whole_models(seconds, tmp_path, nightly)
         while last["model"] < 3:  # until it writes
             last["model"] = content(run / "model")
         end = time.monotonic() + seconds * (30 if nightly else 1)
-        while time.monotonic() < end:
+        while time.monotonic() < end or reads <= 10 * seconds:  # on a machine that may be busy
             for name in last:
                 found = content(run if name == "checkpoints" else run / "model")
                 assert found >= last[name], "an older one than before"
@@ -174,7 +174,6 @@ def test_a_reader_beside_a_writer_reads_whole_models(seconds, tmp_path, nightly)
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-    assert reads > 10 * seconds
     assert last["model"] > 5
 
 

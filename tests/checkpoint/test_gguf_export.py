@@ -483,6 +483,9 @@ def test_commands_that_make_no_sense(capsys):
     assert main(["export", "model", "out", "--dtype", "fp16"]) == 2
     assert "--dtype fp16: a folder keeps the format of its weights" in capsys.readouterr().err
     assert main(["export", "model", "model/out.gguf", "--format", "gguf"]) == 2
+    Path("out.gguf").mkdir()
+    refused(capsys, "out.gguf exists: choose another name", status=(3,))
+    Path("out.gguf").rmdir()
     Path("out.gguf").write_text("mine")
     refused(capsys, "out.gguf exists: choose another name", status=(3,))
     assert Path("out.gguf").read_text() == "mine"
@@ -499,6 +502,15 @@ def test_numbers_beyond_a_type_are_refused(capsys):
         status=(7,),
     )
     export("--dtype", "bf16")
+    Path("out.gguf").unlink()
+    theirs.lm_head.weight.data[5, 3] = 3.4e38  # rounds to infinity
+    theirs.save_pretrained("model")
+    refused(
+        capsys,
+        "output.weight has numbers beyond BF16: use --dtype fp32",
+        flags=["--dtype", "bf16"],
+        status=(7,),
+    )
 
 
 def test_a_full_disk_leaves_nothing(capsys, monkeypatch):

@@ -13,7 +13,7 @@ import rehead
 from rehead.attention import GroupedConfig
 from rehead.cli import main
 from rehead.conversion import sampled as sampled_module
-from rehead.conversion.blocks import CALIBRATION_TOKENS
+from rehead.conversion.blocks import CALIBRATION_TOKENS, blocks_of, require_windows
 from rehead.conversion.converter import Converter
 from rehead.conversion.page import page
 from rehead.conversion.sampled import sampled_once
@@ -50,6 +50,18 @@ def test_text_of_weights_that_lie_in_a_file(gpt, tmp_path):
     found = sampled(deferred, 100, 16, seed=3)
     assert np.array_equal(found.ids, sampled(gpt(GQA), 100, 16, seed=3).ids)
     assert [type(weight.data) for weight in deferred.parameters()] == kinds
+
+
+def test_windows_are_read_at_once_as_the_memory_is_asked_for(gpt, monkeypatch):
+    """As many as have tokens or, with a large vocabulary, logits enough for a batch."""
+    model = gpt(GQA)
+    ids = np.zeros(2000, dtype=np.int64)
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: 0)
+    for most, many in ((2**27, 4096 // 16), (3 * 16 * model.config.vocab_size, 3), (1, 1)):
+        monkeypatch.setattr("rehead.conversion.blocks.BATCH_LOGITS", most)
+        assert max(len(block[0]) for block in blocks_of(model, ids, length=16)) == min(many, 125)
+        with pytest.raises(ResourceError, match=rf"reading {many} x 16 tokens at once"):
+            require_windows(model, 16)
 
 
 def test_weights_that_do_not_fit_are_not_sampled_from(gpt, tmp_path, monkeypatch):

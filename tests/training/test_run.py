@@ -626,7 +626,7 @@ MISMATCHES = [
     (["model.attention=mla"], "attention is mla here and mha there"),
     (["model.shape=llama"], "norm is rmsnorm here and layernorm there"),
     (["model.tie_embeddings=True"], "tie_embeddings is True here and False there"),
-    (["model.type=rnn"], "model.type is GPTConfig there"),
+    (["model.type=rnn"], "model.type is gpt there"),
 ]
 
 

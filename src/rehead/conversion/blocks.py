@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rehead.config import GPTConfig
+from rehead.config import GPTConfig, ModelConfig
 from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.measure.forecast import forward_bytes, loss_bytes
 from rehead.measure.length import text_length
@@ -18,7 +18,7 @@ RANDOM_BLOCKS, RANDOM_TOKENS = 4, 4096
 
 def require_windows(model: LanguageModel, length: int) -> None:
     """Raise ResourceError where the windows that are read at once do not fit the memory."""
-    many, dtype = max(1, BATCH_TOKENS // length), model.head.weight.dtype
+    many, dtype = _at_once(model.config, length), model.head.weight.dtype
     parts = {
         "activations": forward_bytes(model.config, many, length, dtype),
         "logits": 2 * loss_bytes(model.config, many * length, dtype),
@@ -41,9 +41,13 @@ def blocks_of(
     """
     require_vocabulary(ids, model.config.vocab_size)
     length = text_length(model.config, length)
-    most = min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocab_size)
-    rows, many = max(1, most // length), max(1, limit // length)
-    return list(evaluation_blocks(ids, length, rows, many, bos=bos))
+    many = max(1, limit // length)
+    return list(evaluation_blocks(ids, length, _at_once(model.config, length), many, bos=bos))
+
+
+def _at_once(config: ModelConfig, length: int) -> int:
+    """Return the number of blocks in a batch."""
+    return max(1, min(BATCH_TOKENS, BATCH_LOGITS // config.vocab_size) // length)
 
 
 def random_blocks(config: GPTConfig, seed: int, length: int | None = None) -> list[Batch]:

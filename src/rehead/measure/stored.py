@@ -90,7 +90,7 @@ def comparison(
 ) -> Comparison:
     """Compare the predictions of two models on a text read in the blocks of `evaluate_text`.
 
-    With `tokens`, blocks are spread over the text, at most one or as many as have that many tokens.
+    With `tokens`, only as many blocks are read as have that many tokens, at least one, spread over the text.
     """
     limit = None if tokens is None else max(1, tokens // length)
     blocks = evaluation_blocks(ids, length, max(1, BATCH // length), limit, stride, bos)
@@ -116,7 +116,7 @@ def lost_rows(model: LanguageModel, *kinds: Storage) -> dict[str, dict[Storage, 
         rows[kind_of] = rows.get(kind_of, 0) + int((size > 0).sum())
         for kind in kinds:
             error = (rounded(exact if weight.ndim > 1 else exact[0], kind) - exact).norm(dim=-1)
-            count = int((error > LOST * size).sum())
+            count = int((~(error <= LOST * size)).sum())  # also those that are NaN
             if count:
                 lost.setdefault(kind_of, dict.fromkeys(kinds, 0))[kind] += count
     return {name: {kind: count / rows[name] for kind, count in found.items()} for name, found in lost.items()}

@@ -106,15 +106,15 @@ def carried_files(options: ModelOptions, checkpoint: Path | None) -> dict[str, s
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:
-    """Load the teacher, if there is one, in eval mode; beside a partly frozen model only what differs from it.
+    """Load the teacher, if there is one, in eval mode; it shares those frozen weights of the model that are equal.
 
-    The weights of one that will be sharded are left in their files.
+    If it will be sharded, it shares none, and its weights are left in their files.
     """
     place = options.trainer.teacher
     if place is None:
         return None
     sharded = options.trainer.parallel == "fsdp"
-    # The shares of a sharded model are other tensors.
+    # A sharded model has no whole weights that a teacher could share.
     partly = options.trainer.train != "all" and not sharded
     dtype = torch.float32 if partly else None
     later = partly or sharded
@@ -138,8 +138,8 @@ def require_same_run(checkpoint: Path, config: Path, options: RunOptions, text: 
         )
     if recorded["text_sha256"] != text:
         raise ConfigError(
-            f"the text has changed since {checkpoint} (sha256 {text[:12]}..., then "
-            f"{recorded['text_sha256'][:12]}...): give the same data, or start a new system.work_dir."
+            f"the text has changed since {checkpoint} (sha256 {text[:12]}... now, "
+            f"{recorded['text_sha256'][:12]}... before): give the same data, or start a new system.work_dir."
         )
     before, given = located(flags.read([], (config,))), located(options)
     for group, names in (
@@ -158,7 +158,7 @@ def require_same_run(checkpoint: Path, config: Path, options: RunOptions, text: 
 
 
 def _require_memory(config: ModelConfig, device: torch.device) -> None:
-    """Raise ResourceError for a model too large for this machine's memory, which has only its weights beside a GPU."""
+    """Raise ResourceError for a model too large for this machine's memory; if a GPU trains it, only weights count."""
     n_parameter = parameters(config)
     parts: dict[str, int | float] = {"weights": n_parameter * FLOAT}
     if device.type == "cpu":
@@ -171,10 +171,10 @@ def _require_memory(config: ModelConfig, device: torch.device) -> None:
 def require_step(
     options: RunOptions, model: LanguageModel, device: torch.device, world: int = 1, *, sharded: bool = False
 ) -> None:
-    """Raise ResourceError, before the first step, for what does not fit the device's memory beside the weights.
+    """Raise ResourceError, before the first step, if what a step adds to the weights exceeds the device's memory.
 
-    Of an RNN these are the gradients and moments. A GPU has one of `world` shares of the batch and, `sharded`, of the
-    weights; processes on a CPU have one memory.
+    For an RNN only gradients and moments count. A GPU holds one of `world` shares of the batch and, if `sharded`, of
+    the weights; processes on a CPU share one memory.
     """
     config, size, length = model.config, options.trainer.batch_size, options.data.block_size
     shares = 1 if device.type == "cpu" else world
@@ -226,7 +226,7 @@ def _differences(new: ModelConfig, old: ModelConfig) -> list[str]:
 
     differing = {}
     if type(new) is not type(old):
-        return [f"model.type is {type(old).__name__} there"]
+        return [f"model.type is {old.model_type} there"]
     for name, value in table(new).items():
         before = getattr(old, name)
         if name != "attention" and value != before:

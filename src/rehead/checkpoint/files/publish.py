@@ -40,9 +40,9 @@ OS_ERROR = re.compile(r"os error (\d+)")
 def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a folder to write into; at the end of the block it is renamed to `folder`.
 
-    A failure inside leaves `folder` unchanged and no other files; what a killed process leaves, the next call in the
-    same parent folder removes. Raises InvalidInput if `folder` exists (with `overwrite`, unless it is a published
-    folder), ResourceError if the disk is full or read-only.
+    A failure inside leaves no files, and a published `folder` unchanged; an empty one is removed at the start. The
+    next call in the same parent folder removes what a killed process left. Raises InvalidInput if `folder` is not
+    empty (with `overwrite`, unless it is published), ResourceError if the disk is full or read-only.
     """
     with _parents_of(folder):
         try:
@@ -81,12 +81,12 @@ def publish_file(file: Path) -> Iterator[Path]:
     """
     with _parents_of(file):
         try:
-            _refuse_existing(file, overwrite=False)
+            _refuse_file(file)
             with aside(file.parent, file.name) as folder:
                 yield folder / file.name
                 (folder / file.name).chmod(0o666 & ~_umask())
                 _sync(folder / file.name)
-                _refuse_existing(file, overwrite=False)
+                _refuse_file(file)
                 (folder / file.name).rename(file)
                 _sync(file.parent)
         except OSError as error:
@@ -145,9 +145,8 @@ def recorded(folder: Path, manifest: dict[str, Any] | None = None) -> dict[str, 
     try:
         files = (_manifest(folder) if manifest is None else manifest)["files"]
         listed = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-        return {
-            name: entry for name, entry in listed.items() if name not in FREE
-        }  # earlier manifests have them
+        # earlier manifests have them, too
+        return {name: entry for name, entry in listed.items() if name not in FREE}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _incomplete(folder) from error
 
@@ -238,6 +237,11 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
         raise InvalidInput(
             f"{folder} was not written by rehead (it has no {MANIFEST}), so it is not replaced. Choose another name."
         )
+
+
+def _refuse_file(file: Path) -> None:
+    if os.path.lexists(file):
+        raise InvalidInput(f"{file} exists: choose another name.")
 
 
 def _swap(written: Path, folder: Path) -> None:

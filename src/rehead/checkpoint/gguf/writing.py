@@ -16,8 +16,12 @@ from rehead.stages import staged
 Type = Literal["F32", "F16", "BF16", "Q8_0"]
 FILE_TYPES: dict[Type, int] = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
 """llama.cpp's numbers for the type of most of a file's matrices."""
-LARGEST: dict[Type, float] = {"F16": 65_504.0, "Q8_0": 65_504.0 * 127}
-"""Numbers from which on a type holds infinity."""
+LARGEST: dict[Type, float] = {
+    "F16": 65_504.0,
+    "Q8_0": 65_504.0 * 127,
+    "BF16": torch.finfo(torch.bfloat16).max,
+}
+"""Largest number that a type holds, where it is less than float32's."""
 BLOCK = 32
 """Numbers of a row that share a scale in Q8_0."""
 EXACT = ("_norm.weight", "position_embd.weight", ".bias", "rope_freqs.weight")
@@ -63,7 +67,8 @@ def write_file(
 def _require_held(name: str, numbers: np.ndarray, kind: Type) -> None:
     """Refuse a tensor of which a number would become infinite."""
     if numbers.size and not np.abs(numbers).max() <= LARGEST.get(kind, np.finfo(np.float32).max):
-        raise NumericError(f"{name} has numbers beyond {kind}: use --dtype bf16 or fp32.")
+        wider = "fp32" if kind == "BF16" else "bf16 or fp32"
+        raise NumericError(f"{name} has numbers beyond {kind}: use --dtype {wider}.")
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
