@@ -24,7 +24,13 @@ TITLES = {
     "window": "Sliding windows and chunked prefill",
     "training": "Training",
 }
-NO_GPU = "\n## GPU\n\nNot measured: no GPU was available. Nothing is claimed about speed on a GPU (`make bench-gpu`).\n"
+NO_GPU = """
+## GPU
+
+Not measured: no GPU was available. Nothing is claimed about speed on a GPU (`make bench-gpu`).
+`pytest tests/test_on_gpu.py` tests that models and commands give there what they give on a CPU; so far it ran only on a
+simulated GPU ([log.md](log.md#2026-11-26-a-gpu-that-is-not-there)).
+"""
 
 
 def page(runs: list[dict[str, Any]]) -> str:

@@ -330,7 +330,7 @@ def test_tokens_that_were_there_stay_until_the_new_ones_are_whole(tmp_path):
 def test_ids_beyond_the_model_are_refused():
     require_vocabulary(ids(65), 65)
     with pytest.raises(
-        InvalidInput, match=r"token id 65, the model has vocab_size=65: use .*tokenizer\.json"
+        InvalidInput, match=r"token id 65, but the model has vocab_size=65: use .*tokenizer\.json"
     ):
         require_vocabulary(ids(66), 65)
 
@@ -354,7 +354,7 @@ def test_a_fraction_out_of_range_is_refused(fraction):
 
 def test_a_split_shorter_than_a_block_says_what_fits():
     message = (
-        r"^the validation split has 90 tokens, one block needs data\.block_size \+ 1 = 129: "
+        r"^the validation split has 90 tokens, but one block needs data\.block_size \+ 1 = 129: "
         r"use a longer text, or data\.block_size=89 or less\.$"
     )
     with pytest.raises(InvalidInput, match=message):

@@ -204,11 +204,11 @@ def test_a_continuation_that_merges_with_what_is_before_loses_nothing():
 def test_unseen_characters_are_named():
     tokenizer = train("char", "abc")
     message = (
-        r"^not in the vocabulary of 3: '\\n', '\\u2028', '😀' \(3 characters in all\)\..*data\.tokenizer=byte"
+        r"^characters not in the vocabulary of 3: '\\n', '\\u2028', '😀' \(3 in all\)\..*data\.tokenizer=byte"
     )
     with pytest.raises(InvalidInput, match=message):
         tokenizer.encode("a😀\u2028\nbb😀")
-    with pytest.raises(InvalidInput, match=r"'l', 'm' \(15 characters in all\)"):
+    with pytest.raises(InvalidInput, match=r"'l', 'm' \(15 in all\)"):
         tokenizer.encode("abcdefghijklmnopqr")
 
 
@@ -251,7 +251,7 @@ def test_an_id_without_a_token_has_no_text_and_a_warning_says_so(tokenizer):
 
 @pytest.mark.parametrize("kind", ["char", "byte"])
 def test_a_size_is_refused_where_it_would_be_ignored(kind):
-    with pytest.raises(ConfigError, match=rf"vocab_size=300: a {kind} .*data\.tokenizer=bpe"):
+    with pytest.raises(ConfigError, match=rf"vocab_size=300: the size of a {kind} .*data\.tokenizer=bpe"):
         train(kind, "abc", 300)
 
 

@@ -15,7 +15,7 @@ themselves are in `rehead.attention`. Names are loaded when first used: `import 
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as in typing, whose import takes longer than all else before a signal can be answered
+TYPE_CHECKING = False  # as in `typing`, whose import would take most of the time until signals are handled
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

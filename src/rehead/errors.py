@@ -46,7 +46,7 @@ class Busy(ReheadError):
 
 
 class NumericError(ReheadError, ArithmeticError):
-    """A number that is not finite."""
+    """A number that is not finite, or that its number format cannot hold."""
 
     exit_code = 7
 

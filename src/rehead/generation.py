@@ -24,7 +24,7 @@ from rehead.model.ids import require_ids, require_range
 from rehead.sampling import draw, probabilities, require_finite, require_valid
 
 MOST_TOKENS = 10_000_000
-"""Per call: memory for all of them is allocated at the start."""
+"""Maximum number of new tokens per call; memory for all of them is allocated at the start."""
 TORCH_SEEDS = 2**32
 """Seeds that torch's generator tells apart; it ignores all higher bits."""
 

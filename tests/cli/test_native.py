@@ -92,8 +92,9 @@ def test_the_switch_knows_three_values(monkeypatch, capfd):
     assert main(["env"]) == 2
     said = capfd.readouterr().err
     assert said == (
-        "rehead: REHEAD_NATIVE=off: which of rehead's own kernels run. 0 is PyTorch alone; 1 is the C++ on a CPU, too; "
-        "gpu is also the kernels for GPUs, which have not run on one yet: CUDA graphs, flash windows, MLA in Triton.\n"
+        "rehead: REHEAD_NATIVE=off is unknown: it chooses the kernels that run. Use 0 for PyTorch alone; "
+        "1 for PyTorch and the C++ kernels on a CPU; "
+        "gpu for these and the GPU kernels, never run on a GPU yet: CUDA graphs, flash windows, MLA in Triton.\n"
     )
 
 

@@ -142,13 +142,15 @@ def test_methods_that_are_of_no_use(gpt):
         rehead.convert(model, to="mqa", method="average")
     with pytest.raises(
         ConfigError,
-        match=r"method='svd' is of factor, keep-rotations, narrow, not of pool-heads. Use one of procrustes",
+        match=r"method='svd' belongs to factor, keep-rotations, narrow, not to pool-heads. Use one of procrustes",
     ):
         rehead.convert(model, to="mqa", method="svd")
     modular = replace(model.config.attention[0], head_map="modular")
-    with pytest.raises(ConfigError, match=r"method='mean' is of pool-heads, not of head-map. Leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"method='mean' belongs to pool-heads, not to head-map. Leave it out"
+    ):
         rehead.convert(model, modular, method="mean")
-    with pytest.raises(ConfigError, match=r"method='mean' is of pool-heads, not of .*Leave it out"):
+    with pytest.raises(ConfigError, match=r"method='mean' belongs to pool-heads, not to .*Leave it out"):
         rehead.convert(model, model.config.attention[0], method="mean")
 
 

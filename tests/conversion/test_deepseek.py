@@ -108,7 +108,7 @@ def llama(**changes):
             ModelOptions(n_layer=1).resolve(11, 16),
             "norm=layernorm, mlp=gelu, mlp_bias=True, learned_positions=True",
         ),
-        (llama(experts=EXPERTS), "Experts go out as those of their own family"),
+        (llama(experts=EXPERTS), "Experts can only be exported in the class of their own family"),
     ],
 )
 def test_what_conversions_do_not_change_is_refused(config, named):

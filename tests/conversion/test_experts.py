@@ -135,7 +135,7 @@ def test_what_no_engine_has_a_class_for_is_refused_by_name(tmp_path, capfd):
         error = capfd.readouterr().err
         assert status == 2
         assert (
-            "Experts go out" in error
+            "Experts can only be exported" in error
             or "Qwen3MoeForCausalLM cannot represent this model's attention" in error
         )
         assert not (tmp_path / "out").exists()

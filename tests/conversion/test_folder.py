@@ -441,7 +441,7 @@ MISTAKES = {
     "no tokenizer": (
         ["--to", "mla", "--calibration", "text.txt"],
         3,
-        ["no tokenizer.json", "Leave the texts out"],
+        ["no tokenizer.json", "Leave out --calibration and --test"],
     ),
     "ranks without text": (
         ["--to", "mla", "--kv-fraction", "0.5", "--measured-ranks"],

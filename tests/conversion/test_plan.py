@@ -214,7 +214,7 @@ def test_rotary_parts_that_are_not_listed_are_accounted_for(gpt):
     rotated = replace(GQA, rope=ROPE)
     mixed = plan(gpt(rotated, replace(rotated, rope=replace(ROPE, theta=77.0))).config, 11)
     said = [
-        note for note in mixed.notes if note.startswith("--target uneven is left out: its layers rotate in")
+        note for note in mixed.notes if note.startswith("--target uneven is left out: the layers rotate in")
     ]
     assert len(said) == 1
     assert said[0].endswith("Use --target rebuilt.")

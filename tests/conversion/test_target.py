@@ -144,7 +144,7 @@ def test_between_one_and_two_heads_is_no_gqa():
     two = GroupedConfig(n_query_head=2, n_kv_head=1, head_dim=4)
     for options in ({}, {"n_kv_head": 2}):
         with pytest.raises(
-            ConfigError, match=r"between one and 2 KV heads there is none. Use --to mqa or --to mha"
+            ConfigError, match=r"no number between 1 and 2 divides 2 query heads. Use --to mqa or --to mha"
         ):
             Target(to="gqa", **options).attention(two, D)
 

@@ -31,7 +31,9 @@ def generated():
     sections = []
     for name in conversions:
         one = conversions[name]
-        methods = [f"`{method}` ({NEEDS[needs]})" for method, needs in one.methods.items()]
+        reads = {method: NEEDS[needs] for method, needs in one.methods.items()}
+        reads |= {method: "a text, if given" for method in one.fitted if not one.methods[method]}
+        methods = [f"`{method}` ({text})" for method, text in reads.items()]
         table.append(f"| `{name}` | {one.source} | {one.target} | {', '.join(methods) or 'always exact'} |")
         text = SEEDS.sub("", inspect.getdoc(one))
         sections.append(f"### {name}\n\n{text}\n\n*Costs:* {one.costs}")

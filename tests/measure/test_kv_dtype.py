@@ -321,7 +321,10 @@ NORMED = replace(LATENT["mla, rope"], n_kv_head=4, qk_norm_eps=1e-6, qk_norm_hea
             "its key has 10 numbers, not a multiple of 32",
         ),
         (GROUPED["mha"], "fp9", "Did you mean 'fp8'"),
-        *((NORMED, kind, "its latent ends with 1 / RMS of 4 keys") for kind in ("fp8", "int8", "q8_0")),
+        *(
+            (NORMED, kind, "too coarse for the 1 / RMS of 4 keys in each latent row")
+            for kind in ("fp8", "int8", "q8_0")
+        ),
     ],
 )
 def test_what_has_no_such_cache_is_refused(layer, kind, said):

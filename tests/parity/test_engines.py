@@ -215,7 +215,7 @@ def test_without_for_a_warning_names_what_a_server_leaves_out(tmp_path, capsys):
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "made")]) == 0
     warned = capsys.readouterr().err
     assert (
-        "SGLang computes this model otherwise as MistralForCausalLM (windows): serve it with another"
+        "SGLang's MistralForCausalLM does not compute this model as transformers does (windows): serve it with another"
         in warned
     )
     assert "vLLM" not in warned

@@ -485,7 +485,7 @@ def test_lessons_that_make_no_sense(latent, capsys):
     assert "--teach 0: the number of passes" in refused(passes="0")
     assert main(["convert", "source", "mha", "--to", "mla"]) == 0
     assert "neither never-taught nor a run to resume" in refused("trainer.resume=True")
-    assert "converted exactly, there is nothing to learn" in refused(model="mha")
+    assert "converted exactly, so there is nothing to learn" in refused(model="mha")
     assert not Path("never").exists()
     assert "--teach with data.val_fraction=0" in refused("data.val_fraction=0")
     assert taught("trainer.max_iters=1", "system.work_dir=one") == 0

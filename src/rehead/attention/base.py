@@ -169,7 +169,7 @@ class AttentionConfig(ABC):
         return self.projection_flops(d_model) + self.attention_flops(n_key)
 
     def kv_numbers(self, tp: int = 1) -> int:
-        """Elements a token adds to the cache, of the fullest of `tp` GPUs: they share heads, and all have latents."""
+        """Cache elements per token on the fullest of `tp` GPUs, which split the heads but each hold all latents."""
         rows = self.cache_rows().values()
         return sum(width * math.prod(math.ceil(n / tp) for n in heads) for *heads, width in rows)
 
@@ -180,7 +180,7 @@ class AttentionConfig(ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LayerCache:
-        """Return an empty cache for one layer: a ring with a window, growing if `capacity` is None."""
+        """Return an empty cache for one layer: a ring buffer with a window, else growing if `capacity` is None."""
         return LayerCache(
             self.cache_rows(),
             batch_size=batch_size,

@@ -29,8 +29,8 @@ class LayerCache:
     """Named rows, one per token, and the position of each.
 
     A variant defines the rows of a token (`AttentionConfig.cache_rows`). The cache allocates `capacity`
-    rows at once; without a capacity it grows by doubling. With a `window` it is a ring of that many rows,
-    in which the newest token overwrites the oldest.
+    rows at once; without a capacity it grows by doubling. With a `window` (not above `capacity`) it is a
+    ring buffer of that many rows, in which the newest token overwrites the oldest.
 
     In arguments and results time is axis 1, (B, S, ...). Internally it is the last axis but one, (B, K, S, E),
     so that the keys of a head are contiguous; results are views. A chunk longer than one token reads
@@ -129,7 +129,7 @@ class LayerCache:
         return self.length if self.positions is None else self._furthest
 
     def next_row(self, positions: Int[Tensor, "B 1"] | None) -> NextRow:
-        """Return the row for the tokens at `positions`, which are `next(1)` before `reserve_token` has counted them."""
+        """Return the row for the tokens at `positions`. Call it after `reserve_token`, with an earlier `next(1)`."""
         if positions is None:
             return NextRow((self.length - 1) % self._n_rows, min(self.length, self._n_rows))
         known, slots = self._known_positions(), positions % self._n_rows
@@ -148,7 +148,7 @@ class LayerCache:
         return self._n_rows
 
     def commit(self, row: NextRow) -> None:
-        """Note what the rows hold once the token is in `row`."""
+        """Record which positions the rows hold, the token in `row` included; its numbers may be written later."""
         if row.known is None:
             self._in_ring_order = self.length > self._n_rows
         else:
@@ -176,7 +176,7 @@ class LayerCache:
         self.batch_size = len(rows)
 
     def row_positions(self, n_row: int) -> Int[Tensor, "1 S"]:
-        """Positions of the last `n_row` rows that `append` returned without positions."""
+        """Positions of the `n_row` rows that `append` returned last, when it returned None as their positions."""
         slots = torch.arange(n_row, device=self._device)
         if self.length > n_row == self._n_rows and self._in_ring_order:
             return (self.length - 1 - (self.length - 1 - slots) % n_row)[None]

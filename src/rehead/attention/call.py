@@ -1,6 +1,6 @@
 """Checks the arguments of an attention call.
 
-The checks read only shapes, dtypes and types, never values, since every call on the decoding path runs them.
+The checks read only shapes, dtypes, devices and types, never values: every `forward` runs them, also in decoding.
 """
 
 from typing import TYPE_CHECKING

@@ -149,7 +149,7 @@ class GroupedAttention(Attention):
         return query, key, value, self._mask(x.shape[1], key.shape[1], positions, key_positions)
 
     def _heads(self, rows: Float[Tensor, "B L HE"], norm: nn.Module | None) -> Float[Tensor, "B L H E"]:
-        """Split queries or keys into heads, normed as a whole or each by itself."""
+        """Split queries or keys into heads; norm them, if there is a `norm`, as a whole or each head by itself."""
         if norm is not None and not self.norms_heads:
             rows = norm(rows)
         heads = rows.unflatten(2, (-1, self.config.head_dim))

@@ -1,4 +1,4 @@
-"""Normed keys that are not rebuilt: the RMSNorm of a key divides by one number, which the cache keeps.
+"""Scores of normed keys without rebuilding them: a key's RMSNorm divides by one number; the cache keeps its inverse.
 
 With W_UK c the unnormed key of a latent c, q . (w * W_UK c / rms) is (W_UK^T (w * q)) . c / rms: the score of an
 absorbed query, times 1 / RMS.
@@ -16,12 +16,12 @@ def inverse_rms(key: Float[Tensor, "*B E"], eps: float) -> Float[Tensor, "*B"]:
 
 
 def are_plain(*norms: nn.Module | None) -> bool:
-    """Whether norms are an RMSNorm and nothing else, of which only weight and eps are needed."""
+    """Whether all norms are exactly `nn.RMSNorm`, unpatched, so that weight and eps say all that they compute."""
     return all(type(norm) is nn.RMSNorm and "forward" not in vars(norm) for norm in norms)
 
 
 class NormedScore:
-    """The score of absorbed queries and latents, for weighted queries `query`; it scales by `scale`."""
+    """Scores of absorbed queries, times `scale` and each key's 1 / RMS; `query` is unabsorbed but weighted."""
 
     words = "a scale for each key"
 

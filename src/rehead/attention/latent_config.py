@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 MOST_SCALED = 16.0
-"""New tokens whose scores are multiplied by scales of keys at once."""
+"""Number of new tokens from which the expanded form is used where each key has a scale, whatever the FLOPs."""
 
 
 @variants.add("mla")
@@ -32,11 +32,11 @@ class LatentConfig(AttentionConfig):
     latents and to the rotary part, `q_a_proj` and `kv_a_proj_with_mqa`. `attention_bias` in DeepSeek's classes is
     `down_bias` and `o_bias`.
 
-    `qk_norm_eps` applies an RMSNorm of that eps to each query and each rebuilt key head, before a rotation (Qwen3's).
-    Keys that are not rebuilt need not be for it: the cache keeps 1 / RMS of each KV head's key beside the
-    latent, by which scores are multiplied. With a rotary part, which no head has for itself, the heads that are normed
-    are others, `qk_norm_head_dim` wide: a query is a matrix (`q_up_proj`) times its normed head, and the RMS of keys
-    are those of `k_scale_proj`.
+    `qk_norm_eps` applies an RMSNorm with that eps to each query and key head, before any rotation (Qwen3's).
+    Decoding need not rebuild keys for it: the cache keeps the 1 / RMS of each KV head's key beside the latent, and
+    scores are multiplied by it. A rotary part is shared by all heads, so with one, separate heads are normed,
+    `qk_norm_head_dim` wide: a query is a matrix (`q_up_proj`) times its normed head, and the RMS of a key is that of
+    the output of `k_scale_proj`.
     """
 
     n_query_head: int
@@ -141,7 +141,7 @@ class LatentConfig(AttentionConfig):
 
     @property
     def n_key_scale(self) -> int:
-        """Number of norms of keys that a row of the cache ends with: one per KV head, 0 without them."""
+        """Number of key scales (1 / RMS) at the end of a cache row: one per KV head, or 0 without them."""
         return 0 if self.qk_norm_eps is None or self.rebuilds_keys else self.n_kv_head
 
     @property
@@ -210,7 +210,7 @@ class LatentConfig(AttentionConfig):
         return projections + 2 * (absorbing + per_key * n_key)
 
     def _scaling(self) -> int:
-        """Width of the keys of which only the RMS are kept."""
+        """Output width of `k_scale_proj`, whose heads are used only for their RMS; 0 without it."""
         return self.n_kv_head * (self.qk_norm_head_dim or 0)
 
     def _widths(self) -> tuple[int, int, int, int]:

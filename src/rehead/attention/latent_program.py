@@ -68,7 +68,7 @@ def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> S
 
 
 def _joined(q_norm: nn.RMSNorm, k_norm: nn.RMSNorm) -> nn.RMSNorm:
-    """Return the norm of queries with the weights of both, where keys are divided by their RMS only."""
+    """Return a query norm with the product of both weights, for keys that are then only divided by their RMS."""
     norm = nn.RMSNorm(q_norm.normalized_shape, eps=q_norm.eps, device="meta")
     weight = (q_norm.weight * k_norm.weight).detach()
     norm.weight = nn.Parameter(weight, requires_grad=False)

@@ -17,7 +17,7 @@ def visible(
     *,
     causal: bool = True,
 ) -> Bool[Tensor, "B L S"]:
-    """The keys that each query attends to: the past, itself, and no further back than the window.
+    """The keys that each query attends to: the past and itself, no further back than the window reaches.
 
     The rule reads positions, never indices, so training, chunked prefill, decoding, padding and a
     ring buffer with its rows out of order all share it. A window of W is W keys, the query's own

@@ -93,7 +93,7 @@ class InverseRMS(Unary):
 
 @dataclass(eq=False)
 class Linear(Unary):
-    """Linear `layers` of the same x, their outputs of `widths` concatenated; with `gelu`, that form of GELU of them."""
+    """Linear `layers` applied to the same x, their outputs (of `widths`) concatenated, then `gelu`, if any."""
 
     layers: tuple[nn.Module, ...]
     widths: tuple[int, ...]
@@ -172,10 +172,10 @@ class Store(Op):
 class Attend(Op):
     """Attention over the rows `key` and `value` in the cache of `layer`, the new ones included.
 
-    The parts `query` of a query head are concatenated. There are `n_kv_head` heads of keys; of a value the first
-    `width` columns are used. Query head h reads KV head h // (H / K), or h % K if `modular`. A score s becomes
-    `softcap` tanh(s / `softcap`), if there is one. The one head of rows that end with `n_scale` numbers is read by as
-    many groups of query heads, whose scores are multiplied by them.
+    The parts `query` of a query head are concatenated. There are `n_kv_head` heads of keys; a value is the
+    first `width` columns of its row. Query head h reads KV head h // (H / K), or h % K if `modular`. With `softcap`,
+    a score s becomes `softcap` tanh(s / `softcap`). With `n_scale`, there is one KV head; its rows end with that many
+    numbers, the query heads form as many groups, and number i of a row multiplies the scores of group i.
     """
 
     layer: int
@@ -197,7 +197,7 @@ class Attend(Op):
 
 @dataclass(eq=False)
 class AttendRebuilt(Op):
-    """Attention over rows `latent`, of which `key_up` (K, N, R) rebuilds the keys; latents are summed.
+    """Attention over the rows `latent`, from which `key_up` (K, N, R) rebuilds the keys; the latents are summed.
 
     A rebuilt key gets its `key_bias` (K, N), is normed by `key_norm` and rotated by the position of its row.
     """
@@ -273,7 +273,7 @@ class Program:
         return op.parts
 
     def call(self, module: nn.Module, x: Slot, width: int, *layer: int) -> Slot:
-        """Append the operations of `module.lower`, or a `Call` without one; an attention also takes its `layer`."""
+        """Append the operations of `module.lower`, or a `Call` if it does not describe all; pass on `layer`."""
         if describes(module):
             lower: Callable[..., Slot] = module.lower  # type: ignore[assignment]  # torch types attributes as tensors or modules
             return lower(self, x, *layer)

@@ -63,7 +63,7 @@ class RopeConfig:
         return int(width * self.partial_rotary_factor)
 
     def require_width(self, width: int) -> None:
-        """Refuse a width of a head of which an odd number or none rotates, or that the scaling does not fit."""
+        """Refuse a head of which an odd number of elements or none rotates, or that does not fit the scaling."""
         rotated = self.rotated(width)
         if rotated < 2 or rotated % 2:
             even = max(2, rotated - rotated % 2)
@@ -83,10 +83,10 @@ class RopeConfig:
 
 
 class Rotary:
-    """Rotates heads of one width; caches the cosines and sines of the positions seen so far.
+    """Rotates heads of one width; caches the cosines and sines of positions 0, 1, ... for calls without positions.
 
-    Angles are computed in float64 and applied in at least float32, so the rotation is exact in bfloat16
-    models too.
+    Angles are computed in float64 and applied in at least float32, so the rotation is also accurate in
+    bfloat16 models: only its result is rounded.
     """
 
     def __init__(self, config: RopeConfig, width: int) -> None:

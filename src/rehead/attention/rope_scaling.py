@@ -60,7 +60,7 @@ class LinearScaling(RopeScaling):
 @scalings.add("llama3")
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1: slow angles divided by `factor`, fast ones kept, a ramp between."""
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear ramp between."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -123,7 +123,7 @@ class YarnScaling(RopeScaling):
 
     @property
     def magnitude(self) -> float:
-        """`attention_factor` if given, else 0.1 ln(factor) + 1."""
+        """`attention_factor` or g(mscale) / g(mscale_all_dim) if given, else g(1); g(m) = 0.1 m ln(factor) + 1."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:

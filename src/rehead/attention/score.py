@@ -16,7 +16,7 @@ scores: Registry[type["ScoreConfig"]] = Registry("score")
 
 
 class Score(nn.Module, ABC):
-    """A learned score, with weights per query head, contiguous by KV head."""
+    """A score other than the scaled dot product; its weights, if any, are per query head, contiguous by KV head."""
 
     @abstractmethod
     def forward(
@@ -59,7 +59,7 @@ class ScoreConfig(ABC):
         return 0
 
     def key_flops(self, n_query_head: int, head_dim: int) -> int:
-        """FLOPs of a key's part of them, which every decoded token computes again for every cached key."""
+        """FLOPs of the key's part of `token_flops`, which every decoded token computes again for every cached key."""
         return 0
 
     def pair_flops(self, head_dim: int) -> int:
@@ -249,9 +249,9 @@ class AdditiveScore(Score):
 
 
 def _normal(*shape: int, std: float | None = None) -> Tensor:
-    """Return normal numbers; `std` is by default one over the root of the last size.
+    """Return normally distributed numbers; `std` defaults to 1 / sqrt(last size).
 
-    On the meta device this draws and imports nothing, since a model without weights skips `nn.init.normal_`.
+    In `rehead.model.skeleton` this draws and imports nothing, since `nn.init.normal_` is skipped there.
     """
     values = torch.empty(shape)
     nn.init.normal_(values, std=shape[-1] ** -0.5 if std is None else std)

@@ -17,7 +17,7 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", 
 
 
 def companions(folder: Path) -> dict[str, str]:
-    """Return the files that another model in place of this one needs beside it, by name; what there is of them."""
+    """Return the files, by name, that a model made from this one needs beside it, as far as they exist."""
     return chat_template(folder) | _generation(folder)
 
 
@@ -57,7 +57,7 @@ def _warn_of_others(folder: Path, names: list[str], place: str) -> None:
 def _generation(folder: Path) -> dict[str, str]:
     """Return generation_config.json with the ids of special tokens, which may stand in config.json alone.
 
-    Without the file, transformers reads the same keys of a stock config.json, and is greedy where they say nothing.
+    Without the file, transformers reads these keys from a stock config.json, and is greedy unless they say otherwise.
     """
     ids, found = special_ids(folder), json_table(folder / GENERATION)
     if not (folder / GENERATION).is_file():

@@ -111,9 +111,9 @@ def is_run(path: Path) -> bool:
 
 
 def run_data(path: Path) -> DataOptions | None:
-    """Return the text and block size of the run at `path`, or of the run it is a checkpoint of; None of no run.
+    """Return the data options of the run at `path`, or of the run whose checkpoint it is; None if there is no run.
 
-    They are as its config.yaml says, which is in no manifest: a file that it names is not to be trusted.
+    They are read from config.yaml, which no manifest covers: do not trust a file that it names.
     """
     from rehead.config import flags  # needs PyYAML, which rehead.load does without
 

@@ -48,7 +48,7 @@ def snapshot(path: Path) -> Path | None:
         "ignore_patterns": LEFT,
     }
     try:
-        # Without the list of its files, a folder of which another program fetched some would pass as whole.
+        # Without the list of its files, a folder that another program fetched in part would pass as whole.
         get_cached_repo_tree(name, revision=revision)
         return Path(snapshot_download(name, local_files_only=True, **wanted))
     except (errors.CachedRepoTreeNotFoundError, errors.LocalEntryNotFoundError):
@@ -58,7 +58,7 @@ def snapshot(path: Path) -> Path | None:
         HfApi().model_info(name, revision=revision, timeout=PATIENCE)
         return Path(snapshot_download(name, **wanted))
     except Exception as error:  # of whichever HTTP library it uses
-        # Without a network: what there is, also of an earlier release, which left chat templates out.
+        # Without a network: use what is cached, even by an earlier release, which left out chat templates.
         for fetched in (FETCHED, [pattern for pattern in FETCHED if pattern != TEMPLATES]):
             wanted["allow_patterns"] = fetched
             with suppress(errors.LocalEntryNotFoundError):

@@ -80,9 +80,9 @@ def load(
     """Return the model in a model folder, or the newest good checkpoint of a run folder, in eval mode.
 
     A model folder is rehead's own or Hugging Face's of a family in `rehead.checkpoint.huggingface`; a path
-    that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda or auto.
-    Weights are converted to `dtype`; without one they keep theirs, or, if there are several, all get the widest; a
-    router's correction bias always keeps its own. With
+    that does not exist and has the form org/name@commit is fetched from the Hub. `device` is cpu, cuda[:N] or auto.
+    Weights are converted to `dtype`, by default the one they are stored in (the widest if there are several);
+    a router's correction bias always keeps its own. With
     `in_memory=False` they stay in their files and are read whenever an operation needs them, one at a
     time: slower, for models larger than the memory. Raises UsageError for a device that is not available,
     InvalidInput for a folder that is not a model and for weights that do not fit the config, IntegrityError

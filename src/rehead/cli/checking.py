@@ -23,7 +23,7 @@ def check(
         tuple[Literal["fp16", "bf16", "q8_0"], ...],
         Parameter(
             negative="",
-            help="number format to serve in; may be repeated. q8_0 is llama.cpp's format of 8 bits "
+            help="number format to serve in; may be repeated. q8_0 is llama.cpp's 8-bit format "
             "[default: all three]",
         ),
     ] = (),
@@ -40,10 +40,10 @@ def check(
 ) -> None:
     """Say whether a model can be served in a smaller number format.
 
-    Rounds the weights as a file of that format would and compares the predictions
-    with those of the exact weights, in float32, on up to 4,096 tokens or one block. For fp16 and bf16 it
-    also computes in them, as engines do. A format is safe if the mean KL is at most
-    0.01 nats; otherwise the verdict is NOT SAFE, with exit status 0. For example:
+    Round the weights as a file of each format would, and compare the predictions
+    with those of the exact weights, in float32, on up to 4,096 tokens or one block. For fp16 and bf16,
+    also compute in that format, as engines do. A format is safe if the mean KL is at most
+    0.01 nats; otherwise the verdict is NOT SAFE, and the exit status is still 0. For example:
 
         rehead check out/run
         rehead check out/llama --dtype q8_0 --data input.txt

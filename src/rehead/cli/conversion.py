@@ -28,7 +28,7 @@ def plan(
     tp: Annotated[
         int,
         Parameter(
-            help="GPUs that share the heads of every layer (tensor parallelism): what one of them caches"
+            help="GPUs that split the heads of every layer (tensor parallelism); cache sizes are then per GPU"
         ),
     ] = 1,
     parts: Annotated[
@@ -73,13 +73,14 @@ def convert(
     target: Annotated[
         Literal["canonical", "uneven", "rebuilt"] | None,
         Parameter(
-            help="with --to mla, how rotary keys are kept: rebuilt and rotated at every step; a decoupled rotary "
-            "part of the frequencies that matter (uneven) or of DeepSeek's (canonical) [default: rebuilt]"
+            help="with --to mla, what becomes of rotary keys: they are rebuilt from the latent and rotated "
+            "at every step (rebuilt), or a decoupled part stays rotary, with the frequencies that matter "
+            "most (uneven) or with those of DeepSeek (canonical) [default: rebuilt]"
         ),
     ] = None,
     rope_dim: Annotated[
         int | None,
-        Parameter(help="numbers of the rotary part of --target uneven [default: a third of the cache]"),
+        Parameter(help="width of the rotary part, with --target uneven [default: a third of the cache]"),
     ] = None,
     kv_rank: Annotated[
         int | None,
@@ -105,11 +106,11 @@ def convert(
     ] = None,
     head_map: Annotated[
         Literal["contiguous", "modular"] | None,
-        Parameter(help="which query heads share a KV head [default: as it is]"),
+        Parameter(help="which query heads share a KV head [default: unchanged]"),
     ] = None,
     rope_layout: Annotated[
         Literal["half-split", "interleaved"] | None,
-        Parameter(help="which numbers rope rotates together [default: as it is]"),
+        Parameter(help="which elements of a head rope rotates as a pair [default: unchanged]"),
     ] = None,
     calibration: Annotated[
         tuple[str, ...],
@@ -122,13 +123,13 @@ def convert(
     teach: Annotated[
         int,
         Parameter(
-            help="passes over the calibration in which each attention that lost something learns from the "
-            "source's, layer by layer: 3 or 4 lose less and take longer"
+            help="passes over the calibration text in which each attention that is not exact learns, one "
+            "layer at a time, to reproduce the outputs of the source's; 3 or 4 lose less but take longer"
         ),
     ] = 0,
     test: Annotated[Path | None, Parameter(help="text to measure on")] = None,
     length: Annotated[
-        int | None, Parameter(help=f"tokens of a window of these texts, of both fit and certificate {LENGTH}")
+        int | None, Parameter(help=f"tokens per window of the calibration and test texts {LENGTH}")
     ] = None,
     allow_loss: Annotated[
         bool, Parameter(negative="", help="write the result even if it is not exact")
@@ -139,7 +140,7 @@ def convert(
     device: Annotated[
         str,
         Parameter(
-            help=f"where the models read text, one layer at a time, and write self, as a whole: {DEVICE}"
+            help=f"where the models read texts (one layer at a time) and sample self (as a whole): {DEVICE}"
         ),
     ] = "cpu",
     resume: Annotated[
@@ -148,17 +149,17 @@ def convert(
     seed: Annotated[
         int,
         Parameter(
-            help="of the text that self samples, the labels that weighted draws, the order of --teach, and the "
-            "random tokens measured on without a text"
+            help="seed of the text sampled for self, the labels drawn for --method weighted, the order of "
+            "--teach, and the random tokens compared on where there is no text"
         ),
     ] = 0,
     json: Json = False,
 ) -> None:
     """Turn a model's attention into another kind, with a certificate of what was kept and lost.
 
-    The result is a model folder with conversion.json and CONVERSION.md in it. A run folder brings its
-    own text. A model of 135 million parameters is fitted to a text of 24,576 tokens in about 6 minutes of
-    one CPU core, and self takes 2 or 3 more to sample. For example:
+    The result is a model folder with conversion.json and CONVERSION.md in it. A run folder needs no
+    --calibration: its own text is used. Fitting a model of 135 million parameters to 24,576 tokens takes
+    about 6 minutes on one CPU core; sampling self takes 2 or 3 more. For example:
 
         rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
     """

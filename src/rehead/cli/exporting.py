@@ -42,16 +42,16 @@ def export(
             "gguf",
         ],
         Parameter(
-            help="the model family to write, auto for the first that can represent the model, or gguf for a file "
-            "of llama.cpp, which a destination that ends in .gguf means, too"
+            help="the model family to write; auto takes the first that can represent the model, and gguf "
+            "writes a file for llama.cpp, as does any destination that ends in .gguf"
         ),
     ] = "auto",
     engine: Annotated[
         Literal["transformers", "vllm", "sglang", "mlx", "llama.cpp"] | None,
         Parameter(
             name="--for",
-            help="the engine that will load it: what it would compute otherwise is refused "
-            "[default: what all load, where possible]",
+            help="the engine that will load the result; what it would compute differently is refused "
+            "[default: a result that all of them load, where possible]",
         ),
     ] = None,
     dtype: Annotated[
@@ -61,8 +61,8 @@ def export(
     push: Annotated[
         str | None,
         Parameter(
-            help="upload the folder as the model org/name of the Hugging Face Hub, with the token of `hf auth login` "
-            "or HF_TOKEN"
+            help="upload the folder to the Hugging Face Hub as the model org/name, with the token from "
+            "`hf auth login` or HF_TOKEN"
         ),
     ] = None,
     private: Annotated[
@@ -72,16 +72,16 @@ def export(
         bool,
         Parameter(
             negative="",
-            help="with --push: put the export in the place of other files there, which its earlier commits keep",
+            help="with --push: replace the other files in the repository; its earlier commits keep them",
         ),
     ] = False,
     json: Json = False,
 ) -> None:
     """Write a model as a stock Hugging Face folder, or a GGUF file, that other software loads without rehead.
 
-    MQA with rope, and models without rope, go out exactly as DeepSeek-V3's MLA,
-    which vLLM and SGLang serve with their own kernels; with --for transformers, GQA
-    and MHA with rope do too. What a class or the engine cannot represent is refused by name.
+    MQA with rope, and models without rope, can be exported exactly as DeepSeek-V3's
+    MLA, which vLLM and SGLang serve with their own kernels; with --for transformers,
+    so can GQA and MHA with rope. What a class or the engine cannot represent is refused by name.
     --push uploads the folder once it is written. For example:
 
         rehead export out/llama out/stock

@@ -17,7 +17,7 @@ def inspect(
     text: Annotated[str, Parameter(help="the text to inspect")],
     compare: Annotated[
         str | None,
-        Parameter(help="a second text; rows of the tokens that both texts begin with should not change"),
+        Parameter(help="a second text; the rows of its shared beginning with --text should be the same"),
     ] = None,
     layer: Annotated[int, Parameter(help="the layer whose map is printed, from 0")] = 0,
     head: Annotated[int, Parameter(help="the head whose map is printed, from 0")] = 0,
@@ -85,7 +85,7 @@ def bench(
         ),
     ] = (),
     length: Annotated[
-        int | None, Parameter(help=f"tokens that prompt and new tokens are chosen for {LENGTH}")
+        int | None, Parameter(help=f"context length from which the other defaults follow {LENGTH}")
     ] = None,
     batch: Annotated[
         tuple[int, ...], Parameter(negative="", consume_multiple=1, help="sequences at once [default: 1]")

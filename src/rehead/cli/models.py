@@ -37,11 +37,11 @@ def generate(
         bool, Parameter(help="cache keys and values; otherwise every step recomputes the whole text")
     ] = True,
     ignore_eos: Annotated[
-        bool, Parameter(negative="", help="write on after the ids that end a text, as the folder names them")
+        bool, Parameter(negative="", help="do not stop at ids that end a text (the folder's eos_token_id)")
     ] = False,
     dtype: Annotated[
         Dtype | None,
-        Parameter(help="number format of the weights, and of what is computed [default: as saved]"),
+        Parameter(help="number format of the weights and of the computation [default: as saved]"),
     ] = None,
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
@@ -49,8 +49,8 @@ def generate(
     """Generate text after one or more prompts.
 
     Temperature 0 always takes the likeliest token. The same seed gives the same
-    text, even with several prompts at once. A text ends before an id that ends
-    texts (eos_token_id of the folder) or after --max-new-tokens. For example:
+    text, even with several prompts at once. A text stops before an end-of-text id
+    (the folder's eos_token_id) or after --max-new-tokens. For example:
 
         rehead generate out/run --prompt "O God, O God!" --max-new-tokens 100 --temperature 0.8
     """
@@ -127,8 +127,8 @@ def eval(
     tasks: Annotated[
         str | None,
         Parameter(
-            help="instead of a text: tasks of lm-evaluation-harness, by name, YAML file, or folder of such files, "
-            "with commas between"
+            help="instead of a text: tasks of lm-evaluation-harness, separated by commas; each is a name, a "
+            "YAML file, or a folder of YAML files"
         ),
     ] = None,
     num_fewshot: Annotated[
@@ -140,22 +140,22 @@ def eval(
     length: Annotated[
         int | None,
         Parameter(
-            help="tokens per block, the most a prediction can look back on; with --tasks the model's own length "
-            f"if not given {LENGTH}"
+            help="tokens per block: the most that a prediction can look back on; with --tasks the default is "
+            f"the model's own length {LENGTH}"
         ),
     ] = None,
     stride: Annotated[
         int | None,
         Parameter(
-            help="tokens from the start of a block to that of the next, which then overlap; only new tokens are "
-            "predicted [default: the length]"
+            help="tokens from the start of one block to the start of the next; if fewer than the length, "
+            "blocks overlap and only new tokens are predicted [default: the length]"
         ),
     ] = None,
     bos: Annotated[
         bool,
         Parameter(
-            help="begin every block with the token that the tokenizer puts before a text, if it has one, as all "
-            "that the model is given does"
+            help="begin every block with the token that the tokenizer puts before a text, if it has one, "
+            "since everything else that the model is given begins with it"
         ),
     ] = True,
     batch_size: Annotated[
@@ -166,13 +166,13 @@ def eval(
     ] = None,
     dtype: Annotated[
         Dtype | None,
-        Parameter(help="number format of the weights, and of what is computed [default: as saved]"),
+        Parameter(help="number format of the weights and of the computation [default: as saved]"),
     ] = None,
     stored_as: Annotated[
         Literal["fp16", "bf16", "q8_0"] | None,
         Parameter(
-            help="round the weights as a file of this format would, and measure on the same tokens by how much "
-            "predictions change; q8_0 is llama.cpp's format of 8 bits"
+            help="round the weights as a file of this format would, and also measure how much that changes "
+            "the predictions on the same tokens; q8_0 is llama.cpp's 8-bit format"
         ),
     ] = None,
     kv_dtype: Annotated[
@@ -182,14 +182,14 @@ def eval(
     device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
-    """Measure how well a model predicts a text (loss, perplexity, bits per byte), or does tasks.
+    """Measure how well a model predicts a text (loss, perplexity, bits per byte), or how it does on tasks.
 
     The text is read in blocks of --length tokens; every token but the first is
     predicted once. A --stride below the length gives each prediction more tokens to
     look back on: slower, and a lower loss. Warns if the run was trained on the text.
-    --stored-as shows what a smaller format of the weights costs before they are served
-    in it, --kv-dtype what one of the KV cache does. --tasks runs lm-evaluation-harness
-    (pip install "rehead[eval]") as on a stock model. A task can run code of its own.
+    --stored-as shows what serving the weights in a smaller format would cost,
+    --kv-dtype what keeping the KV cache in one would. --tasks runs lm-evaluation-harness
+    (pip install "rehead[eval]") as it runs on a stock model. A task can run code of its own.
     For example:
 
         rehead eval out/run --data input.txt

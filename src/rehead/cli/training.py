@@ -63,18 +63,18 @@ def heal(
     teach: Annotated[
         int | None,
         Parameter(
-            help="first teach each attention that lost something the outputs of the source's, layer by layer, in so "
-            "many passes over at most 49,152 tokens of the text; the result is FOLDER-taught, or WORK_DIR-taught if "
-            "system.work_dir is given"
+            help="first teach each attention that is not exact to reproduce the outputs of the source's, one "
+            "layer at a time, in this many passes over at most 49,152 tokens of the text; the result is "
+            "FOLDER-taught, or WORK_DIR-taught if system.work_dir is given"
         ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Train a converted model to predict as its source did, and update its certificate.
 
-    The run is written to FOLDER-healed and reads the text of the source, unless
-    flags change that; trainer.distillation=0 learns from the text alone. For
-    example:
+    The run is written to FOLDER-healed and trains on the text that the source was
+    trained on, unless flags change that; with trainer.distillation=0 the model
+    learns from the text alone. For example:
 
         rehead heal out/mla --teacher out/run --teach 2 trainer.max_iters=300
     """
@@ -115,7 +115,7 @@ def study(
         float, Parameter(help="share of every run's iterations to train; the report shows it")
     ] = 1.0,
     only: Annotated[
-        str | None, Parameter(help="make one run, named by its folder as in mha/seed-0, and no report")
+        str | None, Parameter(help="make only the run in this folder, such as mha/seed-0, and no report")
     ] = None,
     launcher: Annotated[
         Literal["local", "slurm"],
@@ -127,8 +127,8 @@ def study(
         tuple[str, ...],
         Parameter(
             negative="",
-            help="an option of all batch jobs, as in partition=gpu, time=4:00:00, gpus_per_node=1, cpus_per_task=8 or "
-            "mem=32G; may be repeated",
+            help="an option for all batch jobs, such as partition=gpu, time=4:00:00, gpus_per_node=1, "
+            "cpus_per_task=8 or mem=32G; may be repeated",
         ),
     ] = (),
     dry_run: Annotated[

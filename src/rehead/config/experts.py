@@ -17,12 +17,12 @@ class ExpertsConfig:
     """A mixture of experts in place of one MLP (Shazeer et al., arXiv 1701.06538), in DeepSeek's words.
 
     Each of `layers` has `n_routed_experts` MLPs, `moe_intermediate_size` wide; a token's output is the weighted sum of
-    those of `num_experts_per_tok`. The router scores all of them by softmax (Qwen3-MoE, DeepSeek-V2) or by sigmoid;
-    then it chooses by the score plus a learned bias (DeepSeek-V3, arXiv 2412.19437). The experts are in `n_group`
-    groups, of which the best `topk_group` are chosen from: best by their highest score, or with sigmoid by the sum of
-    the two highest. The weights are the scores, with `norm_topk_prob` divided by their sum, times
-    `routed_scaling_factor`. Every token also passes through the shared experts, which are one MLP, `n_shared_experts`
-    times as wide.
+    the outputs of `num_experts_per_tok` of them. The router scores all by softmax (Qwen3-MoE, DeepSeek-V2) or by
+    sigmoid; with sigmoid it chooses by the score plus a learned bias (DeepSeek-V3, arXiv 2412.19437). The experts are
+    in `n_group` groups, and only those of the best `topk_group` can be chosen: best by the highest score or, with
+    sigmoid, by the sum of the two highest. The weights are the scores, with `norm_topk_prob` divided by their sum,
+    times `routed_scaling_factor`. Every token also passes through the shared experts, which are one MLP,
+    `n_shared_experts` times as wide.
     """
 
     layers: tuple[int, ...]

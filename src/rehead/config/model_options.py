@@ -71,7 +71,7 @@ class ModelOptions:
     rope_theta: float | None = None
     """base of the rotary frequencies [default: 10000]"""
     partial_rotary_factor: float | None = None
-    """share of the numbers of a head that rotate, the first ones [default: 1]"""
+    """share of each head's elements that rotate, counted from the first [default: 1]"""
     rope_layout: Layout | None = None
     """which numbers form a rotated pair: halves or neighbours [default: half-split]"""
     rope_scaling: dict[str, Any] | None = None

@@ -44,7 +44,7 @@ class DataOptions:
     tokenizer: Literal["char", "byte", "bpe"] = "char"
     """char: one token per character of the text; byte: one per byte; bpe: trained on the text"""
     vocab_size: int | None = None
-    """bpe only, and required there: tokens at most, 256 or more [default: none]"""
+    """bpe only, where it is required: the largest number of tokens to make, at least 256 [default: none]"""
     val_fraction: float = 0.1
     """share of the text, taken from its end, for validation"""
 
@@ -65,7 +65,7 @@ class TrainerOptions:
     max_iters: int = 600
     """optimizer steps in all"""
     batch_size: int = 64
-    """blocks per forward pass, of all processes of torchrun together"""
+    """blocks per forward pass, summed over all processes of torchrun"""
     grad_accumulation: int = 1
     """forward passes per optimizer step"""
     learning_rate: float = 5e-4
@@ -89,13 +89,14 @@ class TrainerOptions:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 for autocast: the weights stay in float32"""
     parallel: Literal["none", "ddp", "fsdp"] = "none"
-    """processes of torchrun that train together: each with all weights (ddp) or with a share of them (fsdp)"""
+    """how processes of torchrun train one model: each holds all weights (ddp) or a share of them (fsdp)"""
     compile: bool = False
     """compile the model with torch.compile"""
     recompute: bool = False
     """keep only the inputs of layers, and recompute the rest in the backward pass: less memory, a third more time"""
     train: Literal["all", "attention"] = "all"
-    """weights that learn: all, or those of the attentions; a teacher then shares the others where they are equal"""
+    """weights to train: all, or only those of the attention layers; a teacher then shares the frozen weights
+    that are equal"""
     eval_every: int = 100
     """steps between validations"""
     eval_batches: int = 8
@@ -117,13 +118,15 @@ class TrainerOptions:
     sample_top_k: int | None = 10
     """sample texts use this many of the likeliest tokens; null for all"""
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] | None = None
-    """where metrics go besides metrics.jsonl, each with a package of its own; wandb has a server [default: none]"""
+    """where metrics go besides metrics.jsonl; each needs a package of its own, and wandb sends them to a
+    server [default: none]"""
     resume: bool = False
     """continue the run in system.work_dir from its newest checkpoint"""
     teacher: str | None = None
     """a model folder whose predictions the model learns [default: none]"""
     distillation: float = 1.0
-    """with a teacher: share of the loss that compares with its predictions; the rest is the loss on the text"""
+    """with a teacher: share of the loss that is the divergence from its predictions; the rest is the loss
+    on the text"""
 
     __no_type_check__ = True
 

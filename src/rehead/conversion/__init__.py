@@ -1,4 +1,4 @@
-"""One attention into another, each step with its promise. Importing a module here registers its steps."""
+"""Convert one attention into another, each step with its promise. Importing this package registers all steps."""
 
 from rehead.conversion.base import Conversion, Promise, Statistics, Step, conversions, methods
 from rehead.conversion.certificate import Certificate

@@ -236,7 +236,9 @@ class Step:
         known = {name: needs for name, needs in methods.items() if name not in unusable}
         if wanted in known:
             if known[wanted] and not calibrated:
-                raise ConfigError("this method reads a text. Give a calibration text, or use method=svd.")
+                raise ConfigError(
+                    f"method={wanted} reads a text. Give a calibration text, or use method=svd."
+                )
             return str(wanted)
         return next((name for name, needs in known.items() if calibrated or not needs), "")
 
@@ -268,4 +270,4 @@ def require_method(name: str | None, steps: list[Step]) -> None:
         raise ConfigError(f"method={name!r} is unknown. Use one of {', '.join(methods())}.")
     way = ", ".join(dict.fromkeys(step.name for step in steps)) or "anything to be done here"
     hint = f"Use one of {', '.join(usable)}" if usable else "Leave it out"
-    raise ConfigError(f"method={name!r} is of {', '.join(methods()[name])}, not of {way}. {hint}.")
+    raise ConfigError(f"method={name!r} belongs to {', '.join(methods()[name])}, not to {way}. {hint}.")

@@ -1,16 +1,16 @@
-"""Bounds of what a certificate holds, which is somebody else's where a folder is."""
+"""Bounds on the values of a certificate, which may come from somebody else's folder."""
 
 import math
 from typing import Any
 
 DEEPEST = 32
-"""Tables and lists within one another; the config of a model has a dozen."""
+"""Levels of nested tables and lists, at most; the config of a model has a dozen."""
 
 
 def bounded(value: Any, depth: int = DEEPEST) -> Any:
     """Return a value of JSON. Raises ValueError if it is nested deeper than `depth`, or for a number out of bounds.
 
-    Whole numbers have 64 bits, others are finite: what is computed from them, and written, is so too.
+    Integers must fit in 64 bits and floats be finite, so that figures computed from them can be written, too.
     """
     if isinstance(value, dict | list):
         if not depth:

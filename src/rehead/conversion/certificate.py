@@ -272,7 +272,7 @@ def certify(
 def output_errors(
     source: LanguageModel, result: LanguageModel, blocks: Sequence[tuple[Tensor, Tensor]]
 ) -> list[float]:
-    """Return the relative RMS error of every layer's attention, both on the inputs it gets in the source."""
+    """Return the relative RMS error of every layer's attention; source and result both get the source's inputs."""
     pairs = list(zip(attentions(source), attentions(result), strict=True))
     sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
     hooks, counts = ExitStack(), torch.ones(0, dtype=torch.bool)

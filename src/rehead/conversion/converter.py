@@ -63,11 +63,11 @@ def convert(
     fields of `Target` (`n_kv_head`, `kv_rank`, `kv_fraction`, `target`, `rope_dim`, `head_map`, `rope_layout`) beside
     it. `calibration` and `test` are token ids (N,); approximations fit themselves to the first, the certificate
     measures on the second (without it, logits on random tokens). Instead of ids, `calibration` may be "self", a text
-    sampled from the model, or a list of texts, read in equal shares. Both are read in windows of `length` tokens, 2,048
-    unless the model reads fewer, which begin with `bos`, the token that a tokenizer puts before a text, if given.
-    `method` is one of `rehead.conversion.methods()`; without it the best that has what it needs. With `teach` passes
-    over the calibration, attentions that lost something then learn from those of the source, layer by layer. In a new
-    folder in `scratch` the new weights are kept, deferred, instead of in memory: see `rehead.load`.
+    sampled from the model, or a list of texts, read in equal shares. Windows have `length` tokens (2,048, or fewer if
+    the model reads fewer) and begin with `bos`, the token that a tokenizer puts before a text, if given. `method` is
+    one of `rehead.conversion.methods()`, by default the best that the texts allow. In `teach` passes over the
+    calibration, inexact attentions learn from the source's, layer by layer. With `scratch`, new weights stay in a new
+    folder there, as with `in_memory=False` in `rehead.load`.
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
@@ -94,7 +94,7 @@ def require_heads(model: LanguageModel) -> GPTConfig:
     """Return the config of a model with attention; ConfigError for any other."""
     if not isinstance(model.config, GPTConfig):
         raise ConfigError(
-            f"a model of type {model.config.model_type} has no heads to convert: only a gpt does."
+            f"a model of type {model.config.model_type} has no heads to convert: only a gpt has any."
         )
     return model.config
 
@@ -252,7 +252,7 @@ class Converter:
         lossy = [index for index, record in enumerate(records) if not record.exact]
         if not lossy:
             raise ConfigError(
-                f"teach={passes}: this conversion is exact, there is nothing to learn. Leave it out."
+                f"teach={passes}: this conversion is exact, so there is nothing to learn. Leave teach out."
             )
         made_of = [encode(result.config), [record.methods for record in records], passes]
         with self._kept(f"teaching-{digest(made_of)}") as folder:
@@ -288,7 +288,7 @@ class Converter:
 
     @contextmanager
     def _kept(self, name: str) -> Iterator[Path]:
-        """A folder that is kept for the next time in `scratch`, or one that is not kept."""
+        """Yield a folder in `scratch` that is kept for next time or, without `scratch`, a temporary one."""
         if self.scratch is None:
             with tempfile.TemporaryDirectory() as folder:
                 yield Path(folder)

@@ -22,8 +22,8 @@ class Healing:
 class Earlier:
     """A conversion that made the source of another one, in brief.
 
-    `source` and `result` are the attentions of its first layer; `kl` is to its own source, `loss` before and after it,
-    on its own text, and `healed` the steps of healing that the two have in them."""
+    `source` and `result` are the attentions of its first layer; `kl` is measured against its own source and `loss`,
+    before and after it, on its own text; both include `healed` steps of healing."""
 
     source: str
     result: str

@@ -142,9 +142,9 @@ def convert_folder(
     from them, with the same bytes. For the texts see `FolderConverter`. `teach` is the number of passes over the
     calibration in which approximate attentions learn from the source's. `n_process` layers are converted at a time,
     each in a process of its own, with the same bytes. On `device` the models read the texts, one layer at a time;
-    layers are converted on the CPU. `max_loss` accepts a loss up to that. Raises UsageError,
-    naming the loss, for any other lossy result without `allow_loss`; then, as after any error, nothing is left at
-    `destination`.
+    layers are converted on the CPU. `max_loss` bounds the loss on the calibration text; a result that loses more on
+    the test text is written all the same, with a warning. Raises UsageError, naming the loss, for a lossy result
+    without `max_loss` or `allow_loss`; then, as after any error, nothing is left at `destination`.
     """
     require_apart(source, destination)
     require_seed(seed)
@@ -231,8 +231,8 @@ def _require_measurable(target: Target, max_loss: float | None) -> None:
     """Refuse a target that leaves no ranks to measure, or sets them twice."""
     if target.target in ("uneven", "canonical"):
         raise UsageError(
-            f"ranks are measured of latents with rebuilt keys. Leave out --target {target.target}, or give "
-            "--kv-fraction alone."
+            f"ranks can only be measured for latents with rebuilt keys. Leave out --target {target.target}, "
+            "or give --kv-fraction alone."
         )
     if max_loss is not None:
         require_loss(max_loss)
@@ -270,7 +270,7 @@ def _tell_classless(config: GPTConfig, target: Target) -> None:
 
 
 def _tell_loss(most: float, before: float, after: float) -> None:
-    """Warn if the loss on the test text rises more than on the calibration text."""
+    """Warn if the loss on the test text rises by more than `most`, which bounds it on the calibration text only."""
     if after - before > most:
         warnings.warn(
             f"--max-loss {most:g} holds on the calibration text; on the test text the loss rises by "
@@ -294,7 +294,7 @@ def _refusal(certificate: Certificate, *, can_read: bool) -> str:
     flips = f"{100 * logits['argmax_flips']:.2f} % of the likeliest tokens change, KL {logits['kl']:.2e} nats"
     loss = how = ""
     if certificate.loss is None:
-        how = " on random tokens" + ("; give --calibration TEXT for a better one" if can_read else "")
+        how = " on random tokens" + ("; give --calibration TEXT to measure on text" if can_read else "")
     else:
         loss = "the loss would go from {:.4f} to {:.4f} nats per token, ".format(*certificate.loss)
     return f"this conversion is lossy: {loss}{flips}{how}. Nothing was written. Accept it with --allow-loss."

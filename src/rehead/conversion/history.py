@@ -15,7 +15,7 @@ def conversion_of(folder: Path) -> Certificate | None:
 
 
 def after(before: Certificate | None, made: Certificate) -> Certificate:
-    """Return the certificate of a conversion whose source was made by that of `before`."""
+    """Return `made` with the conversions behind its source as `earlier`, from the source's certificate `before`."""
     return made if before is None else replace(made, earlier=history(before))
 
 
@@ -32,14 +32,15 @@ def earlier_of(folder: Path) -> list[Earlier]:
     if lossy := [one for one in found if not one.exact]:
         steps = "; ".join(f"{one.source} to {one.result}, KL {one.kl:.2e} nats" for one in lossy)
         warnings.warn(
-            f"the source was itself converted ({steps}): what is measured now is without that loss",
+            f"the source was itself converted ({steps}): the figures of this conversion do not include that "
+            "loss",
             stacklevel=4,
         )
     return found
 
 
 def history(certificate: Certificate) -> list[Earlier]:
-    """Return the conversions that made the result of one, with that one, the oldest first."""
+    """Return the conversions up to and including the one that a certificate describes, the oldest first."""
     first = certificate.layers[0]
     last = Earlier(
         source=first.source,

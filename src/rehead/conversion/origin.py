@@ -23,9 +23,9 @@ CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})")
 UNKNOWN = "unknown"
 """The Hub's word for a licence that is not known."""
 LONGEST = 200
-"""Characters of a value that are carried on, at most."""
+"""Length of a value in characters, at most; a longer one is left out."""
 MOST = 64 << 10
-"""Characters of a card that are read."""
+"""Characters of a card that are read, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

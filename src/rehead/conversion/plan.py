@@ -1,4 +1,4 @@
-"""What each variant would cost, and what becoming it would be, from the config alone."""
+"""What each variant would cost, and whether the model can be converted to it, from the config alone."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from rehead.measure.parts import Parts, parts
 from rehead.measure.size import active_parameters, decode_bytes, decode_flops
 
 MOST_SEQUENCES = 1 << 20
-"""Decoded at once, in a plan; more is a slip of the keys."""
+"""Sequences decoded at once in a plan, at most; more is a typing error."""
 MOST_GPUS = 4096
-"""That share the heads of a layer, in a plan."""
+"""GPUs that share the heads of a layer in a plan, at most."""
 REBUILDING = (
     "Rebuilt keys save memory, not time: every step reads R numbers per past token and layer and multiplies "
     "them into all keys and values."
@@ -124,7 +124,7 @@ def plan(
         kind.require(config)
         fit = [variant for variant in variants if not kind.fault(variant.config)]
         if len(fit) < len(variants):
-            left_out = [f"left out: {len(variants) - len(fit)} whose rows have no format {kind.name}."]
+            left_out = [f"Variants left out, as {kind.name} cannot hold them: {len(variants) - len(fit)}."]
         variants = fit
     rows = [_row(variant, context, batch_size, dtype, kind, tp) for variant in variants]
     return Plan(
@@ -232,7 +232,7 @@ def _of_layers(config: ModelConfig) -> Iterator[str]:
     kinds = Counter(layer.describe() for layer in config.attention) if isinstance(config, GPTConfig) else {}
     if len(kinds) > 1:
         named = "; ".join(f"{count} of {kind}" for kind, count in kinds.items())
-        yield f"Layers differ: {named}. Rows are named by the first layer, their figures are of all layers."
+        yield f"Layers differ: {named}. Rows are named after the first layer; their figures cover all layers."
 
 
 def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]:
@@ -248,8 +248,8 @@ def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]
     ]
     if larger:
         yield (
-            f"On {tp} GPUs KV heads are split, and a latent is on each of them. These are no smaller per GPU than the "
-            f"present cache: {'; '.join(larger)}."
+            f"On {tp} GPUs the KV heads are split, but each GPU holds the whole latent. These variants are "
+            f"no smaller per GPU than the present cache: {'; '.join(larger)}."
         )
     config = variants[0].config
     layers = config.attention if isinstance(config, GPTConfig) else ()

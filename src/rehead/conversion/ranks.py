@@ -51,9 +51,9 @@ class Allocation:
         return found
 
     def at_loss(self, max_loss: float) -> list[LatentConfig]:
-        """Return the smallest cache whose measured loss is at most `max_loss` nats above the source's.
+        """Return the ranks of the smallest cache whose measured loss is at most `max_loss` nats above the source's.
 
-        Found by halving the budget; all layers are converted together to measure it.
+        Bisects the budget, measuring all layers converted together. Gives the exact ranks if nothing smaller will do.
         """
         require_loss(max_loss)
         most = [grid[-1] for grid in self.grids]

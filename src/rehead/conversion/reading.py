@@ -59,7 +59,8 @@ class Reader:
         files = [name for name in names if name != SELF]
         if self.opened.tokenizer is None and (files or test is not None):
             raise InvalidInput(
-                f"{self.source} has no tokenizer.json: its texts cannot be read. Leave the texts out."
+                f"{self.source} has no tokenizer.json, so it cannot read a text. Leave out --calibration "
+                "and --test."
             )
         held = None if test is None else self._read(named(test, "--test"), "test", Path(test).name)
         if not names:

@@ -85,7 +85,7 @@ def require_one_rotation(layers: Iterable[AttentionConfig]) -> None:
     heads = [one for one in map(heads_of, layers) if isinstance(one, GroupedConfig) and one.rope is not None]
     if len({(one.rope, one.head_dim, one.n_kv_head) for one in heads}) > 1:
         raise ConfigError(
-            "its layers rotate in different ways: one rotary part cannot serve them all. Use --target rebuilt."
+            "the layers rotate in different ways: one rotary part cannot serve all. Use --target rebuilt."
         )
 
 
@@ -127,7 +127,7 @@ def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeCon
         raise ConfigError(f"{norms}. Keep it as it is.")
     if heads.qk_norm_eps is not None:
         raise ConfigError(
-            "its queries and keys have norms, which DeepseekV3ForCausalLM has not. Use --target uneven or rebuilt."
+            "the queries and keys have norms, which DeepseekV3ForCausalLM lacks. Use --target uneven or rebuilt."
         )
     if rope_dim is not None:
         raise ConfigError(

@@ -11,9 +11,9 @@ from rehead.conversion.base import CannotConvert, Conversion, Step, conversions
 from rehead.conversion.steps.latent import full_rank, rank_on_the_way
 
 NARROWEST = -(10**18)
-"""Negated numbers per token while no approximation has been made."""
+"""Negated numbers per token of a path without any approximation so far."""
 MOST_OBSTACLES = 3
-"""That a message names, the first ones."""
+"""Obstacles that a message names, at most."""
 NORMED = "a norm on its latent (latent_norm=True)"
 STAYS = "Keep it as it is: it can be run, measured and exported."
 KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
@@ -21,10 +21,10 @@ KEPT = ("n_query_head", "causal", "window", "d_context", "attn_pdrop", "score")
 
 
 def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list[Step]:
-    """Return the steps from `source` to `target`: exact ones, or those whose smallest cache on the way is largest.
+    """Return the steps from `source` to `target`: exact ones, or the approximate ones that should lose least.
 
-    Ties are broken by the fewest approximations, then by the fewest steps. Raises CannotConvert, with the obstacle, if
-    there is no path.
+    These are the ones whose smallest cache after an approximation is largest; ties are broken by the fewest
+    approximations, then by the fewest steps. Raises CannotConvert, with the obstacle, if there is no path.
     """
     order = count()
     frontier: list[tuple[int, int, int, int, AttentionConfig, list[Step]]] = [

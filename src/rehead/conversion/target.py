@@ -132,7 +132,8 @@ def _gqa(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
         between = divisors(heads.n_query_head)[1:-1][:20]
         if not between:
             raise ConfigError(
-                f"between one and {heads.n_query_head} KV heads there is none. Use --to mqa or --to mha."
+                f"--to gqa: no number between 1 and {heads.n_query_head} divides {heads.n_query_head} query "
+                "heads. Use --to mqa or --to mha."
             )
         if target.n_kv_head is None:  # and the source is none either
             raise ConfigError(f"--to gqa needs --n-kv-head: how many KV heads? Use one of {between}.")

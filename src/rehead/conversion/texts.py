@@ -1,4 +1,4 @@
-"""The texts a conversion is fitted to: of files, of ids, or of the model itself."""
+"""The texts a conversion is fitted to: token ids that are given, or text sampled from the model itself."""
 
 from dataclasses import dataclass
 from itertools import chain, islice

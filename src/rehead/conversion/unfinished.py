@@ -31,12 +31,12 @@ def unfinished(
 ) -> Iterator[Path]:
     """Yield the folder DESTINATION.unfinished, locked, to keep work in.
 
-    It is removed at the end, and by a ReheadError unless that ends a resumed conversion. It stays if the process is
+    It is removed at the end, and after a ReheadError unless that ends a resumed conversion. It stays if a process is
     interrupted or killed: the next conversion to `destination` then needs `resume`, which users write as `flag`. If it
     was killed after `destination` was published, the next conversion in the same parent folder removes it.
     `work` is what messages call it, `choose` the option that names another folder.
-    Raises UsageError if that is missing or there is nothing to resume, Busy if another process converts to
-    `destination`.
+    Raises UsageError if `resume` is needed but not given or there is nothing to resume, Busy if another process
+    converts to `destination`.
     """
     require_folders(destination)
     _sweep(destination.parent)
@@ -75,7 +75,7 @@ def fingerprint(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def place_of(folder: Path, **made_of: object) -> Path:
-    """Return the folder in `folder` for what is made of these, JSON; create it. Work made of others is left out."""
+    """Create and return the folder in `folder` for what is made of these (JSON); work made of others is not used."""
     place = folder / digest(made_of)
     if not place.exists() and _done(folder):
         log.info("%s is from another source, text, seed, device or version: starting again", folder)
@@ -112,7 +112,7 @@ def _done(folder: Path) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove all but the lock; what `_sweep` needs to know that it may, last."""
+    """Remove all but the lock; last of all the file that tells `_sweep` that the rest may be removed."""
     for place in sorted(folder.iterdir(), key=lambda place: place.name == RESULT):
         if place.is_dir():
             shutil.rmtree(place)

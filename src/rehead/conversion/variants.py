@@ -24,7 +24,7 @@ EXPORT = "export --format deepseek_v3"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A command, and the attention it makes of a layer. One that `exports` takes no approximation."""
+    """A command, and the attention it makes of a layer. If it `exports`, only an exact conversion is possible."""
 
     command: str
     target: Callable[[AttentionConfig], AttentionConfig]
@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A model, and what becoming it would be. `step` is the conversion that would have to be possible."""
+    """A model, and the verdict on converting to it. `step` is the conversion whose refusal makes it impossible."""
 
     command: str
     config: ModelConfig
@@ -58,7 +58,7 @@ def others(config: ModelConfig) -> Iterator[Variant]:
     for candidate in _candidates(config):
         try:
             targets = {layer: candidate.target(layer) for layer in dict.fromkeys(config.attention)}
-        except ConfigError:  # not to be meant of every layer, such as a head too many
+        except ConfigError:  # makes no sense for every layer, such as too many heads
             continue
         layers = tuple(targets[layer] for layer in config.attention)
         if layers not in seen:

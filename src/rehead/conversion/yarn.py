@@ -15,8 +15,8 @@ FAR = 2048
 def as_yarn(rope: RopeConfig, width: int) -> RopeConfig | None:
     """Return a rotary part of `width` with a yarn in place of `rope`'s Llama 3 scaling; None if it has another.
 
-    Both keep the fast angles and divide the slow ones by the same factor. Between, yarn has a ramp over whole numbers
-    of pairs: the one with the least largest difference is taken. `mscale` and `mscale_all_dim` are equal, so that
+    Both keep the fast angles and divide the slow ones by the same factor. In between, yarn ramps over whole numbers
+    of pairs: the ramp with the smallest maximum difference is taken. `mscale` and `mscale_all_dim` are equal, so that
     cosine and sine keep their size; the factor that yarn then puts on the scores is divided out of the queries.
     """
     scaling = rope.scaling

@@ -76,10 +76,10 @@ def evaluation_blocks(
 
     The last block is padded with inputs 0 and targets IGNORE; the last batch may have fewer rows. `limit`
     selects that many blocks, evenly spread over the text. With a `stride` below `block_size` blocks overlap: each
-    begins `stride` tokens after the one before, and only its last `stride` tokens, all in the first block, are
-    targets, so that the others have at least `block_size - stride` tokens before them. With `bos` every block begins
-    with that token in place of its first one, as a text does that a model is given. Raises InvalidInput for fewer than
-    two tokens.
+    begins `stride` tokens after the one before, and only its last `stride` tokens are targets (in
+    the first block, all are), so that every later target has at least `block_size - stride` tokens before it. With
+    `bos`, that token replaces the first one of every block, as in a text given to a model. Raises InvalidInput for
+    fewer than two tokens.
     """
     if len(ids) < 2:
         raise InvalidInput(f"a text of {len(ids)} tokens leaves nothing to predict: use a longer one.")

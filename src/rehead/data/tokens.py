@@ -104,7 +104,7 @@ def require_vocabulary(ids: Ids, vocab_size: int) -> None:
     if ids.ndim != 1 or (len(ids) and int(ids.min()) < 0):
         raise InvalidInput(f"token ids of shape {ids.shape}: expected (N,), with no id below 0.")
     if len(ids) and (largest := int(ids.max())) >= vocab_size:
-        rule = f"the text has token id {largest}, the model has vocab_size={vocab_size}"
+        rule = f"the text has token id {largest}, but the model has vocab_size={vocab_size}"
         raise InvalidInput(f"{rule}: use the model's own tokenizer.json.")
 
 
@@ -133,7 +133,8 @@ def require_block(ids: Ids, block_size: int, name: str) -> None:
     """Raise InvalidInput unless the split called `name` holds one block and the token after it."""
     if len(ids) <= block_size:
         rule = (
-            f"the {name} split has {len(ids)} tokens, one block needs data.block_size + 1 = {block_size + 1}"
+            f"the {name} split has {len(ids)} tokens, but one block needs "
+            f"data.block_size + 1 = {block_size + 1}"
         )
         smaller = f", or data.block_size={len(ids) - 1} or less" if len(ids) > 1 else ""
         raise InvalidInput(f"{rule}: use a longer text{smaller}.")

@@ -28,9 +28,9 @@ __all__ = [
 def decoder(model: LanguageModel) -> Decode:
     """Return the function that decodes one token of every sequence with the current weights.
 
-    It decodes in eval mode, whatever the mode of the model, and without gradients. The model may be converted or moved
-    (`model.double()`), get hooks, or be called under autocast later. Create a new decoder after other changes of
-    weights or parts.
+    It decodes in eval mode, whatever the mode of the model, and without gradients. When the model is changed later,
+    converted or moved (`model.double()`), gets hooks or is called under autocast, the decoder notices and adapts; the
+    exceptions are in `rehead.decoding.change.Decoder`.
     """
 
     def engine() -> Decode:

@@ -16,7 +16,7 @@ from rehead.model.ids import require_ids, require_range
 
 
 class Check:
-    """Refuses ids and caches that do not fit a model; remembers the caches that did, whose shapes cannot change."""
+    """Refuses ids and caches that do not fit a model; remembers those that did: rows and dtype cannot change."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Programs as CUDA graphs: one call launches some hundred kernels, whose launches dominate the time of a small model.
+"""Programs as CUDA graphs: one call replaces hundreds of kernel launches, which dominate the time of a small model.
 
 The graph records PyTorch's execution of the program. A graph is valid for all positions below a power of two: it reads
 that many rows and masks the unused ones; beyond that, the next graph is captured. A graph is used after a self-check:

@@ -43,7 +43,7 @@ def why_not_lowered(model: LanguageModel) -> str:
 
 
 def only_forward(module: nn.Module) -> str:
-    """Return words for a module that has to be called, with what is wrong with its `lower`, if it has one."""
+    """Describe in words a module that has to be called, and why its `lower` cannot be used, if it has one."""
     kind = type(module)
     words = f"a {kind.__name__} that only its forward describes"
     parent = next((base for base in kind.__mro__ if "lower" in vars(base)), None)
@@ -61,7 +61,7 @@ def is_intercepted(model: LanguageModel) -> bool:
 
 
 def is_whole(model: LanguageModel) -> bool:
-    """Whether only a call of the model shows all it computes: its hooks, or a `forward` of its own, take part."""
+    """Whether the model itself must be called, because it has hooks or a `forward` of its own."""
     own = "forward" in vars(model) or type(model).forward is not LanguageModel.forward
     return own or any((model._forward_hooks, model._forward_pre_hooks, *_hooks_of_all()))
 
@@ -73,7 +73,7 @@ def hooks(model: nn.Module) -> list[dict[int, Any]]:
 
 
 def _hooks_of_all() -> list[dict[int, Any]]:
-    """Return the tables of hooks of all modules, where profilers enter theirs."""
+    """Return PyTorch's global tables of forward hooks, in which profilers register theirs."""
     return [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
 
 

@@ -52,7 +52,7 @@ def batch_refusal(n_sequence: int) -> str | None:
 
 
 def prepare(model: LanguageModel) -> None:
-    """Build the C++ that generation with this model may need, so that its messages do not interrupt the text."""
+    """Build the C++ that generation with this model may need, so that log messages do not interrupt the text."""
     in_cpp = model.device.type == "cpu" and model.head.weight.dtype != torch.float64
     if in_cpp and model.lower() is not None:
         library("sequence")

@@ -62,7 +62,7 @@ def _is_plain_table(table: nn.Embedding) -> bool:
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Whether a module is one of PyTorch's own, and its forward not patched."""
+    """Whether a module is of a type that decode.cpp knows, with an unpatched `forward`."""
     known = nn.LayerNorm, nn.RMSNorm, ZeroCenteredRMSNorm, nn.Embedding
     return type(module) in known and "forward" not in vars(module)
 

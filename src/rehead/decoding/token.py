@@ -90,7 +90,7 @@ class Token:
         return self._cos_sin[key]
 
     def bias(self, layer: int, n_head: int, dtype: torch.dtype) -> Float[Tensor, "BK 1 S"] | None:
-        """Return the bias of the scores of `n_head` KV heads: 0, or minus infinity for hidden rows."""
+        """Return the bias of `n_head` KV heads' scores: 0, minus infinity for hidden rows; None without positions."""
         if self.positions is None:
             return None
         cache, row = self.caches[layer], self.row(layer)
@@ -121,7 +121,7 @@ def next_token(ids: Tensor, caches: Sequence[LayerCache], layers: Iterable[int])
 def recorded_token(
     ids: Int[Tensor, " B"], positions: Int[Tensor, "B 1"], caches: Sequence[LayerCache], tables: Tables
 ) -> Token:
-    """Return a token that reads `ids` and `positions` when it is computed; its rows are committed before."""
+    """Return a token whose `ids` and `positions` are read at every replay; its rows must be committed before."""
     rows: dict[tuple[int, int | None], NextRow] = {}
     batch = torch.arange(len(ids), device=ids.device)
     for cache in caches:

@@ -19,7 +19,7 @@ from rehead.registry import Registry
 LARGEST_FP8 = 448.0
 """Largest number of float8_e4m3fn; larger ones become it."""
 TURNED = 64
-"""llama.cpp rotates heads whose width is a multiple of this: values in parts of so many numbers."""
+"""llama.cpp rotates heads whose width is a multiple of this: values in parts this wide, keys in wider ones."""
 
 
 class KVDtype(ABC):
@@ -49,7 +49,7 @@ class KVDtype(ABC):
         """Return an error for a row with 1 / RMS of keys in it, which a coarse format would change by per cents."""
         if not (self.is_coarse and isinstance(layer, LatentConfig) and layer.n_key_scale):
             return ""
-        return f"its latent ends with 1 / RMS of {layer.n_key_scale} keys, by which scores are multiplied. Use bf16."
+        return f"too coarse for the 1 / RMS of {layer.n_key_scale} keys in each latent row. Use bf16."
 
     def token_bytes(self, layer: AttentionConfig, tp: int = 1) -> int:
         """Return the bytes that a token adds to a layer's cache, on the fullest of `tp` GPUs that share its heads."""

@@ -14,7 +14,7 @@ LOGITS = 2**24
 
 
 def in_parts(n_token: int, *rows: Tensor, most: int | None = None) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors of equally many rows in parts with at most `most` logits over `n_token` tokens, or `LOGITS`."""
+    """Yield tensors of equally many rows in parts of at most `most` (or `LOGITS`) logits, `n_token` per row."""
     size = max(1, (LOGITS if most is None else most) // n_token)
     return zip(*(tensor.split(size) for tensor in rows), strict=True)
 

@@ -17,7 +17,7 @@ from rehead.system.memory import require_memory
 SAFE = 0.01
 """Largest mean KL in nats that counts as safe. 8 bits cost a sound model up to 0.003, lost weights 1 or more."""
 TOKENS, COMPUTED = 4096, 1024
-"""Tokens compared, at most but one block; and where the computation is in 16 bits, too, which is slow on many CPUs."""
+"""Tokens compared, at most, or one block; fewer where computation is also in 16 bits, which is slow on many CPUs."""
 COMPUTES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Formats that engines also compute in; with q8_0 they compute in larger ones."""
 

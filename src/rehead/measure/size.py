@@ -36,7 +36,7 @@ def parameters(config: ModelConfig) -> int:
 def active_parameters(config: ModelConfig, n_token: int = 1) -> int:
     """Return the number of parameters that `n_token` tokens use: all but those of experts that none of them chooses.
 
-    It is the most that they can use: each token chooses other experts while there are any.
+    This is an upper bound: each token chooses experts that no other token has chosen, as long as there are any.
     """
     if not isinstance(config, GPTConfig):
         return parameters(config)
@@ -94,7 +94,7 @@ def decode_bytes(
 
     The cache has the weights' `dtype` unless it has a `kv_dtype`.
 
-    Of experts these are the ones that are chosen, if every sequence chooses others.
+    Of the experts, only those chosen count, as if every sequence chose different ones.
     """
     tables = config.vocab_size * config.n_embd  # of which a step reads one row
     if isinstance(config, GPTConfig):

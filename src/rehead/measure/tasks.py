@@ -26,7 +26,7 @@ def run_tasks(
     """Return what the harness finds: `results` by task, and `n-shot`, `versions`, `n-samples`, `higher_is_better`.
 
     A name is a task, group or tag of the harness or a pattern (`mmlu_*`), a task's YAML file, or a folder of them.
-    `num_fewshot` replaces the number of examples in a prompt, `limit` the documents of a task. Warns of tasks whose
+    `num_fewshot` replaces the number of examples in a prompt, `limit` caps a task's documents. Warns of tasks whose
     YAML says num_fewshot: 0, which never take any. Raises UsageError without the package lm-eval or for an unknown
     name, ResourceError for data that cannot be fetched, and InvalidInput for a task that cannot be used.
     """

@@ -51,7 +51,7 @@ def step_memory(
 
 
 def _tracker() -> Any:
-    """Return torch's tracker of memory, made to take frozen weights, which it would ask for hooks of gradients."""
+    """Return torch's memory tracker, made to accept frozen weights, on which it would install gradient hooks."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class Tracker(MemTracker):

@@ -80,7 +80,7 @@ class LanguageModel(nn.Module, ABC):
         """Refuse more tokens than the model has positions."""
 
     def require_caches(self, caches: object, batch_size: int) -> None:
-        """Refuse what is not the caches of `new_cache(batch_size)`."""
+        """Refuse anything but caches as `new_cache(batch_size)` returns them."""
 
     def require_generates(self) -> None:
         """Refuse a model that is not autoregressive; by default none is refused."""

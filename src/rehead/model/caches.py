@@ -9,7 +9,7 @@ from rehead.errors import UsageError
 
 
 def require_caches(caches: object, kinds: Sequence[AttentionConfig], x: Tensor) -> None:
-    """Refuse anything but one cache for each of the layers `kinds`, fit for `x` of all its sequences, (B, L, D)."""
+    """Refuse anything but one cache per layer, fit for the layer's config in `kinds` and for `x`, (B, L, D)."""
     if not isinstance(caches, list | tuple):
         raise UsageError(
             f"cache is a {type(caches).__name__}: expected a list of KV caches. Use model.new_cache(batch_size)."

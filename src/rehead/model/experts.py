@@ -15,10 +15,10 @@ TINY = 1e-20
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token, and weighs them; in at least float32.
+    """Chooses the experts of each token and their weights, in at least float32.
 
-    `e_score_correction_bias` is DeepSeek-V3's, which keeps the load of the experts even: it changes which are chosen
-    and not how they are weighed. It keeps its own dtype beside narrower weights: rounded, it would choose others.
+    `e_score_correction_bias` is DeepSeek-V3's, which balances the load of the experts: it changes which experts are
+    chosen, but not their weights. It keeps its own dtype beside narrower weights: rounding would change the choice.
     """
 
     def __init__(self, width: int, config: ExpertsConfig) -> None:
@@ -46,7 +46,7 @@ class Router(nn.Module):
         return weights * config.routed_scaling_factor, chosen
 
     def _allowed(self, wanted: Tensor) -> Tensor:
-        """Return what is wanted of each expert, (T, N); -inf for those outside the best groups."""
+        """Return the selection scores `wanted`, (T, N), with -inf for experts outside the best groups."""
         config = self.config
         if config.n_group == 1:
             return wanted
@@ -60,8 +60,8 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The weighted sum of the chosen `experts`, plus `shared_experts`, if there are any.
 
-    Every expert is an MLP made by `mlp`, and computes the tokens that chose it; those that no token chose are not read.
-    The names are Hugging Face's.
+    Every expert is an MLP made by `mlp` and computes the tokens routed to it; the weights of an expert without tokens
+    are not read. The names are Hugging Face's.
     """
 
     def __init__(self, config: GPTConfig, mlp: Callable[[GPTConfig], nn.Module]) -> None:

@@ -21,7 +21,7 @@ from rehead.nn.norm import NORMS
 
 @models.add("gpt")
 class GPT(LanguageModel):
-    """`embed_tokens` (+ `embed_positions`), `layers`, `norm`, `head`."""
+    """A decoder-only transformer: `embed_tokens` (+ `embed_positions`), `layers`, `norm`, `head`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class GPT(LanguageModel):
         require_caches(caches, self._kinds(), x)
 
     def _kinds(self) -> tuple[AttentionConfig, ...]:
-        """Return the attention of each layer, as the config describes it. Refuse a model with more layers."""
+        """Return the attention config of each layer. Refuse a model with more layers than its config describes."""
         n_layer, kinds = len(self.layers), self.config.attention
         if n_layer > len(kinds):
             raise UsageError(

@@ -4,7 +4,7 @@
 |-----------------------------------------------|----------------------------------|
 | embeddings, linear layers                     | N(0, 0.02)                       |
 | o_proj, down_proj (write to the stream)       | N(0, 0.02 / sqrt(2 n_layer))     |
-| biases, norms                                 | 0; 1 (LayerNorm's bias 0)        |
+| biases, norms                                 | 0; 1 (zero-centered norms: 0)    |
 | learned scores                                | defined by their module          |
 
 The rules are GPT-2's, as in minGPT.
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def initialise(model: nn.Module, n_layer: int) -> None:
-    """Initialise every weight of a decoder in place."""
+    """Initialise the linear layers and embeddings of a decoder in place; its other weights are left as they are."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             writes = name.endswith(("o_proj", "down_proj"))

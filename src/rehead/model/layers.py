@@ -16,8 +16,8 @@ from rehead.nn.norm import NORMS
 class Block(nn.Module):
     """x + scale * attention(norm x), then x + scale * mlp(norm x), where `norm_position` is "pre".
 
-    With "post" the norms are on the outputs of attention and MLP, with "both" at all four places; a norm that a model
-    lacks is an Identity. Their names are Llama's in Hugging Face, and on outputs those of GLM-4.
+    With "post" the norms are on the outputs of attention and MLP, with "both" in all four places; missing norms are
+    Identity. Norms have Llama's names in Hugging Face, on outputs GLM-4's. With `parallel_residual` both read x.
     """
 
     def __init__(self, config: GPTConfig, attention: AttentionConfig, *, has_experts: bool = False) -> None:

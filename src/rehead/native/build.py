@@ -30,7 +30,7 @@ LINK = ("-shared",)
 """Flags of the separate link step. Linking with -ffast-math would flush subnormal numbers to zero in the whole process.
 Linking with -fopenmp would load a second OpenMP, whose threads would compete with PyTorch's for the cores."""
 TIMEOUT_SECONDS = 180
-"""Time after which no compiler works on a file any more."""
+"""Time after which the build of a file is given up, over all compilers tried."""
 
 
 class KernelUnavailable(Exception):
@@ -73,7 +73,7 @@ def _loaded(name: str) -> ctypes.CDLL | KernelUnavailable:
 
 @cache
 def _one_thread_after_a_fork() -> None:
-    """Let forked processes compute on one thread: OpenMP's others do not exist in them, and it would wait for them."""
+    """Let forked processes use one thread: OpenMP would wait for its other threads, which do not exist there."""
     import torch
 
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
@@ -98,10 +98,10 @@ def _built(name: str) -> Path:
 
 
 def _built_by(compiler: str, name: str, end: float) -> Path:
-    """Return the path of the library that `compiler` makes, at the latest at `end`, or has made before.
+    """Return the path of the library, built by `compiler` before the time `end`, or in an earlier process.
 
-    Its name has two hashes: of all it is made from, with the processor, and of its own bytes, so that a damaged one is
-    noticed and built again.
+    The file name has two hashes: one of the inputs of the build, the processor included, and one of the file's bytes,
+    so that a damaged file is noticed and built again.
     """
     source = HERE / f"{name}.cpp"
     command_line = " ".join((compiler, *FLAGS, *LINK))
@@ -134,7 +134,7 @@ def _named(name: str, made_of: str, library: Path) -> str:
 
 
 def _call(end: float, *command: str) -> None:
-    """Run a compiler. It and the processes that it begins are killed if it has not ended at `end`."""
+    """Run a compiler. It and the processes it starts are killed at `end`, or if this process is interrupted."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

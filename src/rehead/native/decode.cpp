@@ -61,7 +61,7 @@ enum Kind : int64_t {
     EMBED, NORM, LINEAR, EXPAND, ROTATE, STORE, ATTEND, GATE, SCALE, INVERSE_RMS, ATTEND_REBUILT, JOIN
 };
 
-struct Op {  // set by native_program.py as a NativeOp; what is not said here is said where it is read
+struct Op {  // set by native_program.py as a NativeOp; fields not explained here are explained where they are read
     int64_t kind, bfloat16, sync;            // weights and cache are bfloat16; all threads wait after it
     int64_t add, gelu, centred, interleaved; // y += scale * instead of y =; GELU, 1 tanh, 2 erf; LayerNorm; pairs (2i, 2i + 1)
     const void *w, *w2, *b, *g;              // weights or cache rows, a second of them, biases, weights of a norm
@@ -69,7 +69,7 @@ struct Op {  // set by native_program.py as a NativeOp; what is not said here is
     const float* x;
     float* y;
     int64_t n, k, heads, group, rows, column, scales, rotated;  // sizes; query heads per KV head; rows of the cache, a column there
-    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w_row, w2_row, b_head;  // from one to the next, in numbers
+    int64_t x_row, x_head, x_kv, y_row, y_head, y_kv, w_head, w_row, w2_row, b_head;  // strides, in elements
     double eps, scale, cap;                  // of a norm; of scores, what is added, embeddings; soft cap or 0
     double offset;                           // added to a norm's weights
 };
@@ -165,7 +165,7 @@ inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k
             for (int j = 0; j < J; j++) out[i][j] += a[i * lda + at] * number(b[j * ldb + at]);
 }
 
-// y[b][h][n] (+)= act(sum over k of x[b][h][k] w[h / group][n][k] + bias[h / group][n]); act is not combined with +=
+// I x J results of a linear layer: y[b][h][n] (+)= sum over k of x[b][h][k] w[h / group][n][k] + bias[h / group][n]
 template <int I, int J, class T>
 inline void tile(const Op& op, const float* x, const T* w, const T* bias, float* y) {
     float out[I][J];
@@ -178,8 +178,8 @@ inline void tile(const Op& op, const float* x, const T* w, const T* bias, float*
         }
 }
 
-// The same for one x and rows of w, one after another: a single stream, which the processor fetches ahead by itself.
-// From memory that is faster than four rows at a time, unless the numbers must be widened.
+// The same for one x and the rows of w one after another: a single stream, which the hardware prefetcher follows.
+// If w is not in a cache, this is faster than four rows at a time, unless the elements must be widened.
 inline void rows(const Op& op, const float* x, const float* w, const float* bias, float* y, int64_t n) {
     int64_t k = op.k;
     for (int64_t j = 0; j < n; j++, w += k) {
@@ -240,7 +240,7 @@ template <class T> void expand(const Op& op, const Call& call, int64_t id, int64
     }
 }
 
-// Rotates the first numbers of a head of k by a position and copies the others
+// Rotates the first `rotated` of a head's k elements to `position` and copies the others
 inline void rotate_head(const Op& op, const float* __restrict x, float* __restrict y, int64_t position) {
     const float *cos = op.cos + position * op.rotated, *sin = op.sin + position * op.rotated;
     int64_t half = op.rotated / 2;
@@ -331,9 +331,9 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
             for (int64_t s = 0; s < count; s++) y[i * y_head + v] += p[i][s] * number(value[s * ldv + v]);
 }
 
-// Each of `heads` KV heads is read once for its `group` query heads. w: keys of width k in rows of w_row, (b, h, rows);
-// the last `scales` numbers of a row multiply the scores of as many parts of the group; w2: values of width n in rows of
-// w2_row. x_head is the stride between heads of a group, x_kv the stride between groups.
+// Each of `heads` KV heads is read once by each thread that takes some of its `group` query heads. w: keys of width k
+// in rows of w_row, (b, h, rows); the last `scales` numbers of a row multiply the scores of as many parts of a group.
+// w2: values of width n in rows of w2_row. x_head is the stride between heads of a group, x_kv that between groups.
 template <class T> void attend(const Op& op, const Call& call, int64_t id, int64_t n) {
     int64_t units = call.batch * op.heads, parts = units >= n ? 1 : std::min(n, op.group);
     std::vector<float> top(op.group), total(op.group);
@@ -410,9 +410,9 @@ template <class T> void rebuild(const Op& op, const float* latents, int64_t coun
     }
 }
 
-// Attention over latents of n numbers in rows of w_row, (b, rows): keys of width k are rebuilt with w2, panels of
-// columns (heads, k / PANEL, n, PANEL), normed and rotated; latents are summed. Every part of the rows leaves in y the sums of all query
-// heads, then the maxima of their scores, then the totals of their weights, 0 if the part is empty.
+// Attention over latents of n elements in rows of w_row, (b, rows): keys of width k are rebuilt with w2, panels of
+// columns (heads, k / PANEL, n, PANEL), normed and rotated; latents are summed. For each part of the rows, y gets
+// the sums of all query heads, the maxima of their scores and the totals of their weights, 0 for an empty part.
 template <class T> void attend_rebuilt(const Op& op, const Call& call, int64_t id, int64_t n) {
     int64_t n_query = op.heads * op.group, ld = (op.k + PANEL - 1) / PANEL * PANEL;
     std::vector<float> unrotated(TILE * ld), keys(TILE * ld), latents(TILE * op.n);
@@ -534,7 +534,7 @@ class Barrier {
 
 extern "C" {
 int64_t op_size() { return sizeof(Op); }
-// Returns 1 if a thread had no memory; the result is then without meaning
+// Returns 1 if a thread ran out of memory; the result is then meaningless
 int64_t step(const Op* ops, int64_t n_op, const int64_t* ids, const int64_t* positions, int64_t batch, int64_t n_thread) {
     Call call{ids, positions, batch};
     Barrier barrier;

@@ -1,8 +1,8 @@
 // Whole sequences on a CPU, in float: attention of many queries and GELU, both with gradients.
 //
 // Attention processes one head and a tile of queries at a time: scores, softmax, dropout and sums stay in the processor's
-// cache. Masked tiles are skipped; only the corners of tiles are computed in vain. The backward pass recomputes the weights
-// from the saved log-sum-exp of the scores, and their dropout from the saved draws.
+// cache. Masked tiles are skipped; only the hidden keys of partly masked tiles are computed for nothing. The backward
+// pass recomputes the weights from the saved log-sum-exp of the scores, and their dropout from the saved draws.
 // Built by build.py.
 
 #include <algorithm>
@@ -196,7 +196,7 @@ void forward_head(const Sizes& n, const uint16_t* draws, const float* keys, cons
 
 struct Packed { int64_t base; Buffer key, value, key_panels, value_panels; };
 
-// Gradients of queries [first, last) of one head; adds their part of the gradients of keys and values from key `base` on.
+// Gradients of queries [first, last) of one head; adds to the gradients of keys and values from key `base` on.
 void backward_head(const Sizes& n, const uint16_t* draws, const Packed& packed, int64_t E, int64_t V, const float* query,
                    int64_t query_time, const float* out, int64_t out_time, const float* upstream, int64_t up_time,
                    const float* logs, float* to_query, int64_t to_query_time, float* to_key, float* to_value,
@@ -270,7 +270,7 @@ void gelu_backward(const float* x, const float* up, float* to_x, int64_t n, int6
 }
 
 // draws: (B, H, L, drawn), 16 bits of which 15 are used, for each query's keys from the first visible one. logs: (B, H, L)
-// Returns 1 if a thread had no memory; the result is then without meaning.
+// Returns 1 if a thread ran out of memory; the result is then meaningless.
 int64_t attend_forward(const Sizes* sizes, const Array* query, const Array* key, const Array* value, const uint16_t* draws,
                     const Array* out, float* logs, int64_t n_thread) {
     const Sizes& n = *sizes;

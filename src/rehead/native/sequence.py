@@ -70,9 +70,9 @@ def refuses(*tensors: Tensor) -> str | None:
 
 
 def _run(name: str, *given: Any) -> None:
-    """Call a function of the library: tensors become pointers, the number of threads is added at the end.
+    """Call a function of the library: tensors become pointers, and the number of threads is the last argument.
 
-    Raises ResourceError if its threads had no memory.
+    Raises ResourceError if a thread ran out of memory.
     """
     loaded = kernel()
     if isinstance(loaded, KernelUnavailable):

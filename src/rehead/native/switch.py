@@ -4,8 +4,8 @@ from rehead.errors import UsageError
 
 MODES = {
     "0": "PyTorch alone",
-    "1": "the C++ on a CPU, too",
-    "gpu": "also the kernels for GPUs, which have not run on one yet: CUDA graphs, flash windows, MLA in Triton",
+    "1": "PyTorch and the C++ kernels on a CPU",
+    "gpu": "these and the GPU kernels, never run on a GPU yet: CUDA graphs, flash windows, MLA in Triton",
 }
 _mode = "1"
 
@@ -14,8 +14,8 @@ def use(mode: str) -> None:
     """Set the mode of this process, one of `MODES`; the default is "1". Call it before computing anything."""
     global _mode
     if mode not in MODES:
-        meanings = "; ".join(f"{name} is {meaning}" for name, meaning in MODES.items())
-        raise UsageError(f"REHEAD_NATIVE={mode}: which of rehead's own kernels run. {meanings}.")
+        meanings = "; ".join(f"{name} for {meaning}" for name, meaning in MODES.items())
+        raise UsageError(f"REHEAD_NATIVE={mode} is unknown: it chooses the kernels that run. Use {meanings}.")
     _mode = mode
 
 

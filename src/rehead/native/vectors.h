@@ -1,5 +1,5 @@
-// Vectors as wide as the processor's registers, as extensions of the compiler, so that they work on any processor. Wider ones
-// would live in memory: GCC keeps no variable in registers that is wider than a register.
+// Vectors as wide as the processor's registers, written with compiler extensions, so that they work on any processor.
+// Wider vectors would live in memory: GCC keeps no variable in registers that is wider than one register.
 
 #pragma once
 

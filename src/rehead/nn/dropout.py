@@ -1,6 +1,6 @@
-"""Dropout that is cheap on a CPU: it spends 15 random bits per number.
+"""Dropout that is cheap on a CPU: one 64-bit random number serves four elements, each of which uses 15 bits.
 
-PyTorch draws a separate random number for each, from a serial generator: a fifth of a training step (docs/log.md).
+PyTorch draws a random number for every element, from a serial generator: a fifth of a training step (docs/log.md).
 Masks come from torch's global generator, so a seed or a saved random state determines them for any number of threads.
 """
 
@@ -73,5 +73,5 @@ class Dropout(nn.Dropout):
     """Applies `dropout` in training; the identity in eval mode."""
 
     def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return a tensor of the same shape."""
+        """Return `input` with dropout in training, and unchanged in eval mode."""
         return dropout(input, self.p) if self.training else input

@@ -1,4 +1,4 @@
-"""Linear layers of few rows, as in decoding: their time is that of reading the weights."""
+"""Linear layers applied to few rows, as in decoding, where most of the time goes into reading the weights."""
 
 from typing import TypeGuard
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rehead.nn.linear import Linear, WideLinear
 
 JOIN_BELOW = 2**23
-"""Weights read by the same input are joined in one copy up to that many bytes: a call costs more than the copy."""
+"""Total bytes up to which the weights applied to one input are joined in a copy: a call costs more than that."""
 SPLIT_FROM = 2**20
 """Bytes of a weight from which several threads read it: waking them costs more below."""
 PACKED_FROM = 2**22
@@ -23,10 +23,10 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class JoinedLinear:
-    """`layers` of the same input on few rows, their outputs side by side: (B, D) to (B, N1 + N2 + ...).
+    """Applies `layers` to the same few rows and concatenates their outputs: (B, D) to (B, N1 + N2 + ...).
 
-    Small weights are joined in a copy, made here and now; larger ones are read where they are. After weights
-    change, make a new one.
+    Small weights of several plain layers are copied into one at construction; others are read in place.
+    Construct a new one after weights change.
     """
 
     def __init__(self, *layers: nn.Module) -> None:
@@ -62,8 +62,8 @@ def linear_few_rows(
 ) -> Float[Tensor, "B N"]:
     """`F.linear` for few rows: as fast as the weight can be read.
 
-    On a CPU in float32, the BLAS reads it with one thread for one row, and slowly for a few: one row is a batch of
-    products with parts of the weight, several rows go through oneDNN.
+    On a CPU in float32, the BLAS reads it with one thread for one row, and slowly for a few. So one row is computed
+    as a batch of products with parts of the weight, and several rows by oneDNN.
     """
     plain = type(weight) in (Tensor, nn.Parameter)  # inference mode does not let others be split
     if not plain or x.dtype != torch.float32 or x.device.type != "cpu":

@@ -43,7 +43,7 @@ class WideLinear(nn.Linear):
 
 
 class Linear(WideLinear):
-    """A `WideLinear` that also uses oneDNN for float32 training on an x86 CPU."""
+    """A `WideLinear` that uses oneDNN in float32 on an x86 CPU, in training and for many rows without gradients."""
 
     def forward(self, input: Float[Tensor, "... C"]) -> Float[Tensor, "... D"]:
         """Return x W^T + b."""

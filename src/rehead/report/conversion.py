@@ -56,7 +56,7 @@ def present_certificate(
 ) -> None:
     """Print a conversion's certificate in a few lines.
 
-    `asked` is the share of the cache that was asked for; ranks may be `measured`, of a few per layer.
+    `asked` is the share of the cache that was asked for; `measured` ranks come from a few that were tried per layer.
     """
     first, logits = certificate.layers[0], certificate.logits
     kind = "exact" if certificate.exact else "approximate"

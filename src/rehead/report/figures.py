@@ -264,7 +264,7 @@ def frontier_note(variants: Sequence[Record]) -> str:
 
 
 def _over_seeds(runs: Sequence[Record], key: int) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return the steps at which all runs were evaluated, of more than two not 0, with mean, least and largest value."""
+    """Return the steps that all runs evaluated (of more than two, not step 0), and mean, lowest and highest value."""
     by_step = [{point[0]: point[key] for point in run["curve"] if point[key] is not None} for run in runs]
     steps = sorted(set(by_step[0]).intersection(*by_step[1:])) if by_step else []
     if len(steps) > 2 and steps[0] == 0:

@@ -17,7 +17,7 @@ MARKERS: tuple[Marker, ...] = ("circle", "diamond", "star", "square", "triangle"
 def panel(variants: Sequence[Record], *, source: Record | None, first_look: int) -> Panel:
     """Return a chart with a line per format and a point per variant, and its numbers as a table.
 
-    With the `source` of all variants, losses are those over its own, without rounding. `first_look` is the index
+    Given the `source` of all variants, losses are shown minus its loss without rounding. `first_look` is the index
     of the first format's look.
     """
     measured = [variant for variant in variants if variant.get("kv_dtype")]

@@ -17,7 +17,7 @@ def present(title: str, verdicts: Sequence[Verdict]) -> None:
         HEADER,
         [_row(verdict) for verdict in verdicts],
         "KL: the mean divergence from the predictions of the exact weights, in nats. loss: its change in nats per "
-        "token. tokens changed: whose likeliest successor is another. computed in it: as engines do in 16 bits.",
+        "token. tokens changed: their likeliest successor differs. computed in it: as engines do in 16 bits.",
         texts=(0, 5),
     )
     for verdict in verdicts:

@@ -21,11 +21,11 @@ SAMPLE, MOST_SAMPLE = 74, 1000
 class Row:
     """One variant. `over` is its loss minus the source's, [mean, lowest, highest] over the seeds.
 
-    The source is the first variant, also of a variant that was made from another one. Losses and sizes come from the
-    certificates; single figures are of the first seed. `kv_bytes` are those of a token's numbers in the number format
-    of the source. `over` is None for the source, and for a variant measured on another text than the first. `exact`
-    is the same function as the source, up to rounding. `measured_against` is the variant that the certificate
-    compares with; `direct` says whether that one is the source or exact.
+    The source is the first variant, even if a variant was made from another one. Losses and sizes come from the
+    certificates; single figures are those of the first seed. `kv_bytes` is the size of a token's cache in the number
+    format of the source. `over` is None for the source, and for a variant measured on another text than the first.
+    `exact` is the same function as the source, up to rounding. `measured_against` is the variant that the certificate
+    compares with; `direct` says whether that variant is the source or exact.
     """
 
     name: str
@@ -235,7 +235,7 @@ def _text(certificate: Record) -> Any:
 
 
 def _measured_against(variant: Record, known: Mapping[str, Row]) -> Row | None:
-    """Return the row of the model that a certificate compares with: of a healed one, that of its teacher."""
+    """Return the row of the model that a certificate compares with: for a healed variant, its teacher's."""
     parent = known.get(variant["from"] or "")
     if parent is None or variant["kind"] != "healed":
         return parent

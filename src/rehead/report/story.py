@@ -47,7 +47,7 @@ class Story:
             self._plan(job)
 
     def _rounded(self) -> str:
-        """Return a command that measures the last conversion in another format."""
+        """Return a command that evaluates the last conversion in another format; without a test text, plans it."""
         conversions = [job for job in self._jobs if job.convert is not None]
         if "test" in conversions[0].reading:
             return (

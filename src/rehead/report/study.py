@@ -234,7 +234,7 @@ def _findings(claims: Sequence[Record]) -> list[str]:
 
 
 def _growth(variants: Sequence[Record]) -> list[str]:
-    """Return how the loss changed of variants that continue another one with longer blocks."""
+    """Return how the loss changed in each variant that continues another one with longer blocks."""
     sentences = []
     for variant in variants:
         starts = [run["curve"][0] for run in variant["runs"] if run["curve"]]

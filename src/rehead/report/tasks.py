@@ -58,7 +58,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _number(value: Any) -> float | int | str | None:
-    """Return a result as JSON can hold it; None for one that is not there."""
+    """Return a result in a form that JSON can hold; None for one that is missing or not finite."""
     if value is None or value == "N/A" or isinstance(value, str):
         return None if value in (None, "N/A") else value
     number = float(value)

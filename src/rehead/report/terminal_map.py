@@ -42,7 +42,7 @@ def render(
 
 
 def _heads(names: Sequence[str], width: int) -> list[str]:
-    """Return the head of every column: its label if all fit, else every fifth number."""
+    """Return the head of every column: its label if all fit, else cut or, in narrow columns, every fifth index."""
     if all(len(name) < width for name in names):
         return [f"{name:>{width}}" for name in names]
     if width > 2:

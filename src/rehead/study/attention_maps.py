@@ -58,5 +58,5 @@ def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
 
 
 def n_token(windows: Sequence[int | None]) -> int:
-    """Return a number of tokens, at most MOST_TOKENS, at which every window hides some keys."""
+    """Return how many tokens to show: enough for every window to hide some keys, but at most MOST_TOKENS."""
     return min(max([TOKENS, *(3 * window // 2 for window in windows if window is not None)]), MOST_TOKENS)

@@ -47,7 +47,7 @@ def require_same(jobs: Sequence[Job]) -> None:
 
 
 def require_same_texts(jobs: Sequence[Job]) -> None:
-    """Raise InvalidInput if a text of a job is another one than it began with: what is made now would have that one."""
+    """Raise InvalidInput if a job's text has changed since the job began: what is made now would use the new text."""
     now: dict[Source, str | None] = {}
     for job in jobs:
         before = (read(job.folder / BEGUN) or {}).get("texts", [])

@@ -23,9 +23,9 @@ TARGET_OPTIONS = {field.name for field in fields(Target)}
 class Job:
     """One model of a study: how it is made, and where.
 
-    `variant` is its name in the report: `of`, its name in the preset, and `choice`, the entries that it and its
-    parents have of lists, in words. `about` is the preset's description. `options` train the model; if it is
-    not trained, they give the text it is measured on. `parent` is the job it starts from. `convert` and
+    `variant` is its name in the report. It joins `of`, its name in the preset, and `choice`, the entries of lists
+    chosen for it and its parents, in words. `about` is the preset's description. `options` train the model; if it
+    is not trained, they give the text it is measured on. `parent` is the job it starts from. `convert` and
     `export` are options of those commands.
     """
 
@@ -122,7 +122,7 @@ class Job:
         return options
 
     def description(self) -> dict[str, Any]:
-        """Return everything that determines the model, without paths; equal descriptions give equal models."""
+        """Return all that determines the model, without paths of the study; equal descriptions give equal models."""
         table = asdict(self.options)
         for group, key in (
             ("system", "work_dir"),

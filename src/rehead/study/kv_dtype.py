@@ -38,7 +38,7 @@ def known_formats(preset: Preset, jobs: Sequence[Job]) -> Record | None:
 
 
 def measure_formats(preset: Preset, jobs: Sequence[Job]) -> Record:
-    """Measure the variants of which a question shows `kv_dtype`; return and write their records, by name.
+    """Measure the variants for which a question shows `kv_dtype`; write and return their records, by name.
 
     A record has, by format, `kv_bytes_per_token` and the `cache_bytes` of a full context, `losses` of each seed
     (nats per token, the text read with the cache in this format), and in `unable` why a format is impossible. Losses

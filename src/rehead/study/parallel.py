@@ -87,7 +87,7 @@ def _stop(running: dict[Connection, tuple[Job, BaseProcess]]) -> None:
 
 @contextmanager
 def _killed(running: dict[Connection, tuple[Job, BaseProcess]]) -> Iterator[None]:
-    """Kill what still runs when the block is left, as a second signal leaves it; Python would wait for it."""
+    """Kill the processes still running when the block is left, as by a second signal; Python would wait for them."""
     try:
         yield
     finally:
@@ -96,7 +96,7 @@ def _killed(running: dict[Connection, tuple[Job, BaseProcess]]) -> Iterator[None
 
 
 def stopped(number: int) -> Interrupted:
-    """Return what a study raises that was asked to stop by this signal."""
+    """Return the exception that a study raises when this signal asked it to stop."""
     return Interrupted("stopped, with every run saved: repeat the command to resume.", number)
 
 

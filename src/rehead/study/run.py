@@ -37,10 +37,10 @@ def study(
 ) -> Record:
     """Run the unfinished `jobs`, and write results.json, runs.csv and curves.csv; return the content of results.json.
 
-    `watch` gets every record of every job: those of its training; before them `event` begin, after them
-    measured, with the results in `found`; stage, with a `stage` of other long work; costs, before all
-    variants are timed; and formats, before their caches are measured in several formats. A study that was
-    interrupted resumes when it is called again. Raises Busy if another process writes to its folder.
+    `watch` gets every record of every job: those of its training and, by `event`, begin before them; measured
+    after them, with the results in `found`; stage, with a `stage` of other long work; costs, before all variants
+    are timed; and formats, before their caches are measured in several number formats. An interrupted study resumes
+    when it is called again. Raises Busy if another process writes to its folder.
     """
     require_same(jobs)
     place = jobs[0].place

@@ -11,9 +11,9 @@ from rehead.system.aside import aside
 
 
 class Sharing:
-    """Converts jobs one after another; jobs with the same source and texts read them once. A context manager.
+    """A context manager that converts jobs; successive jobs with the same source, texts and seed read the texts once.
 
-    Shared data is in a hidden folder of the study, which is removed at the end.
+    Shared data is in a hidden folder in `place`, which is removed at the end.
     """
 
     def __init__(self, place: Path) -> None:

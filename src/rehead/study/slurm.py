@@ -43,7 +43,7 @@ TURN, LONGEST = 0.2, 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A batch job: its command line, and the names of the batch jobs that must have ended well before it."""
+    """A batch job: its command line, and the names of the batch jobs that must succeed before it starts."""
 
     name: str
     command: tuple[str, ...]
@@ -111,8 +111,8 @@ def scripts(
 def run_on_slurm(preset: Preset, jobs: Sequence[Job], command: Sequence[str], options: Sequence[str]) -> None:
     """Run what a study lacks as batch jobs, and wait until none of them is queued or running.
 
-    Those of an earlier call that still are, are waited for and not submitted again. A signal ends the waiting,
-    and they go on. Raises ResourceError without Slurm, for a job that sbatch refuses, and for one that failed.
+    Batch jobs of an earlier call that are still queued or running are not submitted again. A signal ends the waiting,
+    not the jobs. Raises ResourceError without Slurm, for a job that sbatch refuses, and for one that failed.
     """
     place = _folder(jobs)
     writer = Scripts(place, options)
@@ -148,7 +148,7 @@ def _measured(preset: Preset, jobs: Sequence[Job]) -> bool:
 def _submit(wanted: Sequence[Batch], writer: Scripts, place: Path) -> dict[str, str]:
     """Return the id of every batch job; submit those that are not in the queue.
 
-    One in the queue of another command, or that waits for others than those of now, is cancelled and submitted again.
+    A queued job with another command, or that does not wait for all it now must, is cancelled and submitted again.
     """
     known = read(place / RECORD) or {}
     queue = _queue()

@@ -167,7 +167,7 @@ def _blocks(job: Job, ids: Ids, size: int, bos: int | None) -> Iterator[Batch]:
 def _sample(model: LanguageModel, tokenizer: Tokenizer, preset: Preset, texts: Split, bos: int | None) -> str:
     """Continue the preset's prompt; without one, or if it cannot be encoded, the beginning of the validation text.
 
-    Of more tokens than the model reads, the first are continued.
+    If these are more tokens than the model reads, only the first ones are continued.
     """
     prompt = [int(token) for token in texts.val[:PROMPT_TOKENS]]
     if preset.prompt is not None and not unknown_characters(tokenizer, preset.prompt):

@@ -16,7 +16,7 @@ KEPT, LARGEST, LARGE = 2**31 - 1, 2**25, 2**20
 def keep_freed_memory() -> None:
     """Keep activations that a training step frees, so that the next step does not fault their pages in again.
 
-    That took a tenth of a training step of the default model (docs/log.md). Memory freed before is returned first.
+    Such faults took a tenth of a step of the default model (docs/log.md). Memory freed before is returned first.
     """
     _set(mapped=LARGEST, kept=KEPT)
 

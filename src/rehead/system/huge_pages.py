@@ -30,7 +30,7 @@ class HugePages:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` in huge pages; the tensor itself where there are none, or it would not stay."""
+        """Return a copy of `tensor` in huge pages; the tensor itself if there are none or a GPU is to hold it."""
         if self._stay or not tensor.numel():
             return tensor
         if self._block is None or self._used + tensor.nbytes > len(self._block):
@@ -44,7 +44,7 @@ class HugePages:
 
 
 def _block(n_bytes: int) -> tuple[mmap.mmap, int]:
-    """Return memory, none of which is taken before it is written, and its first byte at the start of a page."""
+    """Return memory, which takes up pages only as they are written, and the offset at which its first page begins."""
     block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # of a kernel without them
         block.madvise(mmap.MADV_HUGEPAGE)

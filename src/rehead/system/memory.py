@@ -19,7 +19,7 @@ def require_memory(
     if need > have:
         listed = ", ".join(f"{name} {_written(n_bytes)}" for name, n_bytes in parts.items() if n_bytes)
         raise ResourceError(
-            f"{work} needs about {_written(need)} ({listed}), {_written(have)} are free. {way_out}"
+            f"{work} needs about {_written(need)} ({listed}), but only {_written(have)} are free. {way_out}"
         )
 
 

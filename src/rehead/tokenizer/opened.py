@@ -34,12 +34,12 @@ class OpenedModel:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end a text: one or several, or none that the folder names."""
+        """The ids that end a text; empty if the folder names none."""
         named = self.special.get("eos_token_id", [])
         return frozenset(id for id in (named if isinstance(named, list) else [named]) if type(id) is int)
 
     def mark(self, name: str) -> int | None:
-        """Return the id that begins (`bos`), ends (`eos`) or pads (`pad`) a text, as of `transformers`' tokenizer.
+        """Return the id that begins (`bos`), ends (`eos`) or pads (`pad`) a text, as in `transformers`' tokenizer.
 
         It is the token that tokenizer_config.json names or, where that has no such key, the id in the model's config.
         """
@@ -53,14 +53,14 @@ class OpenedModel:
         return first if type(first) is int and 0 <= first < self.model.config.vocab_size else None
 
     def tokenizer_keys(self) -> dict[str, str]:
-        """Return what goes along of tokenizer_config.json: those tokens (`bos_token`, ...) and any `padding_side`."""
+        """Return what is kept of tokenizer_config.json: those tokens (`bos_token`, ...) and any `padding_side`."""
         tokens = {name: self.tokenizer.token(self.mark(name)) for name in MARKS} if self.tokenizer else {}
         side = json_table(self.folder / TOKENIZER_CONFIG).get("padding_side")
         marks = {f"{name}_token": token for name, token in tokens.items() if token}
         return marks | ({"padding_side": side} if side in ("left", "right") else {})
 
     def texts(self) -> dict[str, str]:
-        """Return the tokenizer, the chat template and how to sample, as files by name; what there is of them."""
+        """Return the tokenizer, chat template and sampling settings that the folder has, as files by name."""
         tokenizer = {} if self.tokenizer is None else {FILE: self.tokenizer.to_json()}
         return tokenizer | companions(self.folder)
 

@@ -57,9 +57,9 @@ class Tokenizer:
     ) -> Int64[np.ndarray, "N"]:
         """Return the ids (N,) of `text`, or, where `after` is the text just before it, its ids as a continuation.
 
-        With `special_tokens` the ids are those of `transformers`: special tokens spelled in the text are
-        read as such, and those that the file puts around a text are added; with "read" none are added. Without, all
-        is plain text.
+        With `special_tokens=True` the ids are those of `transformers`: special tokens written out in the text are
+        recognised, and those that the file puts around a text are added. "read" recognises them but adds none; False
+        reads everything as plain text.
         Raises InvalidInput when the vocabulary lacks a character, or a character is half of a surrogate pair.
         """
         if not isinstance(text, str):
@@ -76,8 +76,9 @@ class Tokenizer:
         if (ids < 0).any():
             unseen = [repr(chr(unit)) for unit in np.unique(units[ids < 0])]
             raise InvalidInput(
-                f"not in the vocabulary of {self.vocab_size}: {', '.join(unseen[:10])} ({len(unseen)} characters "
-                "in all). Leave them out, or train with data.tokenizer=byte, which takes any text."
+                f"characters not in the vocabulary of {self.vocab_size}: {', '.join(unseen[:10])} "
+                f"({len(unseen)} in all). Leave them out, or train with data.tokenizer=byte, which takes any "
+                "text."
             )
         return ids
 
@@ -219,8 +220,8 @@ class Tokenizer:
     def load(cls, path: Path) -> "Tokenizer":
         """Read the tokenizer of a model folder, or a `tokenizer.json`. Raises InvalidInput when it is not one.
 
-        In a model folder it may not have tokens beyond the model's, but for special ones, which no plain text has, such
-        as Gemma 3's for images.
+        In a model folder, all ids must be below the model's vocab_size, except those of special tokens such as Gemma
+        3's for images, which plain text never has.
         """
         with _guard(f"{path} is not a usable {FILE}", AGAIN):
             file = path / FILE if path.is_dir() else path
@@ -253,7 +254,7 @@ def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -
     have as many pairs to merge). Raises ConfigError when it is missing there, or given for another kind.
     """
     if vocab_size is not None and kind in UNITS:
-        rule = f"data.vocab_size={vocab_size}: a {kind} vocabulary has the size it has"
+        rule = f"data.vocab_size={vocab_size}: the size of a {kind} vocabulary cannot be chosen"
         raise ConfigError(f"{rule}. Leave it out, or use data.tokenizer=bpe.")
     chunks = [text] if isinstance(text, str) else text
     return Tokenizer(KINDS[kind](map(valid_text, chunks), vocab_size), kind)

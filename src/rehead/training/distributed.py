@@ -160,7 +160,7 @@ class Group(OneProcess):
         return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
 
     def apart(self, objective: nn.Module, work: Callable[[], Any]) -> Any:
-        """Return the result of `work` with the weights outside the layers whole meanwhile."""
+        """Return the result of `work`, during which the weights outside the layers are held whole."""
         if not isinstance(objective, FSDPModule):
             return work()
         assert isinstance(objective, Objective)
@@ -193,7 +193,7 @@ class Group(OneProcess):
         return states
 
     def restore_random(self, states: dict[str, Tensor]) -> None:
-        """Restore this process's random states; one that the run did not have before keeps its new ones."""
+        """Restore this process's random states; a process that the run did not have before keeps its new ones."""
         mine = {
             name: states[_of(name, self.rank)]
             for name in ("rng.torch", "rng.cuda")

@@ -83,7 +83,7 @@ class RunFolder:
                         self.checkpoints.rmdir()
 
     def _require_free(self, *, is_new: bool) -> None:
-        """Refuse files that are from no run; beside checkpoints/, metrics and tokens are of one killed as it began."""
+        """Refuse files that no run wrote; beside checkpoints/, metrics and tokens are of a run killed as it began."""
         for file in (self.config, self.metrics, self.tokens) if is_new else (self.config,):
             if file.exists():
                 raise InvalidInput(

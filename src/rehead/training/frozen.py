@@ -11,9 +11,9 @@ from rehead.stages import staged
 
 
 def freeze(model: LanguageModel, options: TrainerOptions) -> None:
-    """Leave the weights trainable that `trainer.train` names.
+    """Freeze all weights except those that `trainer.train` names.
 
-    Raises ConfigError for a model without layers, and for experts: no auxiliary loss keeps their load even.
+    Raises ConfigError for `train` or `recompute` on an RNN, and for training experts: no loss keeps their load even.
     """
     if not isinstance(model, GPT):
         for key, usual in (("train", "all"), ("recompute", False)):
@@ -22,8 +22,8 @@ def freeze(model: LanguageModel, options: TrainerOptions) -> None:
                 raise ConfigError(f"trainer.{key}={value} needs a model.type=gpt. Use trainer.{key}={usual}.")
     elif options.train != "attention" and model.config.experts is not None:
         raise ConfigError(
-            f"trainer.train={options.train} would train experts and their routers, and no loss here keeps the routers "
-            "from choosing few of them. Use trainer.train=attention."
+            f"trainer.train={options.train} would train experts and their routers, and rehead has no loss that "
+            "keeps the routers from choosing only a few of them. Use trainer.train=attention."
         )
     elif options.train == "attention":
         model.requires_grad_(requires_grad=False)

@@ -36,7 +36,7 @@ class Gathering:
         return Deferred(lambda: self._whole(self._said(number)), value.shape, value.dtype)
 
     def reading(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, in which only the first process reads what was deferred; forget that then."""
+        """Return the result of `work`, in which only the first process reads deferred tensors; then forget them."""
         if self._rank == 0:
             result = work()
             self._said(END)

@@ -41,7 +41,7 @@ DEFAULTS = {
 
 
 STEP_TOKENS, STEP_BYTES = 16_384, 2**32
-"""Tokens and activations of a step, at most, where no batch size is given: long blocks make small batches."""
+"""Most tokens, and most bytes of activations, in a step if no batch size is given: long blocks, small batches."""
 
 
 def healed_folder(folder: Path) -> Path:
@@ -52,8 +52,8 @@ def healed_folder(folder: Path) -> Path:
 def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | None = None) -> RunOptions:
     """Return the options of the run that heals the model in `folder`, with the user's flags on top.
 
-    If the teacher is a run folder, the run reads the teacher's text. Its blocks have `length` tokens, by default as
-    in `text_length`. Its folder is FOLDER-healed.
+    If the teacher is a run folder, healing reads the teacher's text. Blocks have `length` tokens, by default as in
+    `text_length`. The new run is written to FOLDER-healed unless a flag names another folder.
     """
     if folder.resolve() == teacher.resolve():
         raise UsageError(
@@ -127,7 +127,7 @@ def _require_source(folder: Path, teacher: ModelConfig) -> None:
 
 
 def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place: str) -> None:
-    """Raise ConfigError for a teacher with another vocabulary or a shorter context."""
+    """Raise ConfigError for a teacher with a vocabulary of another size or a shorter context."""
     sizes = model.config.vocab_size, teacher.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -142,7 +142,7 @@ def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place:
 
 
 def require_its_tokenizer(tokenizer: Tokenizer, data: DataOptions, place: str) -> None:
-    """Raise ConfigError for options of another tokenizer than that of the model in `place`, whose tokens are read."""
+    """Raise ConfigError for options that describe another tokenizer than the model's in `place`, which is used."""
     kind, size = tokenizer.kind, tokenizer.vocab_size
     if data.tokenizer in (DataOptions.tokenizer, kind) and (
         data.vocab_size is None or data.vocab_size >= size
@@ -158,9 +158,9 @@ def require_its_tokenizer(tokenizer: Tokenizer, data: DataOptions, place: str) -
 
 
 def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | None:
-    """Return the certificate of the model to heal; None of one that was not converted, or without a validation text.
+    """Return the certificate of the model to heal; None if it was not converted or there is no validation text.
 
-    Raises InvalidInput, before the first step, for one that the healed model could not be measured by.
+    Raises InvalidInput, before the first step, if the healed model could not be measured as the certificate was.
     """
     if options.model.folder is None or options.trainer.teacher is None:
         return None

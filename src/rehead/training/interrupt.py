@@ -32,7 +32,7 @@ class Stop:
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """Raise Abandoned at a signal within the block, which must leave nothing half changed, or before it."""
+        """Raise Abandoned at a signal before or within the block, which must leave nothing half changed."""
         try:
             self._may_raise = True
             self.check()
@@ -80,7 +80,7 @@ def stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
 
 
 def _act(before: Any, since: float, number: int, frame: FrameType | None) -> None:
-    """Do with a signal what its handler `before` does; nothing `since` that time has not come."""
+    """Do with a signal what its handler `before` does, but ignore one that comes before the time `since`."""
     if time.monotonic() >= since:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         # SIGINT is ignored in the background job of a shell script

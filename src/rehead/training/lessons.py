@@ -92,7 +92,7 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
 
 
 def _conversion(certificate: Certificate) -> tuple[object, ...]:
-    """Return what teaching leaves in a certificate of the conversion before it."""
+    """Return the parts of a certificate that tell one conversion from another and that teaching does not change."""
     return certificate.result, *((layer.methods, layer.lost_energy) for layer in certificate.layers)
 
 
@@ -127,7 +127,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     lossy = [index for index, layer in enumerate(before.layers) if layer.methods]
     if not lossy:
         raise ConfigError(
-            f"--teach: {folder} was converted exactly, there is nothing to learn. Leave it out."
+            f"--teach: {folder} was converted exactly, so there is nothing to learn. Leave it out."
         )
     both = [Source(one.model, one.folder) for one in (teacher, opened)]
     text = tokenize(source_of(options.data), opened.require_tokenizer(), scratch / "text")

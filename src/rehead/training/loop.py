@@ -46,7 +46,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Take one step over `grad_accumulation` batches; return its record for metrics.jsonl.
 
-        `loss` is in nats per token, with dropout; `seconds` is the time of the whole step, including data.
+        `loss` is in nats per token, with dropout if there is no teacher; `seconds` is the whole step's, with data.
         The gradient is computed within `abandonable()`; an exception there leaves weights and optimizer as they were.
         Raises NumericError, before the weights change, if the loss or the gradient is not finite.
         """

@@ -18,10 +18,10 @@ def cross_entropy(
     targets: Int[Tensor, "B L"],
     n_token: int,
 ) -> Float[Tensor, ""]:
-    """Return the mean loss in nats per token; `head` gives logits of `n_token` tokens.
+    """Return the mean loss in nats per token; `head` gives logits over a vocabulary of `n_token` tokens.
 
-    They are computed in parts, and the backward pass recomputes each part: that costs a third of the head's time and
-    saves two copies of all logits.
+    The logits are computed in parts, and the backward pass recomputes each part: this adds a third to the head's time
+    and saves two copies of all logits.
     """
 
     def part(some: Tensor, their: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def distillation(
 
 
 def _mean(part: Callable[..., Tensor], n_token: int, *rows: Tensor) -> Tensor:
-    """Return the sum of `part` over parts of `rows`, divided by their number; nothing within a part is kept."""
+    """Return the sum of `part` over parts of `rows`, divided by the number of rows; nothing within a part is kept."""
     sums = [
         checkpoint(part, *some, use_reentrant=False, preserve_rng_state=False)
         for some in in_parts(n_token, *rows)

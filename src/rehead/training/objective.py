@@ -68,7 +68,7 @@ class Objective(nn.Module):
     def _hidden(self, inputs: Tensor) -> Tensor:
         """Return the input of the head; with `recompute` only the inputs of layers are kept for the backward pass.
 
-        Nor are the weights in bfloat16, which autocast would cache until the end of the forward pass.
+        Nor does it keep the bfloat16 weights, which autocast would cache until the end of the forward pass.
         """
         if not self.options.recompute:
             return self.model.hidden(inputs)

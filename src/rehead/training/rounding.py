@@ -1,4 +1,4 @@
-"""What the bits of a training depend on beside its options."""
+"""What the exact bits of a training run depend on besides its options."""
 
 import warnings
 from typing import Any

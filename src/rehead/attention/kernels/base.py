@@ -38,8 +38,8 @@ def words_of(score: object) -> str:
 class Kernel(ABC):
     """An implementation of attention that equals `reference` up to rounding.
 
-    `name` is used in errors and tests, `words` in reports. `takes_scores` and `drops_weights` tell whether
-    it supports learned scores and dropout.
+    `name` identifies it in `Choice.against`, `words` describes it in reports. `takes_scores` and `drops_weights`
+    tell whether it supports scores other than the scaled dot product, and dropout.
     """
 
     name: ClassVar[str]

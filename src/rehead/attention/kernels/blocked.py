@@ -39,7 +39,7 @@ class Blocked(Kernel):
 
 
 class _Blocked(torch.autograd.Function):
-    """With s the saved tensor, the weights are |s| and the weights after dropout max(s, 0)."""
+    """With s the saved tensor, the weights are |s|, and those that dropout keeps max(s, 0), before rescaling."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,7 @@ LONGEST = 4096
 
 
 class Compiled(Kernel):
-    """One call of native/sequence.cpp. Without a window it drops the same weights as `Blocked`."""
+    """One call of native/sequence.cpp. Without a window it drops the same weights as `Blocked` in a single block."""
 
     name = "C++"
     words = "the C++ attention kernel"

@@ -1,8 +1,8 @@
 """Sliding windows with PyTorch's flash attention for GPUs, in float16 and bfloat16; without dropout.
 
-The kernel skips keys outside the window. It is used after a self-check against the definition on that device, for that
-dtype and those heads; otherwise windows are computed in chunks. It is tested on a CPU with an emulation of the
-documented behaviour. It has not run on a GPU yet, and its speed is unknown.
+The kernel skips keys outside the window. It is used only after a self-check against SDPA in float64, on the same
+device and for the same dtype and heads; otherwise windows are computed in chunks. Tests run it on a CPU with an
+emulation of the documented behaviour. It has not run on a GPU yet, and its speed is unknown.
 """
 
 from functools import cache

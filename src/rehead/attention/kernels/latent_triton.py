@@ -4,8 +4,8 @@ The method is that of FlashDecoding and FlashMLA. A program handles up to 64 hea
 rows; a tile of rows serves as keys, and its first R columns as values. The partial results are merged by the
 log-sum-exp of their scores. R and P are arbitrary; sums are in float32.
 
-Only `latent_token` imports this file, since it needs Triton, and runs the self-check. The results are tested on a CPU
-in Triton's interpreter, and the kernel is compiled for GPUs there. It has not run on a GPU yet, and its speed is
+Only `latent_token`, which runs the self-check, imports this file, since it needs Triton. On a CPU, tests check the
+results in Triton's interpreter and compile the kernel for GPUs. It has not run on a GPU yet, and its speed is
 unknown.
 """
 
@@ -34,7 +34,7 @@ def _part(
 ):  # fmt: skip
     """Attention of some heads of one sequence over one part of its rows, and the log-sum-exp to base 2.
 
-    `scale` includes the factor for powers of 2.
+    `scale` includes a factor 1 / ln 2, since weights are computed as powers of 2.
     """
     batch, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * tile_h + tl.arange(0, tile_h)

@@ -37,7 +37,7 @@ ROSTER: tuple[Kernel, ...] = (
 class Choice:
     """The kernel that computes a call, and the reasons against the kernels before it in the roster.
 
-    `form` is the layer's form of the call, if the layer has several.
+    `form` names the form in which a layer with several (MLA: expanded, absorbed, half absorbed) computes the call.
     """
 
     kernel: Kernel

@@ -37,7 +37,7 @@ class SDPA(Kernel):
 
 
 def of_one_width(*tensors: Tensor, multiple_of: int = 1) -> tuple[Tensor, ...]:
-    """Pad the last axis of all tensors to the width of the widest; the zeros change no product."""
+    """Zero-pad the last axis of all tensors to the widest, rounded up to `multiple_of`; zeros change no product."""
     width = max(t.shape[-1] for t in tensors)
     width = -(-width // multiple_of) * multiple_of
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)

@@ -43,7 +43,7 @@ def attend_scaled_token(
     scale: float,
     hidden: Float[Tensor, "B 1 S"] | None = None,
 ) -> Float[Tensor, "B H R"]:
-    """Attention of one token over rows: a key, whose first `rank` numbers are the value, and a scale per KV head."""
+    """Attention of one token over rows of a key (its first `rank` numbers are the value) and a scale per KV head."""
     width = query.shape[2]
     keys, scales = rows[..., :width], rows[..., width:].transpose(1, 2)  # B S E, B K S
     products = torch.bmm(query, keys.transpose(1, 2)).unflatten(1, (scales.shape[1], -1))  # B K G S

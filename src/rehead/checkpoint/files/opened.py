@@ -14,9 +14,9 @@ PIECE = 2**20
 
 
 class OpenedFiles:
-    """Reads files at any offset. The first `MOST_OPEN` stay readable after they are deleted.
+    """Reads files at any offset. The first `MOST_OPEN` - 1 stay readable after they are deleted.
 
-    The size and time of a file are those of `add`: every later read of a file with others raises IntegrityError.
+    `add` records a file's size and modification time: a later read that finds others raises IntegrityError.
     """
 
     def __init__(self) -> None:

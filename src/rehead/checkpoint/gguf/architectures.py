@@ -63,7 +63,7 @@ class GPT2(Architecture):
         return sizes(config) | {"attention.layer_norm_epsilon": config.norm_eps}
 
     def tensors(self, name: str, weight: Tensor, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weight, transposed."""
+        """Yield the weight; those of linear layers are transposed."""
         linear = name.endswith(".weight") and ".c_" in name
         yield name, map_deferred(lambda upright: upright.mT, weight) if linear else weight
 
@@ -115,7 +115,7 @@ class Llama(RmsNormed):
     biases = (True, True)
 
     def scaling(self, rope: RopeConfig) -> Keys | None:
-        """Return the keys of linear angles, and the factor of cosines of others, which have divisors."""
+        """Return the keys of linear scaling; for others, which are divisors, the factor of cosines unless it is 1."""
         if rope.scaling is None or rope.scaling.magnitude == 1:
             return super().scaling(rope) or {}
         return {"rope.scaling.attn_factor": rope.scaling.magnitude}
@@ -146,7 +146,7 @@ class Qwen2(RmsNormed):
     biases = (True, False)
 
     def scaling(self, rope: RopeConfig) -> Keys | None:
-        """Return the keys of linear angles or of YaRN; llama.cpp multiplies the magnitude of the paper."""
+        """Return the keys of linear scaling or YaRN; llama.cpp multiplies attn_factor by the paper's magnitude."""
         yarn = rope.scaling
         if not isinstance(yarn, YarnScaling) or (yarn.beta_fast, yarn.beta_slow) != BETAS:
             return super().scaling(rope)

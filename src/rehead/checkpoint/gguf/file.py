@@ -29,7 +29,7 @@ PIECE = 2**20
 """Approximate number of elements that are dequantised at once."""
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Types of values by their codes in `struct`; 7 is a bool."""
+"""Codes in `struct` of the types of values, by the type's number in GGUF; 7 is a bool."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ def read_config(file: File) -> tuple[Table, GPTConfig]:
     Raises InvalidInput for an architecture, a key or a value that rehead does not know.
     """
     arch = file.facts.get("general.architecture")
-    # llama.cpp computes nothing by others; who quantised a file adds some under a name of their own.
+    # Other keys change nothing that llama.cpp computes; quantisation tools add some under their own names.
     facts = {key: value for key, value in file.facts.items() if key.startswith((f"{arch}.", "adapter."))}
     if arch not in ARCHITECTURES:
         hint = nearest(str(arch), list(ARCHITECTURES))

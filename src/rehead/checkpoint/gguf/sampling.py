@@ -16,7 +16,7 @@ KEYS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "min_p": ("min_p", lambda one: 0 <= one <= 1),
     "repetition_penalty": ("penalty_repeat", lambda one: one > 0),
 }
-"""Names in generation_config.json: those in a file, and which numbers transformers takes."""
+"""By name in generation_config.json: the name in a GGUF file, and which numbers transformers accepts."""
 
 
 def facts_of(generation: Table) -> dict[str, Any]:

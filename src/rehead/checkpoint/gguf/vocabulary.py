@@ -1,7 +1,7 @@
 """What a GGUF file says of a tokenizer.json: tokens, merges, a pre-tokenizer, and which tokens begin and end a text.
 
-llama.cpp cuts a text by code that it finds by the pre-tokenizer's name. So only those cuts are written that are known
-to be the same (`tokenizer.CUTS`); others are refused.
+llama.cpp looks up the code that cuts a text by the pre-tokenizer's name. So only pre-tokenizers known to cut alike
+(`tokenizer.CUTS`) are written; others are refused.
 """
 
 import json

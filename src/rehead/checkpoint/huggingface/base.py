@@ -45,9 +45,9 @@ SHARED = frozenset(SHARED_KEYS.split())
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of theirs, which holds `ours` stacked along the first axis, possibly transposed.
+    """One tensor of the stock class, which holds our weights `ours` stacked along axis 0, possibly transposed.
 
-    `rows` are the numbers of rows of each, if they are not equal. With `groups` the tensor is stacked from that many,
+    `rows` are the row counts of our weights, if not equal. With `groups`, the tensor is a stack of that many parts,
     each of which holds a share of all of ours (GPT-NeoX: query, key and value of one head after another).
     """
 
@@ -113,7 +113,7 @@ class Fields:
         return value
 
     def look(self, name: str, kind: type, default: Any = ..., *, null: Any = ...) -> Any:
-        """Return what `take` does, which is to be read once more."""
+        """Return what `take` returns, but leave the key to be read again."""
         if name not in self._left:
             if default is ...:
                 raise InvalidInput(f"{self.where}: {name} is missing.")
@@ -133,7 +133,7 @@ class Fields:
         return value
 
     def layers(self, name: str) -> int:
-        """Return the number of layers, before a list of as many is built."""
+        """Return the number of layers, checked before a list of that length is built."""
         n_layer: int = self.take(name, int)
         if not 1 <= n_layer <= MAX_LAYERS:
             raise InvalidInput(f"{self.where}: {name}={n_layer}. Use 1 to {MAX_LAYERS}.")

@@ -45,8 +45,8 @@ class Sizes(NamedTuple):
 class Decoder(Family, Generic[A]):
     """A family whose layers have attentions of one class, `attention`.
 
-    `tied`, `norm_eps` and those of `rope` are the defaults of missing keys in config.json. These classes have no field
-    for dropout outside the attention, so it is lost.
+    `tied`, `norm_eps` and the fields of `rope` are the defaults for missing keys in config.json. Except for Phi-3's,
+    these classes have no field for dropout outside the attention, so it is lost.
     """
 
     attention: type[A]
@@ -184,7 +184,7 @@ class Decoder(Family, Generic[A]):
         return names + ([f"{part}.bias" for part in MLP] if config.mlp_bias else [])
 
     def rows(self, layer: A, theirs: str) -> tuple[int, ...]:
-        """Return the numbers of rows of ours in a tensor of theirs that are not equal."""
+        """Return how many rows each of our weights has in the tensor `theirs`; () if they have equally many."""
         return ()
 
     @abstractmethod

@@ -25,8 +25,8 @@ def take_number(fields: Fields, default: int, *names: str) -> int:
 def read_deepseek(fields: Fields, n_layer: int, defaults: Table, **router: Any) -> Table:
     """Return the experts of DeepSeek's classes, in all layers after the first dense ones; none if all are dense.
 
-    `defaults` are the class's of missing keys, and `alias` its other name of `n_routed_experts`; a key without a
-    default must be there. `router` are the fields that say how experts are chosen.
+    `defaults` has the class's defaults for missing keys, and as `alias` its other name for `n_routed_experts`; a key
+    without a default must be present. `router` are the fields that say how experts are chosen.
     """
 
     def take(name: str) -> int:

@@ -20,7 +20,7 @@ from rehead.checkpoint.huggingface.llama import (
 from rehead.config import GPTConfig
 
 SMALLEST = 1e-150
-"""A smaller factor of the scores has no scalar: its square is beyond the numbers."""
+"""A smaller factor of the scores has no scalar: `scale**-2` would be too large."""
 
 
 class Gemma2(LlamaLike):

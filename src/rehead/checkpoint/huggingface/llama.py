@@ -41,9 +41,9 @@ class LlamaLike(Decoder[GroupedConfig]):
     heads: ClassVar[dict[str, int]] = {}
     """Defaults of missing keys, where they do not follow from other sizes."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """Fields of the attention, of those that `unsupported` names, that this family can represent."""
+    """Entries of `unsupported`, not all of them of the attention, that this family can represent or checks itself."""
     any_head_dim: ClassVar[bool] = True
-    """Whether `head_dim` may be another width than that of the model over the query heads."""
+    """Whether `head_dim` may differ from the model's width divided by the number of query heads."""
     windows: ClassVar[Windows] = Windows.NONE
     biases: ClassVar[tuple[tuple[bool, bool], ...]] = ((False, False), (True, True))
     """`qkv_bias` and `o_bias`: the ways a model may have them, of which `attention_bias` in config.json chooses."""

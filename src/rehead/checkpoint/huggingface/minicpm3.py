@@ -13,7 +13,7 @@ DEFAULTS = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
 """The class's defaults of missing keys in config.json; null means no scale."""
 
 MOST = 2**53
-"""A larger `dim_model_base` is written as this, which is then another scale."""
+"""A larger `dim_model_base` is replaced by this, so that `unsupported` finds a different scale and refuses it."""
 
 
 class MiniCPM3(LatentLike):

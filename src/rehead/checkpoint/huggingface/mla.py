@@ -88,7 +88,7 @@ class LatentLike(Decoder[LatentConfig]):
         }
 
     def extra_json(self, config: GPTConfig, first: LatentConfig) -> Table:
-        """Return the key of attention biases, those before latents and that of the output, and of the layout."""
+        """Return the key of the biases of down and output projections and, if it can differ, that of the layout."""
         assert first.rope is not None
         interleaved = {"rope_interleave": first.rope.layout == "interleaved"}
         return {"attention_bias": first.o_bias, **(interleaved if len(self.layouts) > 1 else {})}

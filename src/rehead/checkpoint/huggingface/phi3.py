@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in another; rope in a part of each head."""
+"""Phi-3 and Phi-4: query, key and value in one tensor, gate and up in another; rope in all or part of each head."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -80,7 +80,7 @@ class Phi3(LlamaLike):
 
 
 def _other_factors(layer: GroupedConfig, width: int) -> bool:
-    """Whether longrope has not as many factors as the class wants, which counts pairs by the model's `width`."""
+    """Return True if longrope has another number of factors than the class expects from the model's `width`."""
     rope = layer.rope
     if rope is None or not isinstance(rope.scaling, LongRopeScaling):
         return False

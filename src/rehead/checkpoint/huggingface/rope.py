@@ -116,7 +116,7 @@ def _renamed(table: Table) -> Table:
 
 
 def _read_keys(table: Table, kind: str, where: str, inside: str) -> Table:
-    """Return the keys that the formula of a type reads and that say something; warn of the others, as for a class."""
+    """Return the keys that the formula of a type reads and that say something; warn of the others."""
     if kind == "yarn" and (truncate := table.pop("truncate", True)) is not True:
         raise InvalidInput(
             f"{where}: truncate={truncate!r:.40} in {inside}: rehead knows True here, which rounds the ends of "

@@ -1,4 +1,4 @@
-"""SmolLM3: some layers without rope; windows, if any, in those."""
+"""SmolLM3: some layers without rope; sliding windows, if any, are by default in those layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -25,8 +25,8 @@ TOKENIZER: Table = {
     "padding_side": "left",
     "model_input_names": ["input_ids", "attention_mask"],
 }
-"""tokenizer_config.json of transformers' class for any tokenizer.json, which by itself pads on the right, where no text
-can go on, and in earlier releases returns `token_type_ids`, which `generate` refuses."""
+"""tokenizer_config.json for transformers' generic tokenizer class, which by default pads on the right, where no text
+can be continued, and in earlier releases returns `token_type_ids`, which `generate` refuses."""
 NONE = "no format can represent this model as it is."
 
 
@@ -88,7 +88,7 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
 
 
 def _predicting(table: Table, config: GPTConfig, folder: Path, names: Iterable[str]) -> tuple[str, ...]:
-    """Return how names of layers begin that only predict a further token, with a warning if there are any.
+    """Return the name prefixes of layers that only predict a further token; warn if there are any.
 
     `num_nextn_predict_layers` counts those of DeepSeek-V3 after the model's own; transformers leaves them out, too.
     """
@@ -97,8 +97,8 @@ def _predicting(table: Table, config: GPTConfig, folder: Path, names: Iterable[s
     later = tuple(f"model.layers.{config.n_layer + index}." for index in more)
     if left_out := [name for name in names if name.startswith(later)]:
         warnings.warn(
-            f"{folder}: left out {len(left_out)} weights of what predicts a further token "
-            f"(num_nextn_predict_layers={n_more}), {left_out[0]:.100} and others: the model itself does not use them.",
+            f"{folder}: left out {len(left_out)} weights for multi-token prediction "
+            f"(num_nextn_predict_layers={n_more}), such as {left_out[0]:.100}: the model itself does not use them.",
             stacklevel=2,
         )
     return later

@@ -26,7 +26,7 @@ FACTORLESS = (*ALL, LONGROPE)
 EVERY = 6
 """mlx-lm's Gemma 3 has no window in every sixth layer, whatever config.json says."""
 LAST = 61
-"""mlx-lm's DeepSeek-V3 leaves out a layer of this number: that of V3 predicts a second token."""
+"""mlx-lm's DeepSeek-V3 leaves out the layer with this index: in V3 itself, it predicts a second token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,11 +40,11 @@ SMALL_RANK = 256
 def to_deepseek(
     model: LanguageModel, engine: Engine | None = None, scratch: Path | None = None
 ) -> tuple[LanguageModel, Certificate]:
-    """`model` for plain `DeepseekV3ForCausalLM`, exactly, and its certificate, measured on random tokens.
+    """Return `model` as an exact, plain `DeepseekV3ForCausalLM`, and its certificate, measured on random tokens.
 
-    Without an engine, for vLLM and SGLang: MQA with rope (heads of 64, 32 or 16), and every model without rope. For
-    transformers: any number of KV heads of any width, with rope of any kind; for mlx and llama.cpp the same with the
-    angles they compute (`engines.ENGINES`). Raises ConfigError for the rest.
+    Without an engine, for vLLM and SGLang: MQA with rope (heads of 64, 32 or 16), and models without rope whose keys
+    and values need at most 512 numbers. For transformers: any number of KV heads of any width, with any rope; for mlx
+    and llama.cpp the same with the angles they compute (`engines.ENGINES`). Raises ConfigError for the rest.
     """
     config = require_heads(model)
     if model.head.weight.dtype == torch.float16:
@@ -90,7 +90,7 @@ def deepseek_layers(config: GPTConfig, engine: Engine | None) -> list[LatentConf
 
 
 def require_alike(layers: Sequence[AttentionConfig]) -> None:
-    """Refuse layers that differ, for which DeepSeek's class has no keys."""
+    """Refuse layers that differ, for which DeepSeek's config.json has no keys."""
     if len(set(layers)) > 1:
         raise CannotConvert(
             f"DeepseekV3ForCausalLM has layers that are all alike, and this model has {different(layers)}.",
@@ -102,8 +102,8 @@ def require_sayable(config: GPTConfig) -> None:
     """Refuse what DeepSeek's class cannot represent, apart from the attention."""
     if config.experts is not None:
         raise CannotConvert(
-            "Experts go out as those of their own family, while the attention is one of that family's: no conversion "
-            "turns them into DeepseekV3ForCausalLM's.",
+            "Experts can only be exported in the class of their own family, with an attention that it has: no "
+            "conversion turns them into DeepseekV3ForCausalLM's.",
             "its experts, which no conversion changes",
         )
     plain = config.norm == "rmsnorm" and config.mlp == "swiglu" and not config.mlp_bias
@@ -172,9 +172,9 @@ def _require_canonical(layer: LatentConfig) -> int:
 
 
 def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
-    """Return the smallest such attention, for an engine that takes any sizes and angles, which transformers does.
+    """Return the smallest attention of DeepSeek's class for `layer`, for an engine that takes any sizes and angles.
 
-    Its heads are 4, 16, ... times as wide as the layer's: then the queries are multiplied by a power of
+    Its heads are 4, 16, ... times as wide as the layer's, so that the queries are multiplied by a power of
     two, which rounds nothing.
     """
     _require_representable(layer)
@@ -186,7 +186,7 @@ def own_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
         return replace(layer, n_kv_head=layer.n_query_head, latent_norm=True, qkv_bias=False, **biases)
     width = layer.head_dim if isinstance(layer, GroupedConfig) else layer.qk_nope_head_dim
-    least, rope, rotated = width, RopeConfig(), 2  # that part is there, and zero
+    least, rope, rotated = width, RopeConfig(), 2  # the class always has a rotary part: zeros here
     rank = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
         still, rotated = unrotated(layer), layer.n_kv_head * layer.rope.rotated(layer.head_dim)
@@ -242,8 +242,8 @@ def for_every_engine(model: LanguageModel) -> LanguageModel:
 def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
     """Return the same function with another eps in the norms of the residual stream, and no scales in it.
 
-    RMSNorm(a h; a^2 eps) is RMSNorm(h; eps): all that is written to the stream is multiplied by a. What
-    MiniCPM multiplies with goes into the same weights; embeddings stay tied if `tied` and nothing did.
+    RMSNorm(a h; a^2 eps) is RMSNorm(h; eps): all that is written to the stream is multiplied by a. MiniCPM's
+    scales go into the same weights; embeddings stay tied if `tied` and no weight has to change.
     """
     config = model.config
     assert isinstance(config, GPTConfig)

@@ -39,7 +39,7 @@ class Facts:
     rows: tuple[int, ...] = ()
     """Sizes of latent and rotary part together; empty for any."""
     heads: tuple[tuple[int, int, int], ...] = field(default=())
-    """Sizes of heads: rebuilt, rotated, of values; empty for any."""
+    """Widths of a head that it takes: unrotated, rotated, value; empty for any."""
     biases: bool = False
     """Whether it adds the biases of `attention_bias`."""
     padded: bool = False

@@ -40,12 +40,12 @@ def export_folder(
     engine: Engine | None = None,
     name: str | None = None,
 ) -> tuple[str, Certificate | None]:
-    """Write the model in `source` as a stock folder of family `kind`; return its class.
+    """Write the model in `source` as a stock folder of family `kind`; return its class and any new certificate.
 
-    `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which
-    others convert exactly: for transformers all with rope or none, for vLLM fewer. Without an `engine`, a
-    converted model is one that vLLM takes, and a warning names what vLLM or SGLang compute otherwise. Its card calls
-    the model `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent
+    `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which other
+    models convert exactly: for transformers with any rope or none, for vLLM fewer. Without an `engine`, a converted
+    model is one that vLLM takes, and a warning names what vLLM or SGLang compute differently. The card calls the
+    model `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent
     and the ways out, NumericError for weights that are not finite.
     """
     require_apart(source, destination)
@@ -124,7 +124,8 @@ def _warn_of_servers(config: GPTConfig, family: Family) -> None:
     for engine in SERVERS:
         if found := [name for name, bad in not_computed(config, family, engine).items() if bad]:
             log.warning(
-                "%s computes this model otherwise as %s (%s): serve it with another engine. --for %s refuses it.",
+                "%s's %s does not compute this model as transformers does (%s): serve it with another engine. "
+                "--for %s refuses it.",
                 ENGINES[engine].name,
                 family.architecture,
                 "; ".join(found),

@@ -25,9 +25,9 @@ from rehead.model import LanguageModel, assembled
 ERROR = 2e-6
 """What an identity norm may change of a latent, relative to it, whatever the text."""
 SPREAD = 2.0**-20
-"""A row of the latent that is smaller than the largest by this stays smaller by what is missing."""
+"""Rows of the latent below this share of the largest are scaled as if they had it, and so stay smaller."""
 LARGEST = 2.0**14
-"""The largest number that queries and rotated keys may get; float16 ends at four times that."""
+"""The largest weight that the projections to queries and rotated keys may get; float16 ends at four times that."""
 NEGLIGIBLE = 0.01
 """The mean square of a latent, relative to the eps of its norm, below which only the eps counts."""
 LOSING: Mapping[Storage, str] = {"fp16": "float16", "q8_0": "formats of 8 bits"}

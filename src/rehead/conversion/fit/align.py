@@ -1,4 +1,4 @@
-"""Turn heads onto each other before they are pooled (notes on 2:1 pooling: 8.24 naive, 3.19 aligned).
+"""Turn heads onto each other before they are pooled.
 
 A turn of a key head and of the queries that read it leaves every score as it is; so does a turn of a
 value head and of the output columns that read it. With rope a turn must commute with the rotation of

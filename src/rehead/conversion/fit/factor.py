@@ -122,8 +122,8 @@ def gqa_to_mla(weight: Any, n_copy: int | None = None) -> SharedLatent:
     """`GQA_2_MLA` of docs/sources.md (A): up (D, N) and down (N, D) whose product is `weight` tiled D/N times.
 
     `weight` stacks the key or the value projections of G heads, N = G d rows. Tiling whole copies is
-    the modular head map: query head h reads KV head h mod G. One matrix alone: keys and values factored
-    so have two different latents, and a cache of 2 G d; for one latent stack them and `factor`.
+    the modular head map: query head h reads KV head h mod G. It takes one matrix: keys and values factored this
+    way have two different latents and a cache of 2 G d numbers; for a shared latent, stack them and use `factor`.
     """
     up, down, mse = _tiled(weight, n_copy)
     return SharedLatent(up, down, mse.item())

@@ -41,8 +41,8 @@ def attentions(model: LanguageModel) -> list[Attention]:
 class LayerMoments:
     """Accumulates the statistics of one layer over a text, batch by batch.
 
-    With a `file`, also its inputs x and the gradients g of its stacked keys and values, until they are weighed:
-    (C + N) numbers per token. With `turning`, also what the rotation of its keys matters.
+    With a `file`, also stores its inputs x and the gradients g of its stacked keys and values there, (C + N) numbers
+    per token, until they are weighed. With `turning`, also measures how much the rotation of its keys matters.
     """
 
     def __init__(self, attention: Attention, file: Path | None, *, turning: bool = False) -> None:

@@ -1,10 +1,10 @@
-"""What an error costs: two second moments, one of outputs and one of inputs, fitted to both together.
+"""What an error costs: two second moments, one of outputs and one of inputs, fitted together.
 
-An error E in the weights that make keys and values costs E[(g^T E x)^2] to second order, with x the
-input of a token and g the gradient of its loss. That is the covariance of g x^T, N C x N C, too large to
-hold. As a Kronecker product P (x) C it is two matrices, of which `factor` knows the optimum. E[g g^T] and
-E[x x^T] taken separately do not give it: in a trained model the first token of a text has huge inputs and
-gradients of its own, and separate moments spread each over all tokens.
+An error E in the weights that make keys and values costs E[(g^T E x)^2] to second order, with x the input of a
+token and g the loss's gradient with respect to its keys and values. Computing that exactly takes the covariance
+of g x^T, N C x N C, which is too large to hold. A Kronecker product P (x) C needs only two matrices, and `factor` has
+a closed-form optimum for it. Separate estimates E[g g^T] and E[x x^T] are not that product: in a trained model the
+first token of a text has huge inputs and gradients of its own, and separate moments spread each over all tokens.
 """
 
 from collections.abc import Iterator

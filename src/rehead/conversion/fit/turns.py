@@ -3,10 +3,10 @@
 As complex numbers, pair f of a query and of a key adds Re(conj(q) k e^(i t (n - m))) to the score of tokens m
 and n, t the angle per position. A pair that is no longer rotated adds Re(conj(q) c k) instead, with a constant c.
 
-What errors e of a query's scores cost is weighed by p Var(d): p are the query's attention weights, d the products of
-the values with the loss's gradient. The loss changes by the covariance of e and d, and by Cauchy and Schwarz its square
-is at most E[e^2] Var(d), with all moments under p. The square of the gradient itself, p^2 (d - E[d])^2, ignores tokens
-that are hardly read; a large error makes those the ones that are read.
+The cost of errors e in a query's scores is weighted by p Var(d), where p are the query's attention weights and d the
+products of the values with the loss's gradient. The loss changes by the covariance of e and d, whose square is at
+most E[e^2] Var(d) by Cauchy-Schwarz, with all moments under p. The squared gradient itself, p^2 (d - E[d])^2, ignores
+tokens that are hardly read, but a large error can make the model read exactly these.
 """
 
 import torch
@@ -24,8 +24,8 @@ TOKENS = 8192
 class Turns:
     """Sums, over pairs of tokens of a text, w |q|^2 |k|^2 (1, cos t (n - m), sin t (n - m)) per head and pair.
 
-    w is the `sensitivity` of the loss to the score. A head is one of the queries'; its key is that of its KV head,
-    contiguous.
+    w is the `sensitivity` of the loss to the score. The heads are the query heads, in contiguous order; k is the key
+    of a head's KV head.
     """
 
     def __init__(self) -> None:
@@ -119,4 +119,4 @@ class Directions:
 
 
 TINY, TINY_SHARE = 1e-300, 1e-12
-"""Keep zeros from being divided by: absolute, and as a share of the largest."""
+"""Floors that prevent division by zero: absolute, and as a share of the largest value."""

@@ -13,7 +13,7 @@ from rehead.conversion.steps.deepseek import SMALL, TowardsDeepSeek, as_deepseek
 
 
 def after_expansion(weights: Weights, config: LatentConfig) -> Weights:
-    """Return the weights with the bias of the latent, if it has one, as one of what it is expanded to."""
+    """Return the weights with the latent's bias, if it has one, moved behind the up projection (`kv_b_proj`)."""
     if not config.down_bias:
         return weights
     latent, rope = weights["kv_a_proj_with_mqa.bias"].split([config.kv_lora_rank, config.qk_rope_head_dim])
@@ -27,12 +27,12 @@ def after_expansion(weights: Weights, config: LatentConfig) -> Weights:
 
 @conversions.add("fold-biases")
 class FoldBiases(TowardsDeepSeek[LatentConfig, LatentConfig]):
-    """Move biases to where DeepSeek's classes have some (`attention_bias`), in transformers and mlx-lm.
+    """Move biases to where DeepSeek's classes in transformers and mlx-lm have them (`attention_bias`).
 
-    Those classes have biases before the latents and after the output projection. A bias of unrotated keys adds one
-    number to all scores of a query, and goes; one of the values is added once, to the output. For those of the
-    queries the input becomes a latent, with a constant beside it that the expansion multiplies by them. The
-    norm of that latent is undone as in `identity-norm`.
+    Those classes have biases on the down projections and on the output projection. A bias of unrotated keys adds the
+    same number to all scores of a query and is dropped; a bias of values is added once, to the output. For biases of
+    queries, the input with a constant appended becomes a query latent, and the up projection multiplies the constant
+    by the biases. The norm of that latent is undone as in `identity-norm`.
     """
 
     takes = LatentConfig
@@ -49,7 +49,7 @@ class FoldBiases(TowardsDeepSeek[LatentConfig, LatentConfig]):
         yield replace(source, qkv_bias=False, down_bias=True, o_bias=True, q_lora_rank=rank)
 
     def refusal(self, source: LatentConfig) -> str:
-        """Refuse a latent norm, which would norm a bias too, and biases of queries that have a latent already."""
+        """Refuse norms on the latent or on keys, which would norm a bias too, and biases of queries with a latent."""
         if source.latent_norm:
             return "latent_norm=True: biases are moved before there is a norm"
         if source.qk_norm_eps is not None:

@@ -26,7 +26,7 @@ from rehead.conversion.base import (
 from rehead.conversion.steps.latent import misfit
 
 SMALL = -40
-"""The latent is divided by two to this power before the identity norm; see `IdentityNorm`."""
+"""The latent is multiplied by two to this power before the identity norm; see `IdentityNorm`."""
 
 
 def as_deepseek(target: AttentionConfig) -> LatentConfig | None:
@@ -46,11 +46,11 @@ class TowardsDeepSeek(ExactConversion[S, R]):
 
 @conversions.add("decouple")
 class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
-    """Take the rotated keys as MLA's shared rotary part, and all else as the latent.
+    """Take the rotated keys as MLA's shared rotary part, and everything else as the latent.
 
-    Nothing is factored: the latent is the value heads themselves, with the numbers of the keys that do not rotate,
-    if rope is partial. Several KV heads are placed side by side in the rotary part, each rotated
-    by its own frequencies, which therefore repeat (as longrope factors). A query is zero outside its own head.
+    Nothing is factored: the latent is the value heads themselves and, if rope is partial, the elements of the keys
+    that do not rotate. Several KV heads lie side by side in the rotary part, each rotated by its own frequencies, so
+    the frequencies repeat (as longrope factors). A query is zero outside the place of its own KV head.
     """
 
     takes = GroupedConfig
@@ -117,7 +117,7 @@ def unrotated(source: GroupedConfig) -> int:
 
 
 def repeated(rope: RopeConfig, head_dim: int, width: int, pairs: list[int] | None = None) -> RopeConfig:
-    """Return the rope of a part of `width`: these `pairs` of the heads, or all in turn from the fastest on.
+    """Return the rope of a rotary part of `width`: these `pairs` of the heads, by default all in turn, fastest first.
 
     With base 1 the factors alone determine every angle, with one rounding less.
     """
@@ -138,9 +138,9 @@ def side_by_side(rope: RopeConfig, n_head: int, width: int) -> RopeConfig:
 
 @conversions.add("pad-to-stock")
 class PadToStock(TowardsDeepSeek[LatentConfig, LatentConfig]):
-    """Widen latent, heads and rotary part with zeros to the sizes an engine's kernels are built for.
+    """Widen the latent, heads and rotary part with zeros to the sizes that an engine's kernels are built for.
 
-    A rotary part of c times the width keeps its angles in every c-th pair: base ** (-2 c f / c d).
+    In a rotary part c times as wide, pair c f has the angles that pair f had: base ** (-2 (c f) / (c d)).
     """
 
     takes = LatentConfig
@@ -157,14 +157,16 @@ class PadToStock(TowardsDeepSeek[LatentConfig, LatentConfig]):
         grown = {name: getattr(wanted, name) for name in sizes}
         fits = all(size >= getattr(source, name) for name, size in grown.items())
         rotated, part = source.qk_rope_head_dim, wanted.qk_rope_head_dim
-        plain = source.rope is None or source.rope.scaling is None  # or pairs between others get other angles
+        plain = (
+            source.rope is None or source.rope.scaling is None
+        )  # scaled angles would differ in a wider part
         if fits and (rotated in (0, part) or (plain and part % rotated == 0)):
             wider = replace(source, **grown, rope=source.rope or wanted.rope)
             if wider != source:
                 yield wider
 
     def refusal(self, source: LatentConfig) -> str:
-        """Refuse latent norms and query latents."""
+        """Refuse latent norms, norms on queries and keys, and query latents."""
         if source.latent_norm:
             return "latent_norm=True would average over the zeros"
         if source.qk_norm_eps is not None:
@@ -223,12 +225,12 @@ def interleave_rows(
 
 @conversions.add("identity-norm")
 class IdentityNorm(TowardsDeepSeek[LatentConfig, LatentConfig]):
-    """Give a latent the norm that DeepSeek's classes insist on, with weights that undo it.
+    """Give a latent the norm that DeepSeek's classes require, with weights that undo it.
 
-    The latent c is made so small, 2**-40 c, that the norm's eps of 1e-6 is all it divides by: what comes
-    out is c times a constant, within (2**-40 rms(c))**2 / 2e-6 of it, below the rounding of float32 for
-    an rms up to 300,000. Zeros of a padded latent do not disturb it. float16 cannot hold such numbers; an export
-    replaces them (`conversion.export.storable`).
+    The latent c is scaled to 2**-40 c, so small that the norm divides by the root of its eps (1e-6) alone. Its output
+    is c times a constant, with a relative error of at most (2**-40 rms(c))**2 / 2e-6: below the rounding of float32
+    for an RMS of c up to 300,000. The zeros of a padded latent do not affect it. float16 cannot hold numbers this
+    small; an export replaces them (`conversion.export.storable`).
     """
 
     takes = LatentConfig

@@ -27,9 +27,9 @@ from rehead.conversion.fit import align
 
 @conversions.add("repeat-heads")
 class RepeatHeads(ExactConversion[GroupedConfig | LatentConfig, GroupedConfig | LatentConfig]):
-    """Give each KV head as many copies as it takes: MQA is a GQA is an MHA.
+    """Copy each KV head as often as needed: every MQA is also a GQA, and every GQA an MHA.
 
-    The heads a latent expands to are repeated in the same way; the latent stays as it is.
+    The heads that a latent expands to are copied in the same way; the latent stays as it is.
     """
 
     takes = GroupedConfig | LatentConfig
@@ -70,13 +70,13 @@ class RepeatHeads(ExactConversion[GroupedConfig | LatentConfig, GroupedConfig | 
 
 @conversions.add("pool-heads")
 class PoolHeads(Conversion[GroupedConfig, GroupedConfig]):
-    """Replace neighbouring KV heads by one (Ainslie et al., arXiv 2305.13245).
+    """Replace each group of neighbouring KV heads by one head (Ainslie et al., arXiv 2305.13245).
 
-    `procrustes` first turns each head onto the others, keys and queries alike and values and output
-    projection alike, which changes nothing yet; with rope only the turns that commute with it. Then it
-    takes the mean and restores its norm. `mean` takes the mean as it is, `first` the first head; these two read no
-    text. Heads with norms on queries and keys (Qwen3) are not turned: their weights differ by number, and a turn mixes
-    the numbers.
+    `procrustes` first turns the heads of a group onto each other, keys together with their queries and values
+    together with the output projection, which changes no output yet; with rope, keys only turn in ways that commute
+    with its rotation. Then it takes the mean and restores its norm. `mean` takes the mean of the heads as they are,
+    `first` keeps the first head; these two read no text. Heads with norms on queries and keys (Qwen3) cannot be
+    turned: the norm has a weight for each element of a head, and a turn mixes the elements.
     """
 
     takes = GroupedConfig

@@ -88,13 +88,13 @@ def _rank(source: GroupedConfig | LatentConfig, target: AttentionConfig, d_model
 
 @conversions.add("factor")
 class Factor(Conversion[GroupedConfig, LatentConfig]):
-    """Remember one latent per token, from which the keys and values of all heads are rebuilt.
+    """Cache one latent per token, from which the keys and values of all heads are rebuilt.
 
-    [W_K; W_V] is factored as one matrix, so keys and values share the latent. Exact from the rank of
-    that stack on, K (E + V) or the model's width, whichever is less. With rope the rebuilt
-    keys are rotated where they are read, so no rotation is lost; norms on queries and keys are kept, and rebuilt
-    keys normed before they are rotated. `weighted` keeps what moves the predictions
-    (by their gradients on a text), `whitened` what varies on a text, `svd` what is large in the weights.
+    [W_K; W_V] is factored as one matrix, so keys and values share the latent. The result is exact from the full rank
+    of that matrix on: K (E + V) or the model's width, whichever is less. With rope, rebuilt keys are rotated when
+    they are read, so no rotation is lost. Norms on queries and keys are kept: rebuilt keys are normed before they are
+    rotated. `weighted` keeps what affects the predictions (by their gradients on a text), `whitened` what varies on a
+    text, `svd` what is large in the weights.
     """
 
     takes = GroupedConfig
@@ -126,7 +126,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
         return Promise(exact=False, why=f"rank {result.kv_lora_rank} of the {full} that hold everything")
 
     def refusal(self, source: GroupedConfig) -> str:
-        """Refuse other scores than the scaled dot product, other norms than of heads, tied heads."""
+        """Refuse scores other than the scaled dot product, norms other than per-head RMSNorms, and tied heads."""
         if scores := other_scores(source):
             return scores
         if norms := other_norms(source):
@@ -154,7 +154,7 @@ class Factor(Conversion[GroupedConfig, LatentConfig]):
 
 
 def _scaled_queries(weights: Weights, source: GroupedConfig) -> Weights:
-    """Return the queries' weights with the scale of scores, for which a latent has no field, and plain RMSNorms."""
+    """Return the queries' weights, with plain RMSNorms and with the score scale, for which a latent has no field."""
     normed = norm_weights(weights, source)
     scaled = [name for name in normed or weights if name.startswith("q_")]  # a norm undoes a scale before it
     queries = projections(weights, "q_proj") | normed

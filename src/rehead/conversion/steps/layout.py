@@ -14,10 +14,10 @@ from rehead.conversion.base import ExactConversion, Weights, conversions
 
 @conversions.add("head-map")
 class HeadMap(ExactConversion[GroupedConfig, GroupedConfig]):
-    """Reorder the query heads so that those that read one KV head are adjacent, or strided.
+    """Reorder the query heads so that the ones that share a KV head are adjacent, or strided.
 
-    Contiguous is Hugging Face's order, h // (H/K); modular that of document A in docs/sources.md, h mod K. Rows of the
-    query projection and columns of the output projection move.
+    In the contiguous order (Hugging Face's), query head h reads KV head h // (H/K); in the modular order (document A
+    in docs/sources.md), KV head h mod K. Rows of the query projection and columns of the output projection move.
     """
 
     takes = GroupedConfig
@@ -49,10 +49,10 @@ class HeadMap(ExactConversion[GroupedConfig, GroupedConfig]):
 
 @conversions.add("rope-layout")
 class RopeLayout(ExactConversion[AttentionConfig, AttentionConfig]):
-    """Reorder the numbers of each head so that rotated pairs are half a head apart, or neighbours.
+    """Reorder the elements of each head so that the two of a rotated pair are half a head apart, or adjacent.
 
-    half-split pairs (i, i + E/2) as Hugging Face does, interleaved pairs (2i, 2i + 1) as the paper and
-    Meta's own files. Rows of the query and key projections move.
+    The half-split layout pairs (i, i + E/2), as Hugging Face does; the interleaved layout pairs (2i, 2i + 1), as
+    RoFormer and Meta's own files do. Rows of the query and key projections move.
     """
 
     takes = GroupedConfig | LatentConfig
@@ -95,7 +95,7 @@ def paired(rows: Float[Tensor, "H E *C"], layout: Layout) -> Float[Tensor, "H E 
 
 
 def _rotated(config: AttentionConfig) -> dict[str, tuple[int, int, int]]:
-    """Return which projections hold rotated rows: the number of heads, and the first and last row in a head."""
+    """Return, by projection with rotated rows, the number of heads, and the first such row of a head and its end."""
     assert config.rope is not None
     if isinstance(config, GroupedConfig):
         width = config.rope.rotated(config.head_dim)

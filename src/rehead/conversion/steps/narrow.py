@@ -16,8 +16,8 @@ from rehead.conversion.steps.latent import METHODS, factored, full_rank, rank_on
 class Narrow(Conversion[LatentConfig, LatentConfig]):
     """Make a latent narrower; a rotary part beside it stays as it is.
 
-    The product of the two projections around the latent is factored anew. `weighted`, `whitened` and `svd` are those of
-    `factor`.
+    The product of the latent's down and up projections is factored again. `weighted`, `whitened` and `svd` mean the
+    same as in `factor`.
     """
 
     takes = LatentConfig

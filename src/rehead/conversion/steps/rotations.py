@@ -28,15 +28,15 @@ from rehead.conversion.steps.latent import misfit, norm_weights
 from rehead.conversion.yarn import FAR, drift, stands_in
 
 SAME = 1e-6
-"""Relative difference of two angles that are the same."""
+"""Relative difference below which two frequencies count as the same."""
 NEAR = 256
-"""Distances that count where no text says which do."""
+"""Distances in tokens, from 0 on, that count alike where no text says which matter."""
 
 
 def slots_of(source: GroupedConfig, rope: RopeConfig, width: int) -> list[int] | None:
-    """Return which pair of the source's heads each pair of a rotary part continues; None if one is no such pair.
+    """Return for each pair of a rotary part the pair of the source's heads with its frequency; None if one has none.
 
-    A pair can be continued as often as there are KV heads, also by the angle that a yarn has in its place.
+    A pair of the heads can be used once per KV head. A yarn that stands in for the source's scaling counts as equal.
     """
     own = source.rope
     assert own is not None
@@ -57,14 +57,14 @@ def slots_of(source: GroupedConfig, rope: RopeConfig, width: int) -> list[int] |
 class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
     """Rotate some directions of the keys, shared by all heads, and leave the rest unrotated in a latent.
 
-    For every frequency the keys of all KV heads are one vector of complex numbers, and rotation multiplies it by one
-    number, whatever the basis. The directions whose rotation moves the predictions most (by gradients on a
-    text) become MLA's rotary part, as many of each frequency as the target repeats it. In the scores of the
-    others a constant replaces the rotation: its mean over the distances that matter. Queries change with the keys.
-    Llama 3's scaled angles may become a yarn's, of which a few differ.
-    Biases are kept where they count: that of a key without rotation adds one number to all scores of a query. With
-    norms on queries and keys (Qwen3), the cache also holds 1 / RMS of the source's keys.
-    `weighted` asks the text what matters, `svd` takes what is large in the weights, at all near distances alike.
+    At each frequency, the keys of all KV heads form a vector of complex numbers, and rotation multiplies it by a
+    single number, whatever the basis. The directions whose rotation affects the predictions most (by gradients on a
+    text) become MLA's rotary part: one for each pair of this frequency in the target's rotary part. In the scores of
+    the other directions, a constant replaces the rotation: its mean over the distances that matter. Queries change to
+    match. Llama 3's scaled angles may become those of a yarn, a few of which differ. Biases are kept, except those of
+    unrotated keys that only add the same number to all scores of a query. With norms on queries and keys (Qwen3), the
+    cache also holds 1 / RMS of the source's keys. `weighted` measures on a text what matters; `svd` keeps what is
+    large in the weights, with all near distances counting alike.
     """
 
     takes = GroupedConfig
@@ -99,7 +99,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         return isinstance(target, LatentConfig) and target.qk_rope_head_dim > 0
 
     def promise(self, source: GroupedConfig, result: LatentConfig, d_model: int) -> Promise:
-        """Promise exactness where all pairs of all KV heads keep their rotation."""
+        """Promise exactness if all pairs of all KV heads keep their rotation, by the same angles."""
         every, width = all_rotated(source), result.qk_rope_head_dim
         why = "all keys" if width == every else f"{width} of the {every} rotated numbers"
         why += " keep their rotation"
@@ -189,7 +189,7 @@ def all_rotated(source: GroupedConfig) -> int:
 
 
 def beside(source: GroupedConfig, width: int, d_model: int) -> tuple[int, int]:
-    """Return what an MLA has beside a rotary part of `width`: the unrotated width of a head, and the rank of it all."""
+    """Return the unrotated width of a head beside a rotary part of `width`, and the rank that holds all the rest."""
     kept = all_rotated(source) // source.n_kv_head if width == all_rotated(source) else 0
     nope = source.head_dim - kept
     return max(1, nope), min(source.n_kv_head * (nope + source.v_head_dim), source.d_context or d_model)
@@ -217,7 +217,7 @@ def _latent(
 def directions(
     weights: Weights, source: GroupedConfig, statistics: Statistics, *, exact: bool = False
 ) -> Directions:
-    """Return the directions of a layer's keys, without statistics by its weights; any if all are kept (`exact`)."""
+    """Return the directions of a layer's keys, by its weights if there are no statistics; any if `exact`."""
     assert source.rope is not None
     key = complex_pairs(keys_of(weights, source, statistics)[0], source.n_kv_head, source.rope)
     if exact:
@@ -236,7 +236,7 @@ def _constant(source: GroupedConfig, *values: float) -> Float64[Tensor, "3 H F"]
 
 
 def _by_weights(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "3 H F"]:
-    """Return turns without a text: inputs of all directions alike, distances up to `NEAR` alike."""
+    """Return `turns` estimated without a text: all input directions and all distances below `NEAR` count alike."""
     assert source.rope is not None
     query = complex_pairs(queries_of(weights, source), source.n_query_head, source.rope)
     key = complex_pairs(keys_of(weights, source, Statistics())[0], source.n_kv_head, source.rope)
@@ -255,9 +255,9 @@ def queries_of(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "HE N
 def keys_of(
     weights: Weights, source: GroupedConfig, statistics: Statistics
 ) -> tuple[Float64[Tensor, "KE D"], Float64[Tensor, " K"]]:
-    """Return the rows of [x; 1] that make keys, with norms divided by the size of each head, and these sizes.
+    """Return the rows of [x; 1] that make keys, divided by each head's size if there are norms, and these sizes.
 
-    A size is the RMS that the head's keys have on average, without statistics for inputs of all directions alike.
+    A size is the RMS of the head's keys over the text; without statistics, over inputs with all directions alike.
     """
     held = with_bias(weights, "k_proj")
     if source.qk_norm_eps is None:
@@ -286,7 +286,7 @@ def real_pairs(rows: Complex128[Tensor, "H F D"], layout: str) -> Float64[Tensor
 
 
 def _lost(matters: Float64[Tensor, "F K"], used: Counter[int]) -> float:
-    """Return what is not rotated, as a share of what all rotations matter."""
+    """Return how much the rotations that are lost matter, as a share of how much all of them do."""
     kept = sum(float(matters[f, :n].sum()) for f, n in used.items())
     total = float(matters.sum())
     return max(0.0, 1 - kept / total) if total else 0.0

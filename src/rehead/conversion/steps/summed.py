@@ -8,7 +8,7 @@ from rehead.conversion.base import ExactConversion, Weights, conversions, projec
 
 @conversions.add("sum-queries")
 class SumQueries(ExactConversion[SummedConfig, GroupedConfig]):
-    """Add up the query weights of each group: a sum of scores is the score of the sum.
+    """Add up the query weights of each group: the sum of the scores is the score of the summed query.
 
     S_i = sum_j Q_ij K_i^T = (sum_j Q_ij) K_i^T, rotated or not, so `gqa_sum` with K KV heads is MHA with K heads.
     """

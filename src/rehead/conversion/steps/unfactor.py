@@ -36,7 +36,7 @@ def up_projections(config: LatentConfig, rows: Float[Tensor, "N *R"]) -> tuple[T
 
 @conversions.add("expand")
 class Expand(ExactConversion[LatentConfig, GroupedConfig]):
-    """Multiply the up projections out: every head gets keys and values of its own again."""
+    """Multiply out the down and up projections: every KV head has keys and values of its own again."""
 
     takes = LatentConfig
     source, target = "mla without latent norm", "mha, gqa, mqa"
@@ -65,11 +65,11 @@ class Expand(ExactConversion[LatentConfig, GroupedConfig]):
 
 @conversions.add("reduce")
 class Reduce(ExactConversion[LatentConfig, GroupedConfig]):
-    """The reduced form of MLA: one KV head, the latent, for keys and values alike.
+    """The reduced form of MLA: one KV head, the latent itself, for keys and values alike.
 
-    The key expansion goes into the queries, the value expansion into the output projection, so what
-    MLA does at every decoded token is done once. A bias of the keys adds one number to all scores of
-    a query and is dropped; a bias of the values is added once, to the output.
+    The up projection of the keys is folded into the query projection, that of the values into the output projection:
+    what absorbed MLA multiplies at every decoded token is multiplied once, in the weights. A bias of the keys adds
+    the same number to all scores of a query and is dropped; a bias of the values is added once, to the output.
     """
 
     takes = LatentConfig
@@ -134,10 +134,10 @@ def reduced_matrices(
     output: Float[Tensor, "M HV"],
     n_head: int,
 ) -> Reduced:
-    """`reduced_matrices` of docs/sources.md (A): weights of an attention whose scale is 1/sqrt(R).
+    """Return the weights of the reduced form, whose scale is 1/sqrt(R): `reduced_matrices` of docs/sources.md (A).
 
-    The queries carry sqrt(R / E), where document A divides by it: the vanilla scale is 1/sqrt(E). Arrays may be
-    NumPy's or torch's. Raises ConfigError for an `n_head` that does not divide the heads' rows.
+    The queries are multiplied by sqrt(R / E), since MHA's scale is 1/sqrt(E); document A divides by it. Arrays
+    may be NumPy's or torch's. Raises ConfigError for an `n_head` that does not divide the heads' rows.
     """
     sizes = {"key_up": len(key_up), "value_up": len(value_up), "query": len(query), "output": output.shape[1]}
     if n_head < 1 or any(size % n_head for size in sizes.values()):

@@ -19,7 +19,7 @@ class Reporter(Protocol):
         """Report metrics of a step: of training, with `loss`, or of a validation."""
 
     def close(self, exit_code: int) -> None:
-        """Write what is pending, and end the report: 0 of a run that came to its end, 1 of one that was cut off."""
+        """Write what is pending and end the report; `exit_code` is 0 if the run finished, 1 if it was cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ CLOSED = "tensorboard.step"
 
 @reporters.add("tensorboard")
 class TensorBoard:
-    """Writes scalars. After a closed report, a resumed run adds to it; else its last step is written again.
+    """Writes scalars. A resumed run appends to a report that was closed; otherwise it writes its last step again.
 
-    TensorBoard hides the steps that are written again where they were written before.
+    TensorBoard hides the earlier values of steps that are written again.
     """
 
     def __init__(self, start: Start) -> None:
