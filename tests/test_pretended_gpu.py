@@ -17,6 +17,7 @@ AT_LEAST = 55
 
 
 @pytest.mark.process
+@pytest.mark.first
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler for the library that pretends")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has a runtime for GPUs of its own")
