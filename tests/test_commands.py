@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rehead.cli import main
+from rehead.cli.entry import _normalise_flag
+from rehead.config.flags import OPTIONS
 
 TINY = [
     "model.n_layer=1",
@@ -232,8 +234,22 @@ def test_python_m_rehead_and_a_closed_pipe():
         ["plan", "x", "--context", "1.7"],
         ["convert", "a", "b", "--kv-rank=1.5"],
         ["generate", "a", "--top-k", "2.0"],
+        ["bench", "a", "--prompt-lengths", "16", "64.7"],
+        ["bench", "a", "--prompt-lengths", "16", "--batch", "1", "8", "8.5"],
+        ["inspect", "a", "--text", "1.5", "--max-tokens", "10.7"],
     ],
 )
 def test_a_fraction_is_no_whole_number(words, capsys):
     assert main(words) == 2
-    assert "expected a whole number" in capsys.readouterr().err
+    assert f"{words[-1].split('=')[-1]}: expected a whole number" in capsys.readouterr().err
+
+
+def test_a_path_after_a_number_is_a_path(capsys):
+    assert main(["plan", "--context", "16", "no.such/model.d"]) == 3
+    assert "no.such/model.d" in capsys.readouterr().err
+
+
+def test_every_flag_may_have_dashes():
+    for group, options in OPTIONS.items():
+        for name in options:
+            assert _normalise_flag(f"--{group}.{name}=~/x") == f"{group}.{name}=~/x"

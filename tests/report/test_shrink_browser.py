@@ -52,8 +52,9 @@ def shrunk(made_up):
             "max_error": 1e-7, "same_choice": 1.0,
         }  # fmt: skip
         document["conversion"] = {
-            "source": names[0], "architecture": text, "plan": {"rows": [row], "advice": text}, "exports": [export],
+            "source": names[0], "architecture": text, "plan": {"rows": [row], "advice": text},
         }  # fmt: skip
+        document["exports"] = [export]
         return document
 
     return make

@@ -5,14 +5,16 @@ import pytest
 from rehead.study.claims import beats, claim, unlike
 
 
-def variant(name, losses, *, steps=600, length=128, text="a", blocks=64, size=100, **at):
+def variant(name, losses, *, steps=600, length=128, text="a", blocks=64, size=100, kind="trained", **at):
     """Losses by seed at `length`; of other lengths under `at`, as l128=[...]."""
     runs = [{"val_loss_at": {str(length): loss}} for loss in losses]
     for key, values in at.items():
         for run, value in zip(runs, values, strict=True):
             run["val_loss_at"][key[1:]] = value
     on = {"text": {"path": text}, "blocks": blocks}
-    return {"variant": name, "steps": steps, "length": length, "on": on, "runs": runs, "size": size}
+    return {
+        "variant": name, "steps": steps, "length": length, "on": on, "runs": runs, "size": size, "kind": kind,
+    }  # fmt: skip
 
 
 BASE = variant("Base", [2.0, 2.1])
@@ -47,6 +49,15 @@ def test_different_lengths_are_compared_at_the_longest_common_one():
     both = claim(grown, variant("Other", [1.7, 1.8], length=256, l128=[9, 9]))
     assert (both["length"], both["shorter"]) == (256, False)
     assert both["difference"] == pytest.approx(0.2)
+
+
+def test_the_seeds_of_a_given_model_are_no_repetitions():
+    given = variant("Given", [2.0, 2.0], kind="given")
+    two = claim(given, variant("Other", [1.0, 1.0], kind="given"))
+    assert (two["seeds"], two["told_apart"]) == (1, False)
+    trained = claim(given, variant("Trained", [1.0, 1.1]))
+    assert (trained["seeds"], trained["told_apart"]) == (2, True)
+    assert not claim(given, variant("Once", [1.0]))["told_apart"]
 
 
 def test_what_beats_is_no_larger_and_told_apart_below():

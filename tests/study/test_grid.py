@@ -173,6 +173,26 @@ BAD = [
     ({"prompt": 5}, InvalidInput, ["prompt=5", "str"]),
     ({"variants": {"a": [1]}}, InvalidInput, ["a:", "table"]),
     ({}, ConfigError, ["at least two variants", "n_kv_head=[1,2,3]"]),
+    ({"variants": {}}, InvalidInput, ["variants is empty"]),
+    ({"run": {"system": {"seed": []}}}, InvalidInput, ["p: run: system: seed: the list is empty"]),
+    (
+        {"variants": {"a": {"model": {"n_kv_head": []}}, "b": {}}},
+        InvalidInput,
+        ["a: model: n_kv_head: the list is"],
+    ),
+    (
+        {"variants": {"a": {}, "b": {"from": "a", "convert": {"to": "mla", "calibration": [2024]}}}},
+        InvalidInput,
+        ["b: convert: calibration: 2024", "in quotes"],
+    ),
+    ({"variants": {"a": {}}, "new_tokens": -1}, InvalidInput, ["p: new_tokens=-1. Use 0 to 10,000,000."]),
+    ({"variants": {"a": {}}, "new_tokens": True}, InvalidInput, ["p: new_tokens=True"]),
+    ({"variants": {"a": {}}, "temperature": -1}, InvalidInput, ["p: temperature=-1"]),
+    (
+        {"variants": {"a": {}, "b": {"from": "a", "export": {}}}, "questions": [{"ask": "x", "of": ["b"]}]},
+        InvalidInput,
+        ["of: unknown 'b'. Known: a."],
+    ),
 ]
 
 

@@ -169,7 +169,7 @@ def test_every_figure_on_the_page_is_that_of_the_certificates_file(demo, results
 @pytest.mark.process
 def test_the_export_is_read_by_transformers_as_the_healed_model(demo, results, here):
     transformers = pytest.importorskip("transformers")
-    (export,) = results["conversion"]["exports"]
+    (export,) = results["exports"]
     stock = transformers.AutoModelForCausalLM.from_pretrained(export["folder"]).eval()
     healed = checkpoint.load(Path("demo/gqa-healed/seed-3407"))
     ids = torch.arange(16)[None] % healed.config.vocab_size

@@ -12,10 +12,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
-from typing import Any, get_args, get_type_hints
+from itertools import chain, pairwise
+from math import inf
+from typing import Any, get_args, get_origin, get_type_hints
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, Parameter
 
 from rehead import native
 from rehead.cli import (  # noqa: F401 (each enters its commands)
@@ -157,11 +158,11 @@ def _discard_stdout() -> None:
 
 
 def _normalise_flag(word: str) -> str:
-    """Return `--model.rope=True` as `model.rope=True`, and expand ~ after the = to the home folder."""
-    match = re.fullmatch(r"(?:--)?([a-z_]+\.[A-Za-z_.]+)(?:(=)(.*))?", word, re.DOTALL)
+    """Return `--model.rope=True` as `model.rope=True`."""
+    match = re.fullmatch(r"(?:--)?([a-z_]+\.[A-Za-z_][\w.]*)(=.*)?", word, re.DOTALL)
     if match is None or not (match[2] or word.startswith("--")):
         return word
-    return match[1] + (match[2] or "") + os.path.expanduser(match[3] or "")
+    return word.removeprefix("--")
 
 
 def _require_text(argv: list[str]) -> None:
@@ -188,12 +189,21 @@ def _require_whole(argv: list[str]) -> None:
         return
     command = app[argv[0]].default_command
     assert command is not None
-    hints = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(command).items()}
-    whole = {f"--{name.replace('_', '-')}" for name, kinds in hints.items() if int in kinds}
-    for word, after in pairwise([*argv, ""]):
-        name, _, value = word.partition("=")
-        if name in whole and "." in (value or after):
-            raise UsageError(f"{name} {value or after}: expected a whole number.")
+    hints, whole = get_type_hints(command, include_extras=True), dict[str, bool]()
+    for name, hint in get_type_hints(command).items():
+        if int in (get_args(hint) or (hint,)):
+            parameters = (each for each in get_args(hints[name]) if isinstance(each, Parameter))
+            for option in {f"--{name.replace('_', '-')}", *chain(*(each.name or () for each in parameters))}:
+                whole[option] = get_origin(hint) is tuple  # which takes several words
+    option, n_word = "", 0.0
+    for word in argv[1:]:
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            n_word = 0 if equals else inf if whole.get(option) else 1
+        else:
+            value, n_word = word if n_word > 0 else "", n_word - 1
+        if option in whole and "." in value:
+            raise UsageError(f"{option} {value}: expected a whole number.")
 
 
 def _short(word: str) -> str:

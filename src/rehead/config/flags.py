@@ -1,5 +1,6 @@
 """Reads dotted flags and YAML over the defaults: `data.block_size=64 --model.rope=True --config FILE`."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import Field, asdict, fields
@@ -21,6 +22,8 @@ GROUPS: dict[str, Any] = {group.name: group.type for group in fields(RunOptions)
 OPTIONS: dict[str, dict[str, Field]] = {
     group: {option.name: option for option in fields(kind)} for group, kind in GROUPS.items()
 }
+PATHS = ("data.path", "model.folder", "model.pretrained_folder", "trainer.teacher", "system.work_dir")
+"""Options in which ~ is the home folder."""
 LARGEST = 64 * 2**10
 """Bytes of a --config file, at most."""
 Tables = dict[str, dict[str, Any]]
@@ -52,12 +55,20 @@ def values(flags: list[str]) -> dict[str, Any]:
     by_key: dict[str, Any] = {}
     for flag, key, text in _split(flags):
         try:
-            by_key[key] = parse(text) if text.strip().startswith("[") else _value(flag, key, text)
+            value = parse(text) if text.strip().startswith("[") else _value(flag, key, text)
+            by_key[key] = expanded(key, value)
         except yaml.YAMLError as error:
             raise ConfigError(f"{flag}: {first_line(error)}") from error
         if by_key[key] == []:
             raise ConfigError(f"{flag}: the list is empty. Give one value or more.")
     return by_key
+
+
+def expanded(key: str, value: Any) -> Any:
+    """Return the value of an option, with ~ replaced by the home folder in a path, also in a list of them."""
+    if isinstance(value, list):
+        return [expanded(key, each) for each in value]
+    return os.path.expanduser(value) if key in PATHS and isinstance(value, str) else value
 
 
 def write(options: RunOptions) -> str:
@@ -110,7 +121,8 @@ def _set(merged: Tables, key: str, value: Any, where: str, whole: str) -> None:
     if name not in OPTIONS.get(group, {}):
         raise ConfigError(_unknown_option(key, where))
     _require_literal(value, where)
-    value = checked(OPTIONS[group][name], {entry: value} if entry else value, f"{group}.{name}", whole)
+    value = {entry: value} if entry else expanded(key, value)
+    value = checked(OPTIONS[group][name], value, f"{group}.{name}", whole)
     before = merged[group].get(name)
     merged[group][name] = {**before, **value} if isinstance(before, dict) and value else value
 

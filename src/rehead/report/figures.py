@@ -10,7 +10,12 @@ from rehead.report.text import sanitise
 from rehead.study.claims import beats
 
 Record = dict[str, Any]
-MARKERS: dict[str, Marker] = {"trained": "circle", "converted": "diamond", "healed": "star"}
+MARKERS: dict[str, Marker] = {
+    "given": "circle",
+    "trained": "circle",
+    "converted": "diamond",
+    "healed": "star",
+}
 FLAT = 0.05
 """Values within this share of each other are called flat."""
 ALONE = (

@@ -82,6 +82,8 @@ def _present_trained(document: Record) -> None:
     show(document["about"], HEADER, rows, notes)
     for finding in findings(document):
         print(finding)
+    for export in document["exports"]:
+        print(f"{sanitise(export['variant'])}: {sanitise(shrink.proof(export), 500)}.")
 
 
 def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None:
@@ -111,6 +113,7 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         "per_token": per_token,
         "figure": lambda chart: Markup(interactive.fragment(chart)),
         "swatch": lambda look: Markup(interactive.swatch(look)),
+        "proof": shrink.proof,
     }
     variants = document["variants"]
     figures = [
@@ -131,7 +134,7 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         body = template.render(shown, facts=facts(document), findings=findings(document), maps=figures)
     else:
         title = "What a smaller KV cache costs"
-        environment.filters |= {"over": shrink.span, "texts": shrink.texts, "proof": shrink.proof}
+        environment.filters |= {"over": shrink.span, "texts": shrink.texts}
         environment.filters["percent"] = shrink.percent
         shrunk = shrink.rows(document)
         body = environment.get_template("shrink.html").render(

@@ -24,7 +24,7 @@ FREE = (
     "data.path", "data.name",  # see require_same_texts
     "trainer.device", "trainer.keep", "trainer.save_every", "trainer.save_async",
     "trainer.sample_every", "trainer.sample_tokens", "trainer.sample_prompt", "trainer.sample_temperature",
-    "trainer.sample_top_k",
+    "trainer.sample_top_k", "trainer.report_to",
 )  # fmt: skip
 """Options that may change between calls: neither the model nor its loss curve depends on them."""
 

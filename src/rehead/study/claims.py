@@ -20,7 +20,8 @@ def claim(base: Record, other: Record) -> Record:
     length = max(_lengths(base) & _lengths(other))
     losses = [[run["val_loss_at"][str(length)] for run in variant["runs"]] for variant in (base, other)]
     shorter = length < max(base["length"], other["length"])
-    return {**names, "length": length, "shorter": shorter, **compare(*losses)}
+    random = [len(variant["runs"]) for variant in (base, other) if variant["kind"] != "given"]
+    return {**names, "length": length, "shorter": shorter, **compare(*losses, min(random, default=1))}
 
 
 def unlike(base: Record, other: Record) -> list[str]:
@@ -49,13 +50,16 @@ def beats(variant: Record, other: Record, bytes_of: Any) -> bool:
     return bool(verdict["told_apart"] and verdict["difference"] < 0)
 
 
-def compare(base: Sequence[float], other: Sequence[float]) -> Record:
-    """Return the difference of the means, other - base, and whether no run of one is within the other's range."""
+def compare(base: Sequence[float], other: Sequence[float], seeds: int) -> Record:
+    """Return the difference of the means, other - base, and whether no run of one is within the other's range.
+
+    `seeds` is the number of runs that differ by chance: a given model's do not.
+    """
     apart = min(other) > max(base) or max(other) < min(base)
     return {
         "difference": sum(other) / len(other) - sum(base) / len(base),
-        "seeds": min(len(base), len(other)),
-        "told_apart": apart and min(len(base), len(other)) >= 2,
+        "seeds": seeds,
+        "told_apart": apart and seeds >= 2,
     }
 
 

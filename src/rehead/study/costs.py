@@ -30,7 +30,7 @@ from rehead.training.loop import Trainer
 from rehead.training.start import read_teacher
 
 Record = dict[str, Any]
-FILE, FORMAT = "costs.json", 2
+FILE, FORMAT = "costs.json", 3
 """Costs of another format are measured again."""
 ROUNDS = 3
 SHOWN_LENGTHS = 8
@@ -56,8 +56,8 @@ def measure_costs(jobs: Sequence[Job], *, serving: bool) -> Record:
     return known
 
 
-def _described(jobs: Sequence[Job]) -> list[Record]:
-    return [job.description() for job in firsts(jobs)]
+def _described(jobs: Sequence[Job]) -> list[list[Any]]:
+    return [[job.variant, job.description()] for job in firsts(jobs)]
 
 
 def costs(jobs: Sequence[Job], *, serving: bool = False) -> dict[str, Record]:
@@ -67,14 +67,13 @@ def costs(jobs: Sequence[Job], *, serving: bool = False) -> dict[str, Record]:
     trained. Decoding is greedy, one sequence, from one token to the end of the context. The cost of attention
     alone is that of `measure.attention_cost`. `serving` leaves out training and decoding without a cache.
     """
-    subjects = [_Subject(job, serving) for job in jobs]
-    sized = staged(subjects, "measuring sizes", len(subjects), "variants")
-    by_variant = {subject.job.variant: subject.sizes() for subject in sized}
-    times: dict[str, dict[str, list[float]]] = {subject.job.variant: {} for subject in subjects}
-    turns = staged(subjects * ROUNDS, "timing all variants in turns", len(subjects) * ROUNDS, "measurements")
-    for subject in turns:
-        for key, value in subject.times().items():
-            times[subject.job.variant].setdefault(key, []).append(value)
+    sized = staged(jobs, "measuring sizes", len(jobs), "variants")
+    by_variant = {job.variant: _Subject(job, serving).sizes() for job in sized}
+    times: dict[str, dict[str, list[float]]] = {job.variant: {} for job in jobs}
+    turns = staged(list(jobs) * ROUNDS, "timing all variants in turns", len(jobs) * ROUNDS, "measurements")
+    for job in turns:
+        for key, value in _Subject(job, serving).times().items():
+            times[job.variant].setdefault(key, []).append(value)
     for name, measured in times.items():
         by_variant[name] |= {
             key: [median(several), min(several), max(several)] for key, several in measured.items()
@@ -89,7 +88,7 @@ def _trainer(job: Job, model: LanguageModel) -> Trainer:
 
 
 class _Subject:
-    """A model to measure, and its trainer; the changed weights are not saved."""
+    """A model to measure, and its trainer; the changed weights are not saved. Only one is in memory at a time."""
 
     def __init__(self, job: Job, serving: bool) -> None:
         self.job, self.model, self.serving = job, load(job), serving
@@ -132,7 +131,9 @@ class _Subject:
         }
         if self.trainer is not None:
             ids = self._ids()
-            figures["seconds_per_step"] = self.trainer.advance(lambda: (ids[:, :-1], ids[:, 1:]))["seconds"]
+            for _ in range(2):  # the first step also allocates the optimizer's state
+                step = self.trainer.advance(lambda: (ids[:, :-1], ids[:, 1:]))
+            figures["seconds_per_step"] = step["seconds"]
             figures |= {f"seconds_of_{key}": cost.seconds for key, cost in self._attention().items()}
         return figures
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from rehead.checkpoint import families
 from rehead.config import GPTConfig, ModelConfig, RunOptions, flags
 from rehead.conversion import methods
 from rehead.conversion.export.engines import Engine
+from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.folder import read_plannable
 from rehead.conversion.texts import SELF
 from rehead.data import CORPORA
@@ -21,7 +22,7 @@ from rehead.study.job import Job, written
 from rehead.study.preset import Flags, Preset, Variant
 from rehead.training.heal import DEFAULTS
 
-SEED, PLACE = "system.seed", "system.work_dir"
+SEED, PLACE, FOLDER = "system.seed", "system.work_dir", "model.folder"
 
 
 def jobs(preset: Preset, changes: list[str], fraction: float = 1.0) -> list[Job]:
@@ -37,7 +38,7 @@ def jobs(preset: Preset, changes: list[str], fraction: float = 1.0) -> list[Job]
         )
     given = flags.values(changes)
     run = {PLACE: f"runs/{preset.name}", SEED: RunOptions().system.seed, **preset.run, **given}
-    _require_one_place(run[PLACE], preset)
+    _require_one_place(run[PLACE], given, preset)
     seeds = run[SEED] if isinstance(run[SEED], list) else [run[SEED]]
     grid = _Grid(preset, given, Path(run[PLACE]), fraction)
     planned = [job for seed in seeds for job in grid.jobs({**run, SEED: seed})]
@@ -50,12 +51,18 @@ def jobs(preset: Preset, changes: list[str], fraction: float = 1.0) -> list[Job]
     return planned
 
 
-def _require_one_place(place: Any, preset: Preset) -> None:
-    """Raise ConfigError for several folders, and for a variant that sets its folder."""
+def _require_one_place(place: Any, given: Flags, preset: Preset) -> None:
+    """Raise ConfigError for several folders, a variant that sets its folder, and one source in place of several."""
     if not isinstance(place, str):
         raise ConfigError(
             f"{PLACE}={written(place)}: a study has one folder, with a subfolder for every variant. Use "
             f"{PLACE}=runs/{preset.name}, for example."
+        )
+    sources = [name for name, variant in preset.variants.items() if variant.source is not None]
+    if FOLDER in given and len(sources) > 1:
+        raise ConfigError(
+            f"{FOLDER}={written(given[FOLDER])} would replace each of {', '.join(sources)}: write their folders in the "
+            "preset."
         )
     for name, variant in preset.variants.items():
         if PLACE in variant.flags:
@@ -82,10 +89,18 @@ class _Grid:
                 for parent in ([None] if variant.start is None else by_name[variant.start])
                 for chosen, label in _choices({**self._base(run, variant, parent), **own})
             ]
-        return [job for several in by_name.values() for job in several]
+        planned = [job for several in by_name.values() for job in several]
+        for key, value in self.given.items():
+            if key.startswith("model.") and not any(key in job.flags for job in planned):
+                raise ConfigError(
+                    f"{key}={written(value)}: no variant of {self.preset.file} is made from flags. Leave it out."
+                )
+        return planned
 
     def _base(self, run: Flags, variant: Variant, parent: Job | None) -> Flags:
         """Return the flags that a variant's own flags override."""
+        if variant.source is not None:  # its folder says what the model is
+            return {key: value for key, value in run.items() if not key.startswith("model.") or key == FOLDER}
         if parent is None:
             return run
         if not variant.heal:
@@ -105,11 +120,9 @@ class _Grid:
             settings["model.pretrained_folder"] = str(parent.model)
         elif parent is not None:
             settings = {key: value for key, value in settings.items() if not key.startswith("model.")}
-            settings["model.folder"] = str(parent.model)
+            settings[FOLDER] = str(parent.model)
         if variant.source is not None:
-            folder = Path(os.path.expanduser(str(self.given.get("model.folder", variant.source))))
-            settings = {key: value for key, value in settings.items() if not key.startswith("model.")}
-            settings["model.folder"] = str(folder)
+            settings[FOLDER] = os.path.expanduser(str(self.given.get(FOLDER, variant.source)))
         if variant.heal:
             if parent is None or parent.convert is None or parent.parent is None:
                 raise ConfigError(
@@ -132,6 +145,9 @@ class _Grid:
                 export=variant.export,
             )
             _check(job)
+            for key, why in job.options.unused().items():
+                if isinstance(self.given.get(key), list):
+                    raise ConfigError(f"{key}={written(self.given[key])} has no effect {why}")
         except ConfigError as error:
             named = str(error).removeprefix("model.").startswith(title)  # such as n_kv_head=5
             raise ConfigError(str(error) if named else f"{title}: {error}") from error
@@ -168,7 +184,12 @@ def _choices(table: Flags) -> Iterator[tuple[Flags, str]]:
 
 def _takes_list(key: str, value: list[Any]) -> bool:
     """Return True if the list is one value of the key; a list of such lists is several values."""
-    return key == "model.layers" and not any(isinstance(entry, list) for entry in value)
+    group, _, name = key.partition(".")
+    option = flags.OPTIONS.get(group, {}).get(name)
+    kinds = () if option is None else (option.type, *get_args(option.type))
+    return any(get_origin(kind) is list for kind in kinds) and not any(
+        isinstance(entry, list) for entry in value
+    )
 
 
 def _check(job: Job) -> None:
@@ -191,8 +212,16 @@ def _check(job: Job) -> None:
         for key, known in (("format", ("auto", *families)), ("for", get_args(Engine))):
             if job.export.get(key, known[0]) not in known:
                 raise ConfigError(f"export: {key}={job.export[key]!r}. Use one of {', '.join(known)}.")
+        config = config_of(job.parent)
+        if isinstance(config, GPTConfig):
+            require_fit(config, Asked.of(job.export.get("format", "auto"), job.export.get("for")))
     else:
-        config_of(job)
+        config = config_of(job)
+        if job.kind == "given" and config is not None and job.length > config.block_size:
+            raise ConfigError(
+                f"data.block_size={job.length}: the model in {job.model} reads at most {config.block_size} tokens at "
+                f"once. Use 1 to {config.block_size}."
+            )
 
 
 def config_of(job: Job | None) -> ModelConfig | None:

@@ -1,6 +1,7 @@
 """A job of a study: one model, how it is made, and where."""
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -100,8 +101,8 @@ class Job:
     def reading(self) -> dict[str, Any]:
         """Return the options of `rehead convert` besides the target: method and texts.
 
-        In the name of a text, `{source}` is the folder of the model at the root. A source that is not a run
-        has no text of its own; it is fitted to the study's text, of which the last tenth is held out.
+        In the name of a text, `{source}` is the folder of the model at the root. A model that is not a run has no
+        text of its own; its conversion is fitted to the study's text, of which the last tenth is held out.
         """
         options = {key: value for key, value in (self.convert or {}).items() if key not in TARGET_OPTIONS}
         root = self
@@ -111,11 +112,11 @@ class Job:
             options["calibration"] = [options["calibration"]]
         if "calibration" in options:
             options["calibration"] = [
-                text.replace(SOURCE, str(root.model)) for text in options["calibration"]
+                os.path.expanduser(text.replace(SOURCE, str(root.model))) for text in options["calibration"]
             ]
         if "test" in options:
-            options["test"] = options["test"].replace(SOURCE, str(root.model))
-        own = root.is_trained or is_run(root.model)
+            options["test"] = os.path.expanduser(options["test"].replace(SOURCE, str(root.model)))
+        own = self.parent is not None and (self.parent.is_trained or is_run(self.parent.model))
         if not own and not {"calibration", "test"} & set(options):
             data = self.options.data
             options["calibration"] = [data.path or data.name or EMBEDDED]
@@ -124,14 +125,15 @@ class Job:
     def description(self) -> dict[str, Any]:
         """Return all that determines the model, without paths of the study; equal descriptions give equal models."""
         table = asdict(self.options)
-        for group, key in (
-            ("system", "work_dir"),
-            ("model", "pretrained_folder"),
-            ("model", "folder"),
-            ("trainer", "teacher"),
-            ("trainer", "resume"),
+        del table["system"]["work_dir"], table["trainer"]["resume"]
+        for group, key, of_study in (
+            ("model", "pretrained_folder", self.parent is not None),
+            ("model", "folder", self.parent is not None or self.kind == "given"),
+            ("trainer", "teacher", self.kind == "healed"),
         ):
-            del table[group][key]
+            place = table[group].pop(key)
+            if place is not None and not of_study:
+                table[group][key] = str(Path(place).resolve()) if Path(place).exists() else place
         described: dict[str, Any] = {"options": table, "convert": self.convert, "heal": self.kind == "healed"}
         if self.export is not None:
             described["export"] = self.export
@@ -160,7 +162,7 @@ class Job:
             default["data"]["block_size"] = None  # the model's own, unless given
             default["trainer"]["batch_size"] = None  # follows from it
             del table["model"]["folder"], table["trainer"]["teacher"]
-            if not is_run(teacher) and not self.parent.parent.is_trained:
+            if not self.parent.parent.is_trained:
                 table["data"]["name"] = self.options.data.name or (
                     None if self.options.data.path else EMBEDDED
                 )

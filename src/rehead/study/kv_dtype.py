@@ -49,10 +49,10 @@ def measure_formats(preset: Preset, jobs: Sequence[Job]) -> Record:
     found: Record = {}
     held_out: dict[int, list[Batch]] = {}
     for job in staged(asked, "measuring cache formats", len(asked), "models"):
-        model, conversion = load(job), _first_conversion(jobs, job.seed)
-        if conversion is not None and job.seed not in held_out:
-            held_out[job.seed] = _blocks_of(conversion)
-        blocks = held_out[job.seed] if conversion is not None else list(validation_blocks(job))
+        model, conversion = load(job), _first_conversion(jobs, _seed(job))
+        if conversion is not None and conversion.seed not in held_out:
+            held_out[conversion.seed] = _blocks_of(conversion)
+        blocks = held_out[conversion.seed] if conversion is not None else list(validation_blocks(job))
         record = found.setdefault(job.variant, _sizes(model, job.length, preset.kv_dtype))
         for name in ("", *record["kv_bytes_per_token"]):
             loss, _ = evaluate(model, blocks, kv_dtypes[name]() if name else None)
@@ -92,6 +92,13 @@ def _sizes(model: LanguageModel, n_token: int, names: Sequence[str]) -> Record:
         "unable": unable,
         "losses": {},
     }
+
+
+def _seed(job: Job) -> int:
+    """Return the seed of the conversion that a job descends from, or its own: healing may have another."""
+    while job.convert is None and job.parent is not None:
+        job = job.parent
+    return job.seed
 
 
 def _first_conversion(jobs: Sequence[Job], seed: int) -> Job | None:

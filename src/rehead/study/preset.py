@@ -9,11 +9,14 @@ from typing import Any, Literal, get_args
 import yaml
 
 from rehead.config import RunOptions
+from rehead.config.flags import expanded
 from rehead.config.strict_yaml import first_line, parse
 from rehead.conversion import Target
-from rehead.errors import InvalidInput
+from rehead.errors import InvalidInput, UsageError
+from rehead.generation import MOST_TOKENS
 from rehead.measure.kv_dtype import kv_dtypes
 from rehead.registry import nearest
+from rehead.sampling import require_valid
 
 Kind = Literal["given", "trained", "converted", "healed", "exported"]
 Flags = dict[str, Any]
@@ -131,10 +134,14 @@ class Preset:
                 raise InvalidInput(
                     f"{name}: {key}: from: {variant.start!r:.80} is not a variant above it.{hint}"
                 )
+        if not variants:
+            raise InvalidInput(f"{name}: variants is empty: write one or more, or leave it out.")
         if read.get("prompt") == "":
             raise InvalidInput(f"{name}: prompt is empty: give a text, or leave it out.")
+        _require_samples(name, read)
+        compared = {key: variant for key, variant in variants.items() if variant.export is None}
         questions = tuple(
-            _question(f"{name}: questions", each, variants) for each in read.get("questions", [])
+            _question(f"{name}: questions", each, compared) for each in read.get("questions", [])
         )
         return cls(
             name=Path(name).stem,
@@ -146,6 +153,17 @@ class Preset:
             kv_dtype=_formats(name, read.get("kv_dtype", []), questions),
             **{key: read[key] for key in ("prompt", "new_tokens", "temperature") if key in read},
         )
+
+
+def _require_samples(name: str, read: Mapping[str, Any]) -> None:
+    """Refuse what `generate` would refuse after training."""
+    new_tokens = read.get("new_tokens", 0)
+    if isinstance(new_tokens, bool) or not 0 <= new_tokens <= MOST_TOKENS:
+        raise InvalidInput(f"{name}: new_tokens={new_tokens}. Use 0 to {MOST_TOKENS:,}.")
+    try:
+        require_valid(read.get("temperature", 0), None, None)
+    except UsageError as error:
+        raise InvalidInput(f"{name}: {error}") from error
 
 
 def _table(where: str, value: Any, form: Form, required: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -168,7 +186,9 @@ def _table(where: str, value: Any, form: Form, required: tuple[str, ...] = ()) -
 def _options(where: str, value: Any) -> dict[str, Any]:
     """Return `value`, checked to be groups of known options; their values are checked later."""
     for group, keys in _table(where, value, dict.fromkeys(GROUPS, dict)).items():
-        _table(f"{where}: {group}", keys, dict.fromkeys(KEYS[group], object))
+        for key, each in _table(f"{where}: {group}", keys, dict.fromkeys(KEYS[group], object)).items():
+            if each == []:
+                raise InvalidInput(f"{where}: {group}: {key}: the list is empty. Give one value or more.")
     return dict(value)
 
 
@@ -178,6 +198,12 @@ def _variant(where: str, changes: Any) -> Variant:
     for key, keys in (("convert", CONVERT), ("export", EXPORT)):
         if key in table:
             _table(f"{where}: {key}", table[key], keys)
+    texts = table.get("convert", {}).get("calibration", "")
+    for text in texts if isinstance(texts, list) else ():
+        if not isinstance(text, str):
+            raise InvalidInput(
+                f"{where}: convert: calibration: {text!r:.80}: expected a text. Write it in quotes."
+            )
     _options(where, {group: table[group] for group in GROUPS if group in table})
     variant = Variant(
         about=" ".join(table.get("about", "").split()),
@@ -245,4 +271,5 @@ def _formats(name: str, value: Any, questions: Sequence[Question]) -> tuple[str,
 
 def _flat(table: Any) -> Flags:
     """Return `{model: {rope: true}}` as `{"model.rope": True}`."""
-    return {f"{group}.{key}": value for group, keys in table.items() for key, value in keys.items()}
+    flat = {f"{group}.{key}": value for group, keys in table.items() for key, value in keys.items()}
+    return {key: expanded(key, value) for key, value in flat.items()}

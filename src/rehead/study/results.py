@@ -69,6 +69,7 @@ def gather(
         "variants": variants,
         "questions": questions,
         "conversion": _conversion(jobs),
+        "exports": [_export(job) for job in jobs if job.export is not None],
     }
 
 
@@ -83,7 +84,7 @@ def _usual(preset: Preset, jobs: Sequence[Job]) -> tuple[Question, ...]:
 
 
 def _conversion(jobs: Sequence[Job]) -> Record | None:
-    """Return the source of all variants, its plan and the exports; None if there is no one source."""
+    """Return the source of all variants and its plan; None if there is no one source."""
     source = one_source(jobs)
     if source is None:
         return None
@@ -93,19 +94,20 @@ def _conversion(jobs: Sequence[Job]) -> Record | None:
         "source": source.variant,
         "architecture": describe_model(source.model),
         "plan": asdict(planned),
-        "exports": [
-            {
-                "variant": job.variant,
-                "from": job.parent.variant,
-                "seed": job.seed,
-                "about": job.about,
-                "folder": str(job.model),
-                "command": job.command(),
-                **measured(job)["read_back"],
-            }
-            for job in jobs
-            if job.export is not None and job.parent is not None
-        ],
+    }
+
+
+def _export(job: Job) -> Record:
+    """Return how an export was made, and what it gave when it was read back."""
+    assert job.parent is not None
+    return {
+        "variant": job.variant,
+        "from": job.parent.variant,
+        "seed": job.seed,
+        "about": job.about,
+        "folder": str(job.model),
+        "command": job.command(),
+        **measured(job)["read_back"],
     }
 
 
@@ -154,8 +156,8 @@ def _variant(jobs: Sequence[Job], costs: Record) -> Record:
 
 
 def _on(job: Job) -> Record:
-    """Return what a loss was measured on: the options of its text, and the number of blocks."""
-    text = asdict(job.options.data)
+    """Return what a loss was measured on: the options of its text, its tokenizer, and the number of blocks."""
+    text = asdict(job.options.data) | {"tokenizer": measured(job)["tokenizer"]}
     del text["block_size"]
     return {"text": text, "blocks": job.options.trainer.batch_size * job.options.trainer.eval_batches}
 

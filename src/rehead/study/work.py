@@ -1,5 +1,6 @@
 """Runs one job: makes the model, measures it and writes the results, skipping what is done."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -34,7 +35,7 @@ from rehead.training.start import read_text
 
 Record = dict[str, Any]
 MEASURED = "measured.json"
-FORMAT = 3
+FORMAT = 4
 """Format of measured.json; a file of another format is measured again."""
 
 
@@ -127,6 +128,7 @@ def _measure(job: Job, preset: Preset) -> Record:
         "torn_lines": metrics.torn,
         "sample": _sample(model, tokenizer, preset, texts, bos),
         "unknown_characters": unknown_characters(tokenizer, preset.prompt or ""),
+        "tokenizer": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
         "certificate": _certificate(job),
     }
 

@@ -1,0 +1,203 @@
+"""Studies of models that are there, beside trained ones: what is compared, refused, made again and shown."""
+
+import json
+import shlex
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import rehead
+from rehead.cli import main
+from rehead.config import ModelOptions, flags
+from rehead.errors import ConfigError
+from rehead.model import build
+from rehead.study import Preset, costs, jobs, kv_dtype
+from rehead.tokenizer import train
+
+TEXT = "O God, O God! How weary, stale, flat and unprofitable\n" * 40
+RUN = {
+    "data": {"path": "input.txt", "block_size": 16},
+    "trainer": {"max_iters": 1, "batch_size": 2, "eval_batches": 1, "sample_every": 0},
+    "model": {"n_layer": 1, "n_query_head": 2, "n_embd": 8, "shape": "llama"},
+}
+SEEN = {"about": "x", "run": RUN, "new_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    Path("input.txt").write_text(TEXT)
+
+
+def saved(name, kind="char", n_embd=8):
+    """A Llama of one layer that reads 16 tokens."""
+    tokenizer = train(kind, TEXT)
+    options = ModelOptions(n_layer=1, n_query_head=2, n_embd=n_embd, shape="llama")
+    model = build(options.resolve(tokenizer.vocab_size, 16))
+    rehead.save(model, name, files={"tokenizer.json": tokenizer.to_json()})
+
+
+def run(table, *words, status=0):
+    """The results of a study of this table, YAML being JSON, too."""
+    Path("study.yaml").write_text(json.dumps({**SEEN, **table}))
+    assert main(["study", "--preset", "study.yaml", "system.work_dir=study", *words]) == status
+    return json.loads(Path("study/results.json").read_text()) if status == 0 else None
+
+
+def planned(table, *words):
+    return {job.variant: job for job in jobs(Preset.of("p", {**SEEN, **table}), list(words))}
+
+
+def test_a_given_model_beside_one_trained_from_it():
+    """All panels, since nothing was asked."""
+    saved("small")
+    found = run({"variants": {"Source": {"source": "small"}, "More": {"from": "Source"}}})
+    assert [one["kind"] for one in found["variants"]] == ["given", "trained"]
+    assert Path("study/1-frontier.png").exists()
+
+
+def test_a_variant_may_be_renamed():
+    table = {"variants": {"Two heads": {}, "One head": {"model": {"n_kv_head": 1}}}}
+    before = run(table)
+    table["variants"] = {"two heads": {}, "one head": {"model": {"n_kv_head": 1}}}
+    after = run(table)
+    assert [one["variant"] for one in after["variants"]] == ["two heads", "one head"]
+    assert [one["val_loss"] for one in after["variants"]] == [one["val_loss"] for one in before["variants"]]
+
+
+@pytest.mark.parametrize("flag", ["model.pretrained_folder", "trainer.teacher"])
+def test_another_model_to_start_or_learn_from_is_another_study(flag, capsys):
+    saved("one"), saved("two")
+    rates = {"variants": {"a": {"trainer": {"learning_rate": [0.1, 0.2]}}}}
+    run(rates, f"{flag}=one")
+    run(rates, f"{flag}=one")
+    run(rates, f"{flag}=two", status=3)
+    assert (
+        f"was made with {flag}={Path('one').resolve()} (now {Path('two').resolve()})"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_conversion_of_a_conversion_is_fitted_and_measured():
+    chain = {
+        "MHA": {},
+        "GQA": {"from": "MHA", "convert": {"to": "gqa", "n_kv_head": 2}},
+        "MLA": {"from": "GQA", "convert": {"to": "mla", "kv_fraction": 0.5}},
+    }
+    found = planned({"variants": chain, "run": RUN | {"model": RUN["model"] | {"n_query_head": 4}}})
+    assert "calibration" not in found["GQA"].reading  # a run brings its own text
+    assert found["MLA"].reading["calibration"] == [found["MLA"].options.data.path]
+
+
+def test_costs_hold_one_model_at_a_time(monkeypatch):
+    alive, made = weakref.WeakSet(), []
+    begin = costs._Subject.__init__
+
+    def noting(subject, *given):
+        assert not alive
+        begin(subject, *given)
+        alive.add(subject.model)
+        made.append(subject)
+
+    monkeypatch.setattr(
+        costs._Subject, "__init__", lambda subject, *given: (noting(subject, *given), made.clear())[1]
+    )
+    run({"variants": {"a": {}, "b": {"model": {"n_kv_head": 1}}}})
+
+
+def test_losses_over_two_tokenizers_are_not_compared():
+    saved("letters"), saved("bytes", "byte")
+    ask = [{"ask": "Which?", "show": ["loss"]}]
+    both = {"Letters": {"source": "letters"}, "Bytes": {"source": "bytes"}}
+    found = run({"variants": both, "questions": ask}, "system.seed=[0,1]")
+    assert found["questions"][0]["claims"][0]["unlike"] == ["another text or tokenizer"]
+
+
+def test_an_export_of_a_trained_variant_is_shown(capsys):
+    table = {
+        "variants": {
+            "MHA": {},
+            "GQA": {"model": {"n_kv_head": 1}},
+            "Stock": {"from": "GQA", "export": {"format": "llama"}},
+        }
+    }
+    found = run(table)
+    assert found["exports"][0]["max_error"] < 1e-4
+    assert "Stock: LlamaForCausalLM, read back by " in capsys.readouterr().out
+    assert "read back by" in Path("study/report.html").read_text()
+
+
+def test_healing_with_another_seed_is_measured_on_the_same_text():
+    saved("small")
+    stages = {
+        "Source": {"source": "small"},
+        "Half": {"from": "Source", "convert": {"to": "mla", "kv_fraction": 0.5}},
+        "Healed": {"from": "Half", "heal": True, "system": {"seed": 1}},
+    }
+    found = planned({"variants": stages})
+    every = list(found.values())
+    assert found["Healed"].seed == 1
+    for job in every:
+        assert kv_dtype._first_conversion(every, kv_dtype._seed(job)) is found["Half"]
+
+
+def test_the_command_of_a_healing_names_the_text_that_the_study_reads():
+    options = [f"{group}.{key}={value}" for group, keys in RUN.items() for key, value in keys.items()]
+    assert main(["train", *options, "system.work_dir=run"]) == 0
+    stages = {
+        "Source": {"source": "run"},
+        "Half": {"from": "Source", "convert": {"to": "mla", "kv_fraction": 0.5}},
+        "Healed": {"from": "Half", "heal": True},
+    }
+    usual = {"data": {"block_size": 16}}
+    assert "data.name=python-docs" in shlex.split(
+        planned({"variants": stages, "run": usual})["Healed"].command()
+    )
+
+
+REFUSED = {
+    "flags of a given model": (
+        {"a": {"source": "small"}}, ["model.n_kv_head=[1,2]"], "model.n_kv_head=[1, 2]: no variant of p is made from",
+    ),
+    "one folder for two": (
+        {"a": {"source": "small"}, "b": {"source": "small"}}, ["model.folder=small"], "would replace each of a, b",
+    ),
+    "a schedule that has no end": (
+        {"a": {}}, ["trainer.min_learning_rate=[1e-4,1e-5]"], "min_learning_rate=[0.0001, 1e-05] has no effect with",
+    ),
+    "longer than it reads": (
+        {"a": {"source": "small"}}, ["data.block_size=17"], "block_size=17: the model in small reads at most 16",
+    ),
+    "an export that cannot be": (
+        {"a": {"model": {"shape": "gpt"}}, "b": {"from": "a", "export": {"format": "llama"}}}, [], "b: Llama",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("variants", "words", "said"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_anything_is_trained(variants, words, said):
+    saved("small")
+    with pytest.raises(ConfigError) as error:
+        planned({"variants": variants}, *words)
+    assert said in str(error.value)
+
+
+def test_an_option_that_takes_a_list_makes_one_variant():
+    assert list(planned({"variants": {"a": {}}}, "trainer.report_to=[tensorboard,wandb]")) == ["a"]
+
+
+def test_home_is_home_in_paths_only(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = {"system": {"work_dir": "~/studies"}}
+    found = planned({"variants": {"a": {}}, "run": RUN | place})["a"]
+    assert found.place == tmp_path / "studies"
+    Path("options.yaml").write_text('{"data": {"path": "~/input.txt"}, "trainer": {"sample_prompt": "~"}}')
+    options = flags.read(["trainer.teacher=~/x"], (Path("options.yaml"),))
+    assert (options.data.path, options.trainer.teacher) == (str(tmp_path / "input.txt"), str(tmp_path / "x"))
+    assert options.trainer.sample_prompt == "~"
+    assert planned({"variants": {"a": {}}}, "system.work_dir=~/other")["a"].place == tmp_path / "other"
+    calibrated = {"a": {}, "b": {"from": "a", "convert": {"to": "mla", "calibration": "~/input.txt"}}}
+    assert planned({"variants": calibrated})["b"].reading["calibration"] == [str(tmp_path / "input.txt")]
