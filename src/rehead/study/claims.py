@@ -18,10 +18,12 @@ def claim(base: Record, other: Record) -> Record:
     if reasons:
         return {**names, "unlike": reasons}
     length = max(_lengths(base) & _lengths(other))
-    losses = [[run["val_loss_at"][str(length)] for run in variant["runs"]] for variant in (base, other)]
+    before, after = (
+        [run["val_loss_at"][str(length)] for run in variant["runs"]] for variant in (base, other)
+    )
     shorter = length < max(base["length"], other["length"])
     random = [len(variant["runs"]) for variant in (base, other) if variant["kind"] != "given"]
-    return {**names, "length": length, "shorter": shorter, **compare(*losses, min(random, default=1))}
+    return {**names, "length": length, "shorter": shorter, **compare(before, after, min(random, default=1))}
 
 
 def unlike(base: Record, other: Record) -> list[str]:
