@@ -18,8 +18,10 @@ CONTRACT, GENERATION, ATTACKS = (
     "checkpoint/test_attacks.py",
 )
 MUTANTS = {  # file, source, fault, test file, and which of its tests
-    "a window of one key more": ("attention/mask.py", "distance < window", "distance <= window", CONTRACT, "window"),
-    "the next token is seen": ("attention/mask.py", "distance >= 0", "distance >= -1", CONTRACT, "future"),
+    "a window of one key more": (
+        "attention/mask.py", "key > query - window", "key >= query - window", CONTRACT, "window",
+    ),
+    "the next token is seen": ("attention/mask.py", "key <= query", "key <= query + 1", CONTRACT, "future"),
     "a chunk's mask from the top left": (
         "attention/mask.py", "self.n_key - self.n_query if self.causal else 0", "0", CONTRACT, "uneven_chunks",
     ),

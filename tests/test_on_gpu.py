@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import rehead
 from rehead.checkpoint.files.deferred import Deferred
@@ -109,6 +110,30 @@ def test_left_in_files(name, tmp_path):
         assert all(isinstance(weight, Deferred) for weight in model.parameters())
         assert torch.allclose(model(ids.to("cuda")).cpu(), cpu(ids), atol=1e-5)
         assert torch.equal(generate(model, ids, 4, 0).cpu(), generate(cpu, ids, 4, 0))
+
+
+def test_texts_on_the_gpu():
+    _, gpu = both("gqa, rope")
+    ids = torch.randint(V, (200,), device="cuda")
+    _, certificate = rehead.convert(
+        gpu, "mla", kv_fraction=0.5, calibration=ids[:100], test=ids[100:], length=8
+    )
+    assert certificate.loss is not None
+
+
+def test_shared_heads_in_float32_reach_a_fused_kernel(monkeypatch):
+    """Which takes as many KV heads as query heads; the one that is left would keep the weights of all pairs."""
+    _, gpu = both("gqa, rope")
+    seen, attend = [], F.scaled_dot_product_attention
+
+    def noting(query, key, value, **more):
+        seen.append((query.shape[1], key.shape[1], more["enable_gqa"]))
+        return attend(query, key, value, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    gpu(torch.randint(V, (3, 9), device="cuda"))
+    assert seen
+    assert all(n_query == n_key and not shared for n_query, n_key, shared in seen)
 
 
 def test_ids_elsewhere():

@@ -206,6 +206,7 @@ class Contexts:
         if len(set(map(len, rows))) > 1:
             place = torch.arange(ids.shape[1], device=ids.device)[None]
             positions = torch.where(place < sizes[:, None], place, EMPTY)
+        self.cache, self.decode = [], None  # before another cache is made: both hold the rows of this one
         cache = self.model.new_cache(len(rows), self.capacity) if use_cache else None
         model, last = evaluated(self.model), (torch.arange(len(rows), device=ids.device), sizes - 1)
         if is_whole(model):

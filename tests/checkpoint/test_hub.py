@@ -15,7 +15,10 @@ from rehead.errors import InvalidInput
 from typed_lines import typed
 
 COMMIT, OTHER = "a1" * 20, "b2" * 20
-NEVER = {"pytorch_model.bin": b"\x80\x04.", "modeling_x.py": b"raise SystemExit", "onnx/config.json": b"{}"}
+NEVER = {
+    "pytorch_model.bin": b"\x80\x04.", "modeling_x.py": b"raise SystemExit", "onnx/config.json": b"{}",
+    "consolidated.safetensors": b"the same weights",
+}  # fmt: skip
 """Beside the model, and never asked for."""
 
 

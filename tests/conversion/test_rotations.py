@@ -15,6 +15,7 @@ from rehead.conversion.base import CannotConvert, Statistics
 from rehead.conversion.converter import Converter
 from rehead.conversion.fit import turns as gathered
 from rehead.conversion.fit.layerwise import gather
+from rehead.conversion.fit.moments import attentions
 from rehead.conversion.fit.turns import Directions, Turns, sensitivity
 from rehead.conversion.search import path
 from rehead.conversion.steps.biases import FoldBiases
@@ -661,3 +662,33 @@ def test_turns_are_gathered_with_the_text(gpt, text, tmp_path):
         assert pair.turns is None
         torch.testing.assert_close(both.turns, turns.turns, rtol=0, atol=0)
         torch.testing.assert_close(both.pair, pair.pair, rtol=0, atol=0)
+
+
+def test_a_few_queries_at_a_time_give_the_same_sums(gpt, monkeypatch):
+    module, x = attentions(gpt(GQA))[0], torch.randn(1, 30, WIDTH)
+    pull = torch.randn(1, 30, GQA.n_query_head * GQA.v_head_dim)
+    found = []
+    for most in (2**22, 7 * 30 * GQA.group, 1):
+        monkeypatch.setattr("rehead.conversion.fit.turns.WEIGHTS", most)
+        turns = Turns()
+        turns.add(module, x, pull)
+        found.append(turns.mean())
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-15)
+
+
+def test_slow_rotations_cost_in_bfloat16_what_they_cost_in_float32():
+    """Their cosines are nearer to 1 than bfloat16 tells."""
+    torch.manual_seed(0)
+    slow = replace(GQA, n_query_head=4, n_kv_head=2, rope=RopeConfig(theta=1e8))
+    module = slow.build(WIDTH).bfloat16().requires_grad_(False)
+    x, pull = torch.randn(1, 200, WIDTH), torch.randn(1, 200, slow.n_query_head * slow.v_head_dim)
+    x, pull = x.bfloat16(), pull.bfloat16()
+    costs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        turns = Turns()
+        turns.add(module.to(dtype), x.to(dtype), pull.to(dtype))
+        total, cos, sin = turns.mean()
+        costs.append(1 - (cos.square() + sin.square()) / total.square())
+    assert costs[1].min() < 1e-4
+    torch.testing.assert_close(costs[0], costs[1], rtol=0.2, atol=1e-9)

@@ -1,5 +1,6 @@
 """What a conversion is fitted to: several texts in equal shares, also the model's own; how long a window is."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -13,11 +14,13 @@ import rehead
 from rehead.attention import GroupedConfig
 from rehead.cli import main
 from rehead.conversion import sampled as sampled_module
-from rehead.conversion.blocks import CALIBRATION_TOKENS, blocks_of, require_windows
+from rehead.conversion.blocks import CALIBRATION_TOKENS, blocks_of, measured_blocks, require_windows
+from rehead.conversion.certificate import Text
 from rehead.conversion.converter import Converter
 from rehead.conversion.page import page
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage, passages, sampled
+from rehead.data import IGNORE
 from rehead.errors import ConfigError, InvalidInput, ResourceError, UsageError
 from rehead.generation import generate
 from rehead.tokenizer import train
@@ -237,3 +240,22 @@ def test_as_typed_with_a_tokenizer_that_begins_every_text(gpt, tmp_path, monkeyp
     assert begins(run) == [bos] * 4
     assert main(["convert", "model", "half", *lossy]) == 0  # the last tenth is held out
     assert begins("half") == [bos] * 2
+
+
+def test_no_token_after_a_sampled_window_is_measured(gpt):
+    """It begins the next window, and was drawn by nobody."""
+    model = gpt(GQA)
+    own = sampled(model, 100, 16, seed=3)
+    for _, targets in measured_blocks(model, own, 16):
+        assert (targets[:, -1] == IGNORE).all()
+        assert (targets[:, :-1] != IGNORE).all()
+    given = Passage(name="words", ids=own.ids)
+    assert any((targets[:, -1] != IGNORE).any() for _, targets in measured_blocks(model, given, 16))
+
+
+def test_a_long_text_is_hashed_in_pieces(monkeypatch):
+    text = Passage(name="words", ids=np.arange(50, dtype=np.uint16))
+    whole = Text.of(text, 10)
+    monkeypatch.setattr("rehead.conversion.certificate.PIECE", 7)
+    assert Text.of(text, 10) == whole
+    assert whole.sha256 == hashlib.sha256(np.arange(50, dtype=np.int64).tobytes()).hexdigest()

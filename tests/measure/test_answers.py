@@ -5,8 +5,9 @@ import torch
 
 import rehead
 from rehead.config import ModelOptions
-from rehead.errors import InvalidInput
+from rehead.errors import InvalidInput, ResourceError
 from rehead.measure.answers import Sampling, Writer
+from rehead.measure.forecast import generation_bytes
 from rehead.model import build
 from rehead.tokenizer import train
 
@@ -81,3 +82,21 @@ def test_nothing_is_read_after_all_have_ended(writer, monkeypatch):
 def test_a_prompt_needs_room(writer):
     with pytest.raises(InvalidInput, match="24 new tokens leave no room for a prompt in 24"):
         writer.answers(ids(writer), Sampling(max_new_tokens=LENGTH))
+
+
+def test_as_many_prompts_at_once_as_suit_the_memory(writer, monkeypatch):
+    sizes = []
+    batch = Writer._batch
+    monkeypatch.setattr(
+        Writer, "_batch", lambda self, prompts, how: sizes.append(len(prompts)) or batch(self, prompts, how)
+    )
+    parts = generation_bytes(writer.model.config, 1, LENGTH - NEW, NEW, writer.model.head.weight.dtype)
+    one = sum(parts.values()) + 4 * (LENGTH - NEW) ** 2
+    for free, wanted in ((2 * 16 * one, [16, 4]), (2 * 3 * one, [3] * 6 + [2])):
+        sizes.clear()
+        monkeypatch.setattr("rehead.measure.answers.free_memory", lambda device, free=free: free)
+        writer.answers(ids(writer, PROMPTS * 5), Sampling(max_new_tokens=NEW))
+        assert sizes == wanted
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: one - 1)
+    with pytest.raises(ResourceError, match=r"an answer after 15 tokens .*Use a smaller --length"):
+        writer.answers(ids(writer), Sampling(max_new_tokens=NEW))

@@ -197,3 +197,24 @@ def test_an_rnn_needs_memory_too():
     config = RNNConfig(vocab_size=19, block_size=16, n_embd=5, n_layer=2, n_hidden=7, n_output=19)
     assert forward_bytes(config, 3, 10, torch.float32) > 3 * 10 * 7 * 4
     assert evaluate_text(build(config), [1, 2, 3]).tokens == 2
+
+
+def test_a_full_context_is_read_again():
+    config = LLAMA.resolve(32_000, 1000)
+    parts = generation_bytes(config, 3, 50, 2000, torch.float32)
+    assert parts["activations"] == forward_bytes(config, 3, 501, torch.float32)
+
+
+def test_the_numbers_that_drop_attention_weights_are_counted():
+    torch.set_default_dtype(torch.float32)
+    config = ModelOptions(n_layer=2, n_embd=64, n_query_head=4).resolve(50, 1024)
+    model = build(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    objective = Objective(model, TrainerOptions())
+    kept = step_memory(model, objective, optimizer, torch.randint(50, (2, 1025)))["activations"]
+    assert (
+        step_bytes(config, 2, 1024, draws=True) / WITHIN
+        < kept
+        < step_bytes(config, 2, 1024, draws=True) * WITHIN
+    )
+    assert kept > step_bytes(config, 2, 1024) * WITHIN  # what is tested can be told

@@ -5,6 +5,7 @@ tests/serving/test_lm_eval.py compares the rest with the harness's own adapter.
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import tokenizers as hf
@@ -16,7 +17,7 @@ from rehead.checkpoint import save
 from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.errors import InvalidInput
-from rehead.measure.answers import Sampling
+from rehead.measure.answers import Sampling, Writer
 from rehead.measure.harness import Scored, sampling
 from rehead.measure.tasks import _set_examples
 from rehead.model import build
@@ -176,3 +177,17 @@ def test_a_task_that_takes_no_examples_is_named(asked, given):
     assert said == (["--num-fewshot 5 is left out for never"] if asked else [])
     assert [task.config["num_fewshot"] for task in tasks.values()] == given
     assert all("seed" in task.config for task in tasks.values())
+
+
+def test_a_repetition_penalty_is_told_of(tmp_path, monkeypatch):
+    opened = SimpleNamespace(
+        folder=tmp_path, ends=frozenset(), mark=lambda name: None,
+        model=SimpleNamespace(), require_tokenizer=lambda: SimpleNamespace(special_ids=frozenset()),
+    )  # fmt: skip
+    monkeypatch.setattr(Writer, "answers", lambda *_: [])
+    scored = Scored(opened=opened, length=16)
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.0}')
+    assert scored.answers([], {}) == []
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.1}')
+    with pytest.warns(UserWarning, match=r"repetition_penalty=1\.1, which lm_eval"):
+        scored.answers([], {})

@@ -13,7 +13,9 @@ from gguf import GGMLQuantizationType, quants
 
 import rehead
 from rehead.attention import GroupedConfig
-from rehead.errors import NumericError
+from rehead.data import evaluation_blocks
+from rehead.errors import NumericError, ResourceError
+from rehead.measure import stored
 from rehead.measure.kv_dtype import kv_dtypes, rounded_caches
 from rehead.measure.stored import as_stored, changed, lost_rows, rounded
 from rehead.model import build
@@ -222,3 +224,19 @@ def test_a_damaged_model_is_refused_as_convert_refuses_it(exported):
         assert (code, out) == (7, ""), line
         assert err.splitlines()[-1] == f"rehead: {reason}", line
     assert {path.name for path in exported.iterdir()} == {"llama", "infinite", "text.txt"}
+
+
+def test_a_copy_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: 1000)
+    with pytest.raises(ResourceError, match=r"the weights as q8_0 needs about .*\(copy"):
+        as_stored(gpt(), "q8_0")
+
+
+def test_the_comparison_obeys_the_batch_size(monkeypatch):
+    rows = []
+    monkeypatch.setattr(
+        stored, "evaluation_blocks", lambda *given: rows.append(given[2]) or evaluation_blocks(*given)
+    )
+    model, ids = gpt(), np.arange(120) % 30
+    assert changed(model, model, ids, 8, batch_size=1) == pytest.approx(changed(model, model, ids, 8))
+    assert rows == [1, 512]

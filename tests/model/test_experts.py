@@ -133,3 +133,10 @@ def test_what_cannot_be_is_refused(why):
 def test_biases_in_experts_are_refused():
     with pytest.raises(ConfigError, match="mlp_bias=True with experts"):
         replace(config(), mlp_bias=True)
+
+
+def test_experts_are_chosen_in_float32_under_autocast_too(mixture):
+    router, x = mixture.gate.float(), torch.randn(40, 18, dtype=torch.float32)
+    expected = router(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, router(x), expected))

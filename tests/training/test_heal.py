@@ -187,6 +187,18 @@ def test_long_blocks_are_recomputed_and_batches_follow_the_memory(monkeypatch):
     assert _usual_batch(large, 2048) == {"batch_size": 1, "recompute": True}
 
 
+def test_processes_of_torchrun_choose_the_same_batch_and_can_share_it(monkeypatch):
+    large = ModelOptions(n_layer=32, n_embd=960, n_query_head=15, shape="llama").resolve(49_152, 2048)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = set()
+    for free in (2**30, 2**36):
+        monkeypatch.setattr("rehead.training.heal.available_memory", lambda free=free: free)
+        found.add(json.dumps(_usual_batch(large, 2048)))
+    assert len(found) == 1
+    assert json.loads(found.pop())["batch_size"] % 2 == 0
+
+
 @pytest.mark.parametrize("flag", ["train=attention", "recompute=True"])
 def test_an_rnn_has_no_attention_to_train(flag, capsys):
     words = ["data.path=input.txt", "model.type=rnn", "system.work_dir=rnn", f"trainer.{flag}"]

@@ -13,6 +13,7 @@ from torch import nn
 
 import rehead
 from rehead.checkpoint import resolve
+from rehead.cli import main
 from rehead.config import TrainerOptions
 from rehead.config.flags import read
 from rehead.data import BatchSampler, Source, evaluation_blocks, split, tokenize
@@ -35,6 +36,7 @@ from rehead.training import state, train
 from rehead.training.folder import RunFolder
 from rehead.training.loop import Trainer
 from rehead.training.optimizer import build_optimizer, learning_rate
+from rehead.training.ranks import OneProcess
 from rehead.training.start import located, require_step, start_model
 
 TEXT = "".join(f"Line {i}: to be, or not to be; that is {i * 7 % 13}.\n" for i in range(60))
@@ -902,3 +904,42 @@ def test_a_text_that_is_cut_while_it_is_read_ends_the_run_and_not_the_process():
     assert done.returncode == 0, done.returncode
     said = "tokens.bin was cut from 600,000 to 8,192 bytes while it was read: start again."
     assert [line.endswith(said) for line in done.stdout.splitlines()] == [True, True]
+
+
+def test_a_compiled_step_holds_all_logits(monkeypatch):
+    options = read(["model.n_embd=6", "model.n_layer=1", "data.block_size=64", "trainer.batch_size=64"])
+    model = build(options.model.resolve(50_000, 64))
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
+    require_step(options, model, torch.device("cpu"))
+    options.trainer.compile = True
+    with pytest.raises(ResourceError, match=r"logits 2.5 GB"):
+        require_step(options, model, torch.device("cpu"))
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path, monkeypatch, capsys):
+    """Of as many, so that no size tells."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("abcabcabc" * 60)
+    Path("b.txt").write_text("xyzxyzxyz" * 60)
+    small = [
+        "model.n_layer=1",
+        "model.n_embd=12",
+        "data.block_size=8",
+        "trainer.max_iters=1",
+        "trainer.batch_size=2",
+    ]
+    assert main(["train", "data.path=a.txt", "system.work_dir=a", *small]) == 0
+    assert main(["train", "data.path=b.txt", "system.work_dir=b", "trainer.teacher=a", *small]) == 2
+    assert "trainer.teacher=a has another tokenizer than the model" in capsys.readouterr().err
+    assert not Path("b").exists()
+    assert main(["train", "data.path=a.txt", "system.work_dir=c", "trainer.teacher=a", *small]) == 0
+
+
+@pytest.mark.parametrize("name", ["cuda:1", "cuda", "cpu"])
+def test_the_gpu_that_trains_is_the_current_one(name, monkeypatch):
+    """Whose random states are saved, and whose name is written down."""
+    current = []
+    monkeypatch.setattr("rehead.training.ranks.choose_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    OneProcess().device(name)
+    assert current == ([torch.device(name)] if name == "cuda:1" else [])

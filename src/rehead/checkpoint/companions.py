@@ -12,13 +12,21 @@ from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+MARKS = ("bos", "eos", "pad")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """Keys of generation_config.json that hold for a model with another attention, too."""
 
 
 def companions(folder: Path) -> dict[str, str]:
     """Return the files, by name, that a model made from this one needs beside it, as far as they exist."""
-    return chat_template(folder) | _generation(folder)
+    return chat_template(folder) | _generation(folder) | _marks(folder)
+
+
+def _marks(folder: Path) -> dict[str, str]:
+    """Return what tokenizer_config.json says of the tokens that begin, end and pad a text, null included."""
+    table = json_table(folder / TOKENIZER_CONFIG)
+    kept = {key: table[key] for key in (*(f"{name}_token" for name in MARKS), "padding_side") if key in table}
+    return {TOKENIZER_CONFIG: json.dumps(kept, indent=2) + "\n"} if kept else {}
 
 
 def chat_template(folder: Path) -> dict[str, str]:

@@ -14,8 +14,9 @@ from rehead.errors import InvalidInput, ReheadError, ResourceError
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TEMPLATES = "*.jinja"
-FETCHED, LEFT = ["*.json", "*.safetensors", TEMPLATES, "*.md"], ["*/*"]
-"""Files of a repository's top folder. The .md files are fetched because a manifest lists them."""
+FETCHED = ["*.json", "*.safetensors", TEMPLATES, "*.md"]
+LEFT = ["*/*", "consolidated*.safetensors", "adapter_model.safetensors", "*.fp16*.safetensors"]
+"""Files of a repository's top folder, without further copies of the weights. A manifest lists the .md files."""
 PATIENCE = 5.0
 """Timeout in seconds of a request about a model."""
 

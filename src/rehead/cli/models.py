@@ -161,7 +161,8 @@ def eval(
     batch_size: Annotated[
         int | None,
         Parameter(
-            help="blocks per batch; fewer need less memory [default: at most 32 blocks and 8,192 tokens]"
+            help="blocks per batch, or prompts of a task; fewer need less memory [default: what suits the memory, at "
+            "most 32 blocks and 8,192 tokens, or 16 prompts]"
         ),
     ] = None,
     dtype: Annotated[

@@ -52,7 +52,7 @@ def evaluate_data(
         caches = None if kv_dtype is None else partial(rounded_caches, model, kv_dtypes[kv_dtype]())
         change = {}
         if stored_as is not None:
-            change = changed(exact, model, tokens.ids, length, stride, first, caches)
+            change = changed(exact, model, tokens.ids, length, stride, first, caches, batch_size)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
         **scores(found.loss, found.tokens, tokens.n_bytes),

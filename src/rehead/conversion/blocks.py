@@ -3,7 +3,8 @@
 import numpy as np
 
 from rehead.config import GPTConfig, ModelConfig
-from rehead.data import Batch, Ids, evaluation_blocks, require_vocabulary
+from rehead.conversion.texts import SELF, Passage
+from rehead.data import IGNORE, Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.measure.forecast import forward_bytes, loss_bytes
 from rehead.measure.length import text_length
 from rehead.model import LanguageModel
@@ -43,6 +44,17 @@ def blocks_of(
     length = text_length(model.config, length)
     many = max(1, limit // length)
     return list(evaluation_blocks(ids, length, _at_once(model.config, length), many, bos=bos))
+
+
+def measured_blocks(model: LanguageModel, text: Passage, length: int) -> list[Batch]:
+    """Return the blocks that a conversion is measured on.
+
+    A text sampled from a model is one window after another: the token after a window does not follow from it.
+    """
+    blocks = blocks_of(model, text.ids, TEST_TOKENS, length, text.bos)
+    for _, targets in blocks if text.name == SELF else ():
+        targets[:, -1] = IGNORE
+    return blocks
 
 
 def _at_once(config: ModelConfig, length: int) -> int:

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,13 @@ from torch import Tensor
 from rehead.attention import AttentionConfig
 from rehead.checkpoint.files.deferred import in_memory
 from rehead.config import GPTConfig, encode
+from rehead.conversion.arguments import require_passes, require_seed
 from rehead.conversion.base import Converted, Statistics, require_method
 from rehead.conversion.blocks import (
     CALIBRATION_TOKENS,
     TEST_TOKENS,
     blocks_of,
+    measured_blocks,
     random_blocks,
     require_windows,
 )
@@ -82,12 +83,6 @@ def convert(
     if isinstance(to, str):
         layers = converter.attentions(Target(to=to, **options))
     return converter.convert(layers, measured, teach=teach)
-
-
-def require_seed(seed: int) -> None:
-    """Refuse a seed that a generator does not take."""
-    if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
-        raise ConfigError(f"seed={seed!r:.40}. Use 0 up to {2**63 - 1}.")
 
 
 def require_heads(model: LanguageModel) -> GPTConfig:
@@ -170,7 +165,7 @@ class Converter:
             records = self._taught(shared, records, teach)
         blocks = random_blocks(self.config, self.seed, self.length)
         if test is not None:
-            blocks = blocks_of(self.model, test.ids, TEST_TOKENS, self.length, test.bos)
+            blocks = measured_blocks(self.model, test, self.length)
         fitted = ranked or any(record.fitted or record.taught for record in records)
         result = copy.deepcopy(shared)
         return result, certify(
@@ -235,15 +230,12 @@ class Converter:
             if self.scratch is None:
                 yield order.index, order.take()
                 continue
-            with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            with tempfile.TemporaryDirectory(dir=self.scratch, ignore_cleanup_errors=True) as folder:
                 yield from Kept(Path(folder)).take([order])
 
     def _require_lessons(self, passes: int) -> None:
         """Refuse an invalid number of passes, or passes without a text."""
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 0:
-            raise ConfigError(
-                f"teach={passes!r:.40}. Give the number of passes over the calibration, 0 for none."
-            )
+        require_passes(passes)
         if passes and not self.blocks:
             raise ConfigError(f"teach={passes} without a text to learn from: give a calibration.")
 
@@ -283,7 +275,7 @@ class Converter:
             return [Statistics()] * len(layers)
         if turn == 0:
             return self.statistics(needs)
-        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+        with tempfile.TemporaryDirectory(dir=self.scratch, ignore_cleanup_errors=True) as folder:
             return self._seen(with_layers(self.model, layers), needs, Path(folder))
 
     @contextmanager

@@ -10,8 +10,9 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
 from rehead.config import GPTConfig, ModelConfig, flags
+from rehead.conversion.arguments import require_apart, require_passes, require_seed
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
-from rehead.conversion.converter import Converter, require_heads, require_seed
+from rehead.conversion.converter import Converter, require_heads
 from rehead.conversion.export.fit import lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
@@ -54,6 +55,7 @@ class FolderConverter:
     ) -> None:
         require_seed(seed)
         opened = open_model(source, device=device, in_memory=False)
+        opened.tell_unread()
         self.source, self.tokenizer = source, opened.tokenizer
         self.carried = opened.texts() | {CARD: carried(source, opened.folder)}
         self.read, self.earlier = Source(opened.model, opened.folder), earlier_of(opened.folder)
@@ -148,6 +150,7 @@ def convert_folder(
     """
     require_apart(source, destination)
     require_seed(seed)
+    require_passes(teach)
     for option, texts in (("--calibration", calibration), ("--test", [test] if test is not None else [])):
         for text in texts:
             if str(text) != SELF:
@@ -201,21 +204,6 @@ def plannable_dtype(path: Path) -> torch.dtype:
     except ReheadError:  # damaged weights: a plan needs none
         found = None
     return found or torch.float32
-
-
-def require_apart(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source, in it, or around it, and one without a name of its own, as "." is."""
-    here, there = source.resolve(), destination.resolve()
-    if here == there or here in there.parents or there in here.parents:
-        both = (
-            f"{source} is inside {destination}"
-            if there in here.parents
-            else f"{destination} is inside {source}"
-        )
-        found = f"{destination} is {source}" if here == there else both
-        raise UsageError(f"{found}: the source is never touched. Choose another folder for the result.")
-    if destination.name in ("", ".."):
-        raise InvalidInput(f"{destination} exists: choose another name.")
 
 
 def _require_sensible(source: Path, target: Target, length: int | None) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from rehead.checkpoint.files.shards import require_regular
 from rehead.checkpoint.find import is_run, run_data
 from rehead.conversion.blocks import CALIBRATION_TOKENS
+from rehead.conversion.certificate import Text, require_different
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage
 from rehead.data import TOKENS, Source, named, read_ids, split, tokenize
@@ -54,7 +55,19 @@ class Reader:
         return None if self.opened.tokenizer is None else self.opened.tokenizer.bos
 
     def texts(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
-        """Return the named texts: files, folders, corpora, and `self`. A run's own text replaces missing ones."""
+        """Return the named texts: files, folders, corpora, and `self`. A run's own text replaces missing ones.
+
+        Raises ConfigError for a test text that is fitted to.
+        """
+        found = self._found(calibration, test)
+        whole = [
+            Text.of(text, len(text.ids)) for text in (*found.calibration, found.test) if text is not None
+        ]
+        if found.test is not None:
+            require_different(whole[:-1], whole[-1])
+        return found
+
+    def _found(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
         names = list(dict.fromkeys(map(str, calibration)))
         files = [name for name in names if name != SELF]
         if self.opened.tokenizer is None and (files or test is not None):

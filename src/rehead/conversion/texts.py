@@ -54,7 +54,7 @@ def passage(ids: Any, model: LanguageModel, bos: int | None = None) -> Passage:
         raise UsageError(
             f"the text {ids!r:.80}: give token ids, or calibration='self' to sample from the model."
         )
-    found = np.asarray(ids)
+    found = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise InvalidInput(
             f"a text of {found.dtype} and shape {found.shape}: token ids are whole numbers, (N,). Encode it with the "

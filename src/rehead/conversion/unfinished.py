@@ -115,6 +115,6 @@ def _clear(folder: Path) -> None:
     """Remove all but the lock; last of all the file that tells `_sweep` that the rest may be removed."""
     for place in sorted(folder.iterdir(), key=lambda place: place.name == RESULT):
         if place.is_dir():
-            shutil.rmtree(place)
+            shutil.rmtree(place, ignore_errors=True)  # NFS keeps files that are still open
         elif place.name != LOCK:
             place.unlink()

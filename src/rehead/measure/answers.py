@@ -8,8 +8,11 @@ import torch
 from rehead.decoding import prepare
 from rehead.errors import InvalidInput
 from rehead.generation import stream
+from rehead.measure.forecast import generation_bytes
 from rehead.model import LanguageModel
 from rehead.stages import staged
+from rehead.system.device import free_memory
+from rehead.system.memory import require_memory
 from rehead.tokenizer import Tokenizer
 
 TOGETHER = 16
@@ -58,7 +61,8 @@ class Writer:
             )
         prepare(self.model)
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        together = batch_size or TOGETHER
+        longest = min(max(map(len, prompts), default=1), room)
+        together = batch_size or self._together(longest, how.max_new_tokens)
         found = [""] * len(prompts)
         batches = [order[first : first + together] for first in range(0, len(order), together)]
         for batch in staged(batches, "writing answers", len(prompts), "answers", len):
@@ -66,6 +70,14 @@ class Writer:
             for index, text in zip(batch, texts, strict=True):
                 found[index] = text
         return found
+
+    def _together(self, longest: int, new: int) -> int:
+        """Return how many prompts are continued at once: what half of the free memory holds, 16 at most."""
+        device, dtype = self.model.device, self.model.head.weight.dtype
+        parts = generation_bytes(self.model.config, 1, longest, new, dtype)
+        parts["mask"] = 4 * longest**2  # of prompts of different lengths
+        require_memory(f"an answer after {longest:,} tokens", parts, "Use a smaller --length.", device)
+        return max(1, min(TOGETHER, free_memory(device) // 2 // sum(parts.values())))
 
     def _batch(self, prompts: Sequence[Sequence[int]], how: Sampling) -> list[str]:
         """Continue several prompts until each has ended."""

@@ -13,6 +13,8 @@ from rehead.measure.size import cache_bytes, forward_flops
 
 FLOAT = 4
 """Bytes of a number in float32, in which kernels and losses compute."""
+DRAW = 2
+"""Bytes of a random number that decides about an attention weight."""
 KEPT = 1.5
 """What a process takes, relative to its tensors: an allocator keeps some of what was freed."""
 MOST_BLOCKS, MOST_TOKENS, MOST_FLOPS = 32, 8192, 2**42
@@ -67,10 +69,15 @@ def batch_of(
 def generation_bytes(
     config: ModelConfig, batch_size: int, prompt: int, new: int, dtype: torch.dtype, *, use_cache: bool = True
 ) -> dict[str, int]:
-    """Return the bytes of generating `new` tokens after a prompt, beside the weights, by what holds them."""
-    whole = min(prompt + new, config.context_limit or prompt + new)
+    """Return the bytes of generating `new` tokens after a prompt, beside the weights, by what holds them.
+
+    A full context is read again from its later half on.
+    """
+    limit = config.context_limit or prompt + new
+    whole = min(prompt + new, limit)
+    again = limit - limit // 2 + 1 if prompt + new > limit else 0
     return {
-        "activations": forward_bytes(config, batch_size, prompt if use_cache else whole, dtype),
+        "activations": forward_bytes(config, batch_size, max(prompt, again) if use_cache else whole, dtype),
         "cache": cache_bytes(config, whole, batch_size, dtype) if use_cache else 0,
         "logits": batch_size * config.vocab_size * (dtype.itemsize + 2 * FLOAT),
     }
@@ -82,14 +89,25 @@ def map_bytes(config: GPTConfig, length: int) -> int:
     return FLOAT * (sum(numbers) + 3 * max(numbers))
 
 
-def step_bytes(config: GPTConfig, batch_size: int, length: int, *, recompute: bool = False) -> int:
+def step_bytes(
+    config: GPTConfig, batch_size: int, length: int, *, recompute: bool = False, draws: bool = False
+) -> int:
     """Return the bytes that a forward pass in float32 over (B, L) tokens keeps for its gradients, without logits.
 
-    With `recompute` these are the inputs of all layers, and everything of one.
+    With `recompute` these are the inputs of all layers, and everything of one. With `draws` the random numbers of
+    dropped attention weights are among them, as on a CPU: two bytes per head and pair of tokens.
     """
     kept = 4 * config.n_embd + _mlp_numbers(config)
     layers = [
-        kept + layer.attention_flops(1) + length * (_pair_bytes(layer) // FLOAT) for layer in config.attention
+        kept
+        + layer.attention_flops(1)
+        + length * (_pair_bytes(layer) // FLOAT)
+        + (
+            layer.n_map * min(length, layer.window or length) * DRAW / FLOAT
+            if draws and layer.attn_pdrop
+            else 0
+        )
+        for layer in config.attention
     ]
     per_token = max(layers) + len(layers) * config.n_embd if recompute else sum(layers)
     return int(KEPT * FLOAT * batch_size * length * per_token)

@@ -4,11 +4,13 @@ Texts become ids, windows and prompts as they do for the harness's own `HFLM`, s
 there. The package lm-eval is imported when it is needed.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rehead.checkpoint.companions import GENERATION, json_table
 from rehead.errors import InvalidInput
 from rehead.measure.answers import Sampling, Writer
 from rehead.measure.continuations import loglikelihoods
@@ -57,6 +59,13 @@ class Scored:
     def answers(self, prompts: Sequence[str], options: dict[str, Any]) -> list[str]:
         """Return what the model writes after each prompt, by the `generation_kwargs` of a task."""
         end, tokenizer = self.end, self.opened.require_tokenizer()
+        penalty = json_table(self.opened.folder / GENERATION).get("repetition_penalty", 1)
+        if penalty != 1:
+            warnings.warn(
+                f"{GENERATION} has repetition_penalty={penalty}, which lm_eval on a stock model applies to answers; "
+                "rehead does not: they differ",
+                stacklevel=2,
+            )
         writer = Writer(
             model=self.opened.model,
             tokenizer=tokenizer,

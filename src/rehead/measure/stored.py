@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rehead.checkpoint.files.deferred import map_deferred, materialise
+from rehead.checkpoint.files.deferred import Deferred, map_deferred, materialise
 from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
 from rehead.measure.fidelity import Caches, Comparison, compare
 from rehead.model import LanguageModel, assembled
 from rehead.stages import staged
+from rehead.system.memory import require_memory
 
 Storage = Literal["fp16", "bf16", "q8_0"]
 LOST = 0.1
@@ -48,8 +49,10 @@ def q8_0(weight: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
 def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
     """Return the model with its weights as read back from storage; it computes in its own dtype.
 
-    Raises NumericError for a weight that such storage cannot hold.
+    Raises NumericError for a weight that such storage cannot hold, ResourceError if there is no room for a copy.
     """
+    held = sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, Deferred))
+    require_memory(f"the weights as {kind}", {"copy": held}, "Use a smaller model.", model.device)
     for name, weight in model.named_parameters():
         if not rounded(materialise(weight.detach()), kind).isfinite().all():
             raise NumericError(f"{name} leaves the range of {kind}: keep this model in bf16 or fp32.")
@@ -68,34 +71,24 @@ def changed(
     stride: int | None = None,
     bos: int | None = None,
     caches: Caches | None = None,
+    batch_size: int | None = None,
 ) -> dict[str, float]:
     """Return by how much storage changes the predictions on a whole text, read in the blocks of `evaluate_text`.
 
     `kl` is the mean of KL(exact || stored) in nats, `argmax_flips` the share of tokens whose likeliest successor
     differs, `loss_exact` the loss before. `caches` are those of the stored model, as in `compare`.
     """
-    found = comparison(exact, stored, ids, length, stride=stride, bos=bos, caches=caches)
+    blocks = evaluation_blocks(ids, length, batch_size or max(1, BATCH // length), None, stride, bos)
+    found = compare(exact, stored, shown(blocks, "comparing with the exact weights", len(ids) - 1), caches)
     return {"kl": found.kl, "argmax_flips": found.argmax_flips, "loss_exact": found.losses[0]}
 
 
 def comparison(
-    exact: LanguageModel,
-    stored: LanguageModel,
-    ids: Ids,
-    length: int,
-    tokens: int | None = None,
-    stride: int | None = None,
-    bos: int | None = None,
-    caches: Caches | None = None,
+    exact: LanguageModel, stored: LanguageModel, ids: Ids, length: int, tokens: int, bos: int | None = None
 ) -> Comparison:
-    """Compare the predictions of two models on a text read in the blocks of `evaluate_text`.
-
-    With `tokens`, only as many blocks are read as have that many tokens, at least one, spread over the text.
-    """
-    limit = None if tokens is None else max(1, tokens // length)
-    blocks = evaluation_blocks(ids, length, max(1, BATCH // length), limit, stride, bos)
-    total = len(ids) - 1 if limit is None else None
-    return compare(exact, stored, shown(blocks, "comparing with the exact weights", total), caches)
+    """Compare the predictions of two models on as many blocks as have `tokens`, at least one, spread over a text."""
+    blocks = evaluation_blocks(ids, length, max(1, BATCH // length), max(1, tokens // length), bos=bos)
+    return compare(exact, stored, shown(blocks, "comparing with the exact weights", None))
 
 
 @torch.no_grad()

@@ -34,7 +34,8 @@ class Router(nn.Module):
         """Return the weights of the A experts chosen for each token, and their indices."""
         config = self.config
         exact = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(exact), self.weight.to(exact))
+        with torch.autocast(x.device.type, enabled=False):  # which would round both
+            logits = F.linear(x.to(exact), self.weight.to(exact))
         scores = logits.softmax(dim=-1) if config.scoring_func == "softmax" else logits.sigmoid()
         wanted = scores
         if self.e_score_correction_bias is not None:

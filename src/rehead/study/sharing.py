@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint.files.publish import publish
-from rehead.conversion.folder import FolderConverter, require_apart
+from rehead.conversion.arguments import require_apart
+from rehead.conversion.folder import FolderConverter
 from rehead.study.job import Job
 from rehead.system.aside import aside
 

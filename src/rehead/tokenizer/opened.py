@@ -1,5 +1,6 @@
 """A model together with its tokenizer and the ids of its special tokens, from one folder."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +9,15 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
-from rehead.checkpoint.companions import TOKENIZER_CONFIG, companions, json_table
+from rehead.checkpoint.companions import MARKS, TOKENIZER_CONFIG, companions, json_table
 from rehead.checkpoint.find import path_of
 from rehead.checkpoint.huggingface.stock import special_ids
 from rehead.model import LanguageModel
 from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
 
-MARKS = ("bos", "eos", "pad")
+log = logging.getLogger("rehead")
+UNREAD = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+"""Tokenizers in other forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,17 @@ class OpenedModel:
         if self.tokenizer is None:
             raise missing(self.folder / FILE)
         return self.tokenizer
+
+    def tell_unread(self) -> None:
+        """Warn of a tokenizer in files that rehead does not read, which a model made of this one will lack."""
+        found = [name for name in UNREAD if (self.folder / name).is_file()]
+        if self.tokenizer is None and found:
+            log.warning(
+                "the tokenizer of %s (%s) is not passed on: rehead reads tokenizer.json. Write one there with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers.",
+                self.folder,
+                ", ".join(found),
+            )
 
     @property
     def ends(self) -> frozenset[int]:

@@ -10,10 +10,10 @@ from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
 from rehead.checkpoint.hub import pinned
 from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
+from rehead.conversion.arguments import require_apart
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.events import Healing
-from rehead.conversion.folder import require_apart
 from rehead.conversion.history import conversion_of
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
@@ -26,7 +26,8 @@ from rehead.measure.forecast import step_bytes
 from rehead.measure.length import text_length
 from rehead.model import LanguageModel
 from rehead.system.machine import available_memory
-from rehead.tokenizer import Tokenizer
+from rehead.system.torchrun import of_torchrun
+from rehead.tokenizer import Tokenizer, load_tokenizer
 from rehead.training import state
 
 DEFAULTS = {
@@ -91,12 +92,19 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
 
 
 def _usual_batch(config: ModelConfig, length: int) -> dict[str, Any]:
-    """Return `batch_size` and `recompute` for blocks of `length`, where a user gives none."""
-    size, free = max(1, min(TrainerOptions.batch_size, STEP_TOKENS // length)), available_memory()
-    if not isinstance(config, GPTConfig) or step_bytes(config, size, length) <= min(STEP_BYTES, free // 2):
-        return {"batch_size": size}
+    """Return `batch_size` and `recompute` for blocks of `length`, where a user gives none.
+
+    Processes of torchrun share the batch equally, and must all choose the same one, also after a restart: so the memory
+    that one of them finds free does not matter.
+    """
+    job = of_torchrun()
+    world, free = (1, available_memory()) if job is None else (job.world, 4 * STEP_BYTES)
+    rows = max(1, min(TrainerOptions.batch_size, STEP_TOKENS // length) // world)
+    if not isinstance(config, GPTConfig) or step_bytes(config, rows, length) <= min(STEP_BYTES, free // 2):
+        return {"batch_size": rows * world}
     one = step_bytes(config, 1, length, recompute=True)
-    return {"batch_size": max(1, min(size, min(STEP_BYTES, free // 4) // one)), "recompute": True}
+    rows = max(1, min(rows, min(STEP_BYTES, free // 4) // one))
+    return {"batch_size": rows * world, "recompute": True}
 
 
 def _require_its_text(teacher: Path, data: DataOptions) -> None:
@@ -138,6 +146,19 @@ def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place:
     if limits[0] > limits[1]:
         raise ConfigError(
             f"trainer.teacher={place} reads {limits[1]} tokens, the model {limits[0]}. Give one with a longer context."
+        )
+
+
+def require_same_tokens(tokenizer: Tokenizer, place: str) -> None:
+    """Raise ConfigError for a teacher whose folder has another tokenizer, whose ids mean other tokens."""
+    try:
+        theirs = load_tokenizer(place)
+    except InvalidInput:
+        return
+    if any(tokenizer.token(id) != theirs.token(id) for id in range(tokenizer.vocab_size)):
+        raise ConfigError(
+            f"trainer.teacher={place} has another tokenizer than the model: both must have the same tokens. Give the "
+            "model this one was converted from, or train with its tokenizer (model.pretrained_folder)."
         )
 
 

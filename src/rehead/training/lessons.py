@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rehead.checkpoint import newest_step, own, publish, read_at
 from rehead.config import RunOptions
+from rehead.conversion.arguments import require_apart
 from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text, output_errors
 from rehead.conversion.fit.teaching import teach
-from rehead.conversion.folder import require_apart
 from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
@@ -21,7 +21,13 @@ from rehead.measure.environment import environment
 from rehead.model import GPT
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
-from rehead.training.heal import healed_folder, measured_again, require_its_tokenizer, require_same_vocabulary
+from rehead.training.heal import (
+    healed_folder,
+    measured_again,
+    require_its_tokenizer,
+    require_same_tokens,
+    require_same_vocabulary,
+)
 
 PASSES = "passes"
 """The file, in the folder of an unfinished teaching, that has the number of its passes."""
@@ -121,6 +127,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     source, result, length = teacher.model, opened.model, options.data.block_size
     require_same_vocabulary(result, source, options.trainer.teacher)
     require_its_tokenizer(opened.require_tokenizer(), options.data, str(folder))
+    require_same_tokens(opened.require_tokenizer(), options.trainer.teacher)
     assert isinstance(source, GPT)
     assert isinstance(result, GPT)
     before = Certificate.read(opened.folder)

@@ -37,8 +37,11 @@ class OneProcess:
         return Stop()
 
     def device(self, name: str) -> torch.device:
-        """Return the device that trainer.device names, on which this process trains."""
-        return choose_device(name)
+        """Return the device that trainer.device names, on which this process trains; a GPU becomes the current one."""
+        chosen = choose_device(name)
+        if chosen.type == "cuda" and chosen.index is not None:
+            torch.cuda.set_device(chosen)
+        return chosen
 
     def folder(self, path: Path) -> RunFolder:
         """Return the run's folder; only the first process writes to it."""

@@ -17,7 +17,7 @@ from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
 from rehead.training.frozen import freeze
-from rehead.training.heal import certificate_of, healed_files
+from rehead.training.heal import certificate_of, healed_files, require_same_tokens
 from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
@@ -76,6 +76,8 @@ class Run:
         self.tokenizer: Tokenizer
         self.tokens: Tokens
         self.tokenizer, self.tokens = ranks.text(options, folder, checkpoint)
+        if options.trainer.teacher is not None:
+            require_same_tokens(self.tokenizer, options.trainer.teacher)
         self.split: Split = split(self.tokens.ids, data.block_size, data.val_fraction)
         if checkpoint is None:
             model = start_model(options, self.tokenizer.vocab_size, device, in_memory=not ranks.sharded)

@@ -184,8 +184,11 @@ def require_step(
     way_out = "Use a smaller model.n_embd or model.n_layer."
     if isinstance(config, GPTConfig):
         recompute = options.trainer.recompute
-        parts["activations"] = step_bytes(config, size, length, recompute=recompute)
+        draws = device.type == "cpu" and options.trainer.teacher is None  # with a teacher there is no dropout
+        parts["activations"] = step_bytes(config, size, length, recompute=recompute, draws=draws)
         parts["logits"] = 2 * loss_bytes(config, size * length, torch.float32)
+        if options.trainer.compile:  # which computes all at once
+            parts["logits"] = 3 * FLOAT * size * length * config.vocab_size
         way_out = (
             "Use " + "trainer.recompute=True, or " * (not recompute) + "a smaller trainer.batch_size (with "
             "trainer.grad_accumulation for as many tokens), data.block_size or model."

@@ -48,7 +48,7 @@ def write(folder: Path, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> 
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the random states of torch."""
+    """Return the random states of torch, of GPUs that of the current one."""
     states = {"rng.torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["rng.cuda"] = torch.cuda.get_rng_state()

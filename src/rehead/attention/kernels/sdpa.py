@@ -1,5 +1,6 @@
 """PyTorch's fused attention."""
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
@@ -23,6 +24,10 @@ class SDPA(Kernel):
         query, key, value = (t.transpose(1, 2) for t in of_one_width(call.query, call.key, call.value))
         square = call.mask.is_causal_square
         dense = None if square else call.mask.dense(query.device)
+        group = query.shape[1] // key.shape[1]
+        if group > 1 and query.is_cuda and (query.dtype == torch.float32 or dense is not None):
+            # no fused kernel there takes shared heads in float32 or with a mask: all weights would be kept
+            key, value = (t.repeat_interleave(group, 1) for t in (key, value))
         context = F.scaled_dot_product_attention(
             query,
             key,

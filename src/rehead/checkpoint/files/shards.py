@@ -102,10 +102,10 @@ class Shards:
 
     def _open(self) -> None:
         index, single = self.folder / INDEX, self.folder / SINGLE
-        if index.is_file():
-            self._read_index(index)
-        elif single.exists() or single.is_symlink():
+        if single.exists() or single.is_symlink():  # before the index, as in transformers
             self.entries = self._header(single)
+        elif index.is_file():
+            self._read_index(index)
         else:
             pickles = sorted(file.name for file in self.folder.iterdir() if file.suffix in PICKLES)
             hint = (

@@ -37,7 +37,7 @@ UNREAD = frozenset(UNREAD_KEYS.split())
 """Keys of config.json that do not change what a dense model computes."""
 SHARED_KEYS = """
     attention_chunk_size compression_config fusion_config is_causal num_kv_shared_layers partial_rotary_factor
-    per_layer_config quantization_config sliding_window original_max_position_embeddings
+    per_layer_config quantization_config sliding_window original_max_position_embeddings transformers_weights
 """
 SHARED = frozenset(SHARED_KEYS.split())
 """Keys that transformers reads for any class, in its masks, caches, rotary tables and loading."""

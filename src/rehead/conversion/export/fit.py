@@ -23,6 +23,8 @@ DEEPSEEK = "deepseek_v3"
 KEPT = "use it with rehead (generate, eval)"
 """The way out of a model that no class can hold."""
 ANY = "--for transformers"
+AS_GGUF = {"mistral": "llama"}
+"""Families that llama.cpp's converter takes for another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,11 @@ def fit(config: ModelConfig, asked: Asked) -> Fit:
         require_served(first, family.architecture, asked.engine)
     if asked.engine is not None:
         require_computed(config, family, asked.engine)
-    if asked.gguf and not converted:
-        architectures[families.name_of(family)].keys(config)
+    served = asked.engine == "llama.cpp" and not isinstance(first, LatentConfig)
+    name = families.name_of(family)
+    name = AS_GGUF.get(name, name)
+    if (asked.gguf or served) and not converted and name in architectures:
+        architectures[name].keys(config)
     return Fit(family=family, converted=converted)
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from rehead.attention import LatentConfig
 from rehead.checkpoint import Family, publish
+from rehead.checkpoint.companions import TOKENIZER_CONFIG
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.gpt2 import GPT2
 from rehead.config import GPTConfig
+from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.export.card import Card
 from rehead.conversion.export.computed import not_computed
@@ -18,7 +20,6 @@ from rehead.conversion.export.engines import ENGINES, Engine
 from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by
 from rehead.conversion.finite import require_finite
-from rehead.conversion.folder import require_apart
 from rehead.conversion.history import after, conversion_of
 from rehead.conversion.origin import CARD, Origin
 from rehead.conversion.page import PAGE, page
@@ -52,6 +53,7 @@ def export_folder(
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         opened = open_model(source, in_memory=False)
+        opened.tell_unread()
         require_finite(opened.model)
         read = Source(opened.model, opened.folder)
         model, family, certificate = as_stock(opened.model, Asked.of(kind, engine), Path(scratch))
@@ -69,6 +71,7 @@ def export_folder(
             lost=_lost(model),
         )
         files = opened.texts() | {CARD: card.text()}
+        files.pop(TOKENIZER_CONFIG, None)  # the class has one of its own
         if (last := certificate or before) is not None:
             files |= {CERTIFICATE: last.to_json(), PAGE: page(last)}
         stock.write(model, aside, family, files, opened.special, opened.tokenizer_keys())

@@ -24,12 +24,12 @@ from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, type_of, write_file
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
+from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.export.fit import Asked
 from rehead.conversion.export.folder import as_stock
 from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
-from rehead.conversion.folder import require_apart
 from rehead.conversion.history import after, conversion_of
 from rehead.conversion.origin import HUB, REPOSITORY, Origin
 from rehead.conversion.source import Source

@@ -19,6 +19,8 @@ from rehead.attention.rope import Layout
 
 TOKENS = 8192
 """Tokens read at most: every pair of them counts."""
+WEIGHTS = 2**22
+"""Attention weights of one KV head that are held at once, at most: those of a few queries, where a text is long."""
 
 
 class Turns:
@@ -57,21 +59,28 @@ def _of_text(attention: GroupedAttention, x: Tensor, gradient: Tensor) -> Tensor
     key = rotary(attention._heads(attention.k_proj(x), attention.k_norm))
     value = attention.v_proj(x).unflatten(2, (config.n_kv_head, -1))
     pulled = attention.to_slots(gradient.unflatten(2, (config.n_query_head, -1)))
+    exact = torch.promote_types(
+        x.dtype, torch.float32
+    )  # bfloat16 cannot tell the cosine of a slow pair from 1
+    query, key, value, pulled = (part.to(exact) for part in (query, key, value, pulled))
     place = torch.arange(x.shape[1], device=x.device)
     seen = visible(place[None], place[None], config.window)
     angle = place[:, None] * rotary.config.frequencies(config.head_dim).to(x.device)
     turn = torch.stack([torch.ones_like(angle), angle.cos(), angle.sin()]).to(key.dtype)
     found = []
     for head in range(config.n_kv_head):
-        of = slice(head * group, (head + 1) * group)
-        read = kernels.weights(query[:, :, of], key[:, :, head, None], seen, scale=config.scale)[0, 0]
-        slope = torch.einsum("lgv,sv->gls", pulled[0, :, of], value[0, :, head])
-        matters = sensitivity(read, slope)
-        asked, held = (energy(part, layout, rotary.width) for part in (query[0, :, of], key[0, :, head]))
-        one, cos, sin = (torch.einsum("gls,sf->lgf", matters, held * part) for part in turn)
-        both = asked * one, asked * (turn[1][:, None] * cos + turn[2][:, None] * sin)
-        across = asked * (turn[1][:, None] * sin - turn[2][:, None] * cos)
-        found.append(torch.stack([part.double().sum(0) for part in (*both, across)]))
+        of, sums = slice(head * group, (head + 1) * group), list[Tensor]()
+        held = energy(key[0, :, head], layout, rotary.width)
+        for rows in place.split(max(1, WEIGHTS // (group * len(place)))):
+            asking = query[:, rows, of]
+            read = kernels.weights(asking, key[:, :, head, None], seen[:, rows], scale=config.scale)[0, 0]
+            slope = torch.einsum("lgv,sv->gls", pulled[0, rows, of], value[0, :, head])
+            matters, asked = sensitivity(read, slope), energy(asking[0], layout, rotary.width)
+            one, cos, sin = (torch.einsum("gls,sf->lgf", matters, held * part) for part in turn)
+            _, mine, other = turn[:, rows, None]
+            parts = asked * one, asked * (mine * cos + other * sin), asked * (mine * sin - other * cos)
+            sums.append(torch.stack([part.double().sum(0) for part in parts]))
+        found.append(torch.stack(sums).sum(0))
     return torch.cat(found, dim=1).cpu()
 
 

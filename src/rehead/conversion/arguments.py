@@ -1,0 +1,33 @@
+"""Refuses arguments of a conversion that can be told wrong before any work."""
+
+from numbers import Integral
+from pathlib import Path
+
+from rehead.errors import ConfigError, InvalidInput, UsageError
+
+
+def require_seed(seed: int) -> None:
+    """Refuse a seed that a generator does not take."""
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed!r:.40}. Use 0 up to {2**63 - 1}.")
+
+
+def require_passes(teach: int) -> None:
+    """Refuse what is no number of passes."""
+    if not isinstance(teach, int) or isinstance(teach, bool) or teach < 0:
+        raise ConfigError(f"teach={teach!r:.40}. Give the number of passes over the calibration, 0 for none.")
+
+
+def require_apart(source: Path, destination: Path) -> None:
+    """Refuse a destination that is the source, in it, or around it, and one without a name of its own, as "." is."""
+    here, there = source.resolve(), destination.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        both = (
+            f"{source} is inside {destination}"
+            if there in here.parents
+            else f"{destination} is inside {source}"
+        )
+        found = f"{destination} is {source}" if here == there else both
+        raise UsageError(f"{found}: the source is never touched. Choose another folder for the result.")
+    if destination.name in ("", ".."):
+        raise InvalidInput(f"{destination} exists: choose another name.")
