@@ -1,5 +1,6 @@
 """What every model promises when it generates: the cache changes nothing, neither do the other rows."""
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -294,6 +295,22 @@ def test_no_limit_means_no_second_prefill():
         with watched(model) as passes:
             generate(model, tokens(3 * BLOCK), 40)
         assert passes == [(3 * BLOCK, True)] + [(1, True)] * 39
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_a_full_context_lets_go_of_its_cache_before_another_is_made(name, monkeypatch):
+    """Or the memory of both were needed."""
+    model, alive = make(name).eval(), weakref.WeakSet()
+    create = model.new_cache
+
+    def noting(*given):
+        assert not alive
+        caches = create(*given)
+        alive.update(caches)
+        return caches
+
+    monkeypatch.setattr(model, "new_cache", noting)
+    assert generate(model, tokens(2), 3 * BLOCK, 0).shape[1] > 3 * BLOCK
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])

@@ -185,7 +185,7 @@ def test_sums_are_those_over_all_pairs_of_tokens(source):
     for weight in module.parameters():
         weight.copy_(0.3 * torch.randn_like(weight))
     x, pull = torch.randn(2, 9, WIDTH), torch.randn(2, 9, source.n_query_head * source.v_head_dim)
-    turns = Turns()
+    turns = Turns(18)
     turns.add(module, x, pull)
     expected = np.zeros((3, source.n_query_head, rotated(source) // 2))
     angles = source.rope.frequencies(source.head_dim).tolist()
@@ -583,15 +583,27 @@ def test_layers_that_rotate_in_different_ways_share_no_rotary_part(gpt, text):
 
 
 def test_turns_are_counted_up_to_their_limit(gpt, text, monkeypatch):
-    """Whole texts: the first that reaches the limit is the last."""
+    """Of whole windows, spread over the text."""
     attention = gpt(GQA).layers[0].self_attn
     inputs, pull = torch.randn(4, 5, WIDTH), torch.randn(4, 5, 30)
     monkeypatch.setattr(gathered, "TOKENS", 8)
-    limited, two = Turns(), Turns()
+    limited, two = Turns(20), Turns(8)
     limited.add(attention, inputs, pull)
-    two.add(attention, inputs[:2], pull[:2])
+    two.add(attention, inputs[::2], pull[::2])
     assert limited.count == two.count == 10
     assert torch.equal(limited.total, two.total)
+    long = Turns(10_000)
+    long.add(attention, inputs[:1], pull[:1])
+    assert long.count == 5  # one window at least
+
+
+def test_every_calibration_text_has_a_say_in_what_rotates(gpt, text, monkeypatch):
+    monkeypatch.setattr(gathered, "TOKENS", 32)
+    found = []
+    for second in (text, text.flip(0)):
+        texts = [Passage(name=str(i), ids=ids[:64].numpy()) for i, ids in enumerate((text, second))]
+        found.append(Converter(gpt(GQA), None, texts, length=16).statistics(["turns"])[0].in_memory().turns)
+    assert not torch.equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -670,7 +682,7 @@ def test_a_few_queries_at_a_time_give_the_same_sums(gpt, monkeypatch):
     found = []
     for most in (2**22, 7 * 30 * GQA.group, 1):
         monkeypatch.setattr("rehead.conversion.fit.turns.WEIGHTS", most)
-        turns = Turns()
+        turns = Turns(30)
         turns.add(module, x, pull)
         found.append(turns.mean())
     for other in found[1:]:
@@ -686,7 +698,7 @@ def test_slow_rotations_cost_in_bfloat16_what_they_cost_in_float32():
     x, pull = x.bfloat16(), pull.bfloat16()
     costs = []
     for dtype in (torch.bfloat16, torch.float32):
-        turns = Turns()
+        turns = Turns(200)
         turns.add(module.to(dtype), x.to(dtype), pull.to(dtype))
         total, cos, sin = turns.mean()
         costs.append(1 - (cos.square() + sin.square()) / total.square())

@@ -205,6 +205,17 @@ def test_a_full_context_is_read_again():
     assert parts["activations"] == forward_bytes(config, 3, 501, torch.float32)
 
 
+def test_equal_prompts_are_read_once():
+    config = LLAMA.resolve(32_000, 1000)
+    once = generation_bytes(config, 100, 50, 20, torch.float32, n_distinct=1)
+    assert once["activations"] == forward_bytes(config, 1, 50, torch.float32)
+    assert once["cache"] == cache_bytes(config, 70, 100)
+    again = generation_bytes(config, 100, 50, 2000, torch.float32, n_distinct=1)
+    assert again["activations"] == forward_bytes(config, 100, 501, torch.float32)
+    without = generation_bytes(config, 100, 50, 20, torch.float32, use_cache=False, n_distinct=1)
+    assert without["activations"] == forward_bytes(config, 100, 70, torch.float32)
+
+
 def test_the_numbers_that_drop_attention_weights_are_counted():
     torch.set_default_dtype(torch.float32)
     config = ModelOptions(n_layer=2, n_embd=64, n_query_head=4).resolve(50, 1024)

@@ -322,6 +322,20 @@ def test_no_process_holds_more_than_one_tensor_whole():
         run(*torchrun(2, "watched.py", "train", *changed(*words, more)))
 
 
+def test_processes_on_a_cpu_have_gradients_and_moments_each(monkeypatch):
+    options = flags.read([*changed("trainer.batch_size=4"), "model.n_embd=192"])
+    model = skeleton(options.model.resolve(31, 32))
+    n_parameter = sum(weight.numel() for weight in model.parameters())
+    for world, sharded, numbers in ((1, False, 3), (4, False, 4 * 4), (4, True, 3)):
+        needed = []
+        monkeypatch.setattr(
+            start, "require_memory", lambda work, parts, *_, needed=needed: needed.append(parts)
+        )
+        start.require_step(options, model, torch.device("cpu"), world, sharded=sharded)
+        assert needed[0]["gradients and moments"] == numbers * 4 * n_parameter
+        assert "weights" not in needed[0]
+
+
 def test_a_gpu_needs_memory_for_its_share(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * 10**7)
     options = flags.read([*changed("trainer.batch_size=64"), "model.n_embd=192"])

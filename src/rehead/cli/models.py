@@ -81,7 +81,13 @@ def generate(
     )
     longest = max(map(len, ids))
     parts = generation_bytes(
-        model.config, len(ids), longest, max_new_tokens, model.head.weight.dtype, use_cache=cache
+        model.config,
+        len(ids),
+        longest,
+        max_new_tokens,
+        model.head.weight.dtype,
+        use_cache=cache,
+        n_distinct=len({tuple(each.tolist()) for each in ids}),
     )
     work = f"{len(ids)} texts of {longest:,} tokens and {max_new_tokens:,} new ones"
     require_memory(work, parts, "Use fewer prompts, or a smaller --max-new-tokens.", model.device)

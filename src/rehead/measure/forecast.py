@@ -67,17 +67,30 @@ def batch_of(
 
 
 def generation_bytes(
-    config: ModelConfig, batch_size: int, prompt: int, new: int, dtype: torch.dtype, *, use_cache: bool = True
+    config: ModelConfig,
+    batch_size: int,
+    prompt: int,
+    new: int,
+    dtype: torch.dtype,
+    *,
+    use_cache: bool = True,
+    n_distinct: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes of generating `new` tokens after a prompt, beside the weights, by what holds them.
 
-    A full context is read again from its later half on.
+    With a cache, equal prompts are read once: there are `n_distinct`, by default all. A full context is read again from
+    its later half on, in every row.
     """
     limit = config.context_limit or prompt + new
     whole = min(prompt + new, limit)
-    again = limit - limit // 2 + 1 if prompt + new > limit else 0
+    passes = [forward_bytes(config, batch_size, whole, dtype)]
+    if use_cache:
+        passes = [forward_bytes(config, n_distinct or batch_size, prompt, dtype)]
+        passes += (
+            [forward_bytes(config, batch_size, limit - limit // 2 + 1, dtype)] if prompt + new > limit else []
+        )
     return {
-        "activations": forward_bytes(config, batch_size, max(prompt, again) if use_cache else whole, dtype),
+        "activations": max(passes),
         "cache": cache_bytes(config, whole, batch_size, dtype) if use_cache else 0,
         "logits": batch_size * config.vocab_size * (dtype.itemsize + 2 * FLOAT),
     }

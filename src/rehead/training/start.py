@@ -174,13 +174,20 @@ def require_step(
     """Raise ResourceError, before the first step, if what a step adds to the weights exceeds the device's memory.
 
     For an RNN only gradients and moments count. A GPU holds one of `world` shares of the batch and, if `sharded`, of
-    the weights; processes on a CPU share one memory.
+    the weights, which are not there yet. Processes on a CPU share one memory, in which each keeps gradients and moments
+    of its own unless they are `sharded`; then DDP also has the gradients in buckets.
     """
     config, size, length = model.config, options.trainer.batch_size, options.data.block_size
     shares = 1 if device.type == "cpu" else world
     size //= shares
     n_parameter = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     parts = {"gradients and moments": n_parameter * (TRAINING_BYTES - FLOAT) / (shares if sharded else 1)}
+    if world > 1 and not sharded:
+        parts["gradients and moments"] += n_parameter * FLOAT
+        parts["gradients and moments"] *= world // shares
+    if sharded and device.type != "cpu":
+        whole = 2 * config.vocab_size * config.n_embd  # embeddings and head are needed whole
+        parts["weights"] = FLOAT * (sum(weight.numel() for weight in model.parameters()) / world + whole)
     way_out = "Use a smaller model.n_embd or model.n_layer."
     if isinstance(config, GPTConfig):
         recompute = options.trainer.recompute

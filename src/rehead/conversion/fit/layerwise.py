@@ -98,7 +98,8 @@ class _Reading:
         for index in reversed(range(last)):
             tokens = self._unwritten(f"tokens-{index}")
             file = tokens if "pair" in self.needs else None
-            moments = LayerMoments(self.attentions[index], file, turning="turns" in self.needs)
+            turning = sum(map(len, self.counts)) if "turns" in self.needs else 0
+            moments = LayerMoments(self.attentions[index], file, turning=turning)
             with held(self.model.layers[index]):
                 yield from self._gradients(index).write(self._backward(index, moments))
             keep(self._place(index), moments.statistics().tensors())

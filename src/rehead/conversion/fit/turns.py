@@ -9,6 +9,8 @@ most E[e^2] Var(d) by Cauchy-Schwarz, with all moments under p. The squared grad
 tokens that are hardly read, but a large error can make the model read exactly these.
 """
 
+from math import ceil
+
 import torch
 from jaxtyping import Complex128, Float, Float64
 from torch import Tensor
@@ -18,7 +20,7 @@ from rehead.attention.mask import visible
 from rehead.attention.rope import Layout
 
 TOKENS = 8192
-"""Tokens read at most: every pair of them counts."""
+"""Tokens read at most, in windows spread evenly over the text: every pair of a window's tokens counts."""
 WEIGHTS = 2**22
 """Attention weights of one KV head that are held at once, at most: those of a few queries, where a text is long."""
 
@@ -27,22 +29,24 @@ class Turns:
     """Sums, over pairs of tokens of a text, w |q|^2 |k|^2 (1, cos t (n - m), sin t (n - m)) per head and pair.
 
     w is the `sensitivity` of the loss to the score. The heads are the query heads, in contiguous order; k is the key
-    of a head's KV head.
+    of a head's KV head. The text has `n_token` tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, n_token: int) -> None:
+        self.share = min(1.0, TOKENS / n_token)
         self.total: Tensor | None = None
-        self.count = 0
+        self.window = self.count = 0
 
     def add(
         self, attention: GroupedAttention, inputs: Float[Tensor, "B L D"], pull: Float[Tensor, "B L HV"]
     ) -> None:
         """Add texts: what the attention reads, and the loss's gradient with respect to what `o_proj` reads."""
         for x, gradient in zip(inputs.split(1), pull.split(1), strict=True):
-            if self.count < TOKENS:
+            if ceil((self.window + 1) * self.share) > ceil(self.window * self.share):
                 found = _of_text(attention, x, gradient)
                 self.total = found if self.total is None else self.total + found
                 self.count += x.shape[1]
+            self.window += 1
 
     def mean(self) -> Float64[Tensor, "3 H F"] | None:
         """Return the sums per token, None if nothing was added."""
