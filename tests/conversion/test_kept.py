@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import rehead
 from rehead.attention import GroupedConfig, RopeConfig
+from rehead.config import ModelOptions
 from rehead.conversion import Target
 from rehead.conversion.base import Statistics
 from rehead.conversion.kept import Kept, Order
 from rehead.conversion.search import path
+from rehead.model import build
+from rehead.tokenizer import train
+from typed_lines import typed
 
 
 @pytest.fixture
@@ -76,3 +81,18 @@ def test_only_one_conversion_s_layers_are_kept(order, tmp_path):
     assert (first.folder / "0-3").exists()
     Kept.only(tmp_path, ["other"], 1)
     assert not first.folder.exists()
+
+
+@pytest.mark.process
+def test_more_layers_than_files_may_be_open(tmp_path):
+    """At the usual limit of macOS, divided by four."""
+    torch.set_default_dtype(torch.float32)
+    options = ModelOptions(n_layer=40, n_query_head=2, n_embd=8, shape="llama")
+    tokenizer = train("char", "To be, or not to be")
+    model = build(options.resolve(tokenizer.vocab_size, 16))
+    rehead.save(model, tmp_path / "deep", files={"tokenizer.json": tokenizer.to_json()})
+    (tmp_path / "text.txt").write_text("To be, or not to be" * 40)
+    words = "--to mla --target uneven --kv-fraction 0.5 --calibration text.txt --length 16 --allow-loss"
+    limited = ("sh", "-c", 'ulimit -S -n 64; exec "$@"', "sh")
+    [(code, _, error)] = typed(f"convert deep made {words}", cwd=tmp_path, before=limited)
+    assert code == 0, error

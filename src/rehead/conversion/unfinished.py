@@ -13,6 +13,7 @@ from rehead.conversion.certificate import CERTIFICATE
 from rehead.data.files import write_whole
 from rehead.data.hold import LOCK, hold
 from rehead.errors import IntegrityError, ReheadError, UsageError
+from rehead.system.open_files import allow_open_files
 
 log = logging.getLogger("rehead")
 SUFFIX = ".unfinished"
@@ -39,6 +40,7 @@ def unfinished(
     converts to `destination`.
     """
     require_folders(destination)
+    allow_open_files()  # every layer that is kept has one
     _sweep(destination.parent)
     folder = destination.with_name(destination.name + SUFFIX)
     if resume and not folder.is_dir():
