@@ -15,6 +15,7 @@ from rehead.cli import main
 from rehead.config.flags import read
 from rehead.errors import ResourceError
 from rehead.training import train
+from rehead.training.folder import RunFolder
 from test_phases import TINY, wait_for
 
 RUN = [
@@ -109,6 +110,19 @@ def test_a_run_whose_folder_goes_away_ends_at_its_next_line(how):
         train_while(lambda: (GONE[how](), stands.append(standing())))
     assert str(ended.value) == SAID
     assert stands == [standing()]
+
+
+def test_a_run_that_goes_away_as_it_writes_says_so():
+    """Between the look at it and the write."""
+    folder = RunFolder(Path("away"))
+    with folder.open(resume=False):
+        held, answers = folder._held, iter([True, False])
+        Path("away").rename("elsewhere")
+        folder._held = type("Held", (), {"is_valid": property(lambda _: next(answers))})()
+        with pytest.raises(ResourceError, match=r"away was deleted, moved or replaced"):
+            folder.log({"step": 1})
+        folder._held = held
+        Path("elsewhere").rename("away")
 
 
 def test_a_run_that_was_moved_and_moved_back_goes_on(training, capfd):

@@ -138,6 +138,7 @@ class RunFolder:
             with publish(folder, overwrite=True) as aside:
                 write(aside)
         except ResourceError as error:
+            self._require_held()
             raise ResourceError(f"{error} Continue with trainer.resume=True then.") from error
         for _, old in [(number, old) for number, old in steps(self.path) if number <= step][:-keep]:
             gone = old.rename(old.with_name(f"{ASIDE}{old.name}"))  # atomic, for a process that reads it now
@@ -157,8 +158,12 @@ class RunFolder:
     def _writing(self, what: str) -> Iterator[None]:
         """Turn a disk failure into a ResourceError that says how to continue."""
         self._require_held()
-        with resource(what, REMEDY):
-            yield
+        try:
+            with resource(what, REMEDY):
+                yield
+        except ResourceError:
+            self._require_held()  # it may have gone in between
+            raise
 
     def _require_held(self) -> None:
         if self._held is not None and not self._held.is_valid:
