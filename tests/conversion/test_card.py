@@ -22,6 +22,8 @@ from rehead.conversion.export.card import metrics
 from rehead.conversion.origin import Origin, front
 from rehead.tokenizer import open_model, train
 
+pytestmark = pytest.mark.heavy
+
 TEXT = "Seem to me all the uses of this world — ü! Fie on't, ah fie\n" * 30
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -19,6 +19,8 @@ from rehead.errors import ConfigError
 from rehead.model import build
 from rehead.tokenizer import train
 
+pytestmark = pytest.mark.heavy
+
 BIG = SMALL | {"vocab_size": 256}
 MLA = {"kv_lora_rank": 6, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
 KINDS = GOOD | {
