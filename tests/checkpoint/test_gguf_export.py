@@ -491,26 +491,16 @@ def test_commands_that_make_no_sense(capsys):
     assert Path("out.gguf").read_text() == "mine"
 
 
-def test_numbers_beyond_a_type_are_refused(capsys):
+@pytest.mark.parametrize(
+    ("number", "dtype", "said"),
+    [(70_000, "fp16", "F16: use --dtype bf16 or fp32"), (3.4e38, "bf16", "BF16: use --dtype fp32")],
+)
+def test_numbers_beyond_a_type_are_refused(number, dtype, said, capsys):
     theirs = gguf_models.write(Path("model"), "Llama", GQA)
-    theirs.lm_head.weight.data[5, 3] = 70_000
+    theirs.lm_head.weight.data[5, 3] = number
     theirs.save_pretrained("model")
-    refused(
-        capsys,
-        "output.weight has numbers beyond F16: use --dtype bf16 or fp32",
-        flags=["--dtype", "fp16"],
-        status=(7,),
-    )
-    export("--dtype", "bf16")
-    Path("out.gguf").unlink()
-    theirs.lm_head.weight.data[5, 3] = 3.4e38  # rounds to infinity
-    theirs.save_pretrained("model")
-    refused(
-        capsys,
-        "output.weight has numbers beyond BF16: use --dtype fp32",
-        flags=["--dtype", "bf16"],
-        status=(7,),
-    )
+    refused(capsys, f"output.weight has numbers beyond {said}", flags=["--dtype", dtype], status=(7,))
+    export("--dtype", {"fp16": "bf16", "bf16": "fp32"}[dtype])
 
 
 def test_a_full_disk_leaves_nothing(capsys, monkeypatch):

@@ -254,8 +254,8 @@ def test_no_token_after_a_sampled_window_is_measured(gpt):
 
 
 def test_a_long_text_is_hashed_in_pieces(monkeypatch):
-    text = Passage(name="words", ids=np.arange(50, dtype=np.uint16))
-    whole = Text.of(text, 10)
-    monkeypatch.setattr("rehead.conversion.certificate.PIECE", 7)
-    assert Text.of(text, 10) == whole
+    ids = np.arange(50, dtype=np.uint16)
+    whole = Text.of(Passage(name="words", ids=ids), 10)
+    monkeypatch.setattr("rehead.conversion.texts.PIECE", 7)
+    assert Text.of(Passage(name="words", ids=ids), 10) == whole
     assert whole.sha256 == hashlib.sha256(np.arange(50, dtype=np.int64).tobytes()).hexdigest()

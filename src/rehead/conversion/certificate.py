@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +32,6 @@ from rehead.tokenizer import Tokenizer
 CERTIFICATE, FORMAT = "conversion.json", "rehead-certificate-1"
 LARGEST = 16 * 2**20
 """Bytes of a certificate, at most."""
-PIECE = 2**20
-"""Tokens hashed at once."""
 RANDOM = "random tokens"
 MEASURED = {"tokens", "max_error", "relative_error", "kl", "argmax_flips"}
 """What `logits` has at least."""
@@ -63,11 +60,8 @@ class Text:
     def of(cls, passage: Passage, limit: int, length: int = 1) -> "Text":
         """Describe a passage of which whole windows of `length` are read, at most `limit` tokens or one window."""
         ids = passage.ids
-        digest = hashlib.sha256()
-        for at in range(0, len(ids), PIECE):  # of a file that may be larger than the memory
-            digest.update(np.asarray(ids[at : at + PIECE], dtype=np.int64).tobytes())
         read = min(max(1, limit // length) * length, len(ids))
-        return cls(name=passage.name, tokens=len(ids), sha256=digest.hexdigest(), read=read, bos=passage.bos)
+        return cls(name=passage.name, tokens=len(ids), sha256=passage.sha256, read=read, bos=passage.bos)
 
     def decoded(self, ids: Ids, tokenizer: Tokenizer | None) -> "Text":
         """Return the description with `bytes` and `text_sha256`; unchanged without a tokenizer or of a sampled text."""

@@ -1,6 +1,8 @@
 """The texts a conversion is fitted to: token ids that are given, or text sampled from the model itself."""
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from numbers import Integral
 from typing import Any
@@ -19,6 +21,8 @@ from rehead.system.memory import require_memory
 
 SELF = "self"
 """Given in place of a text: sample one from the model itself."""
+PIECE = 2**20
+"""Tokens hashed at once."""
 TOGETHER = 16_384
 """Tokens sampled in one batch."""
 
@@ -30,6 +34,14 @@ class Passage:
     name: str
     ids: Ids
     bos: int | None = None
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hex digest of the ids as int64, whatever their dtype."""
+        digest = hashlib.sha256()
+        for at in range(0, len(self.ids), PIECE):  # of a file that may be larger than the memory
+            digest.update(np.asarray(self.ids[at : at + PIECE], dtype=np.int64).tobytes())
+        return digest.hexdigest()
 
 
 def passages(
