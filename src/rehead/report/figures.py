@@ -82,8 +82,8 @@ class Figures:
         ]
         series += [self._point([variant], variant) for variant in variants]
         notes = [
-            "Lower and further left is better. Circles were trained, diamonds converted, stars healed; a dotted line "
-            "connects a variant with the model it was made from.",
+            "Lower and further left is better. Circles were given or trained, diamonds converted, stars healed; a "
+            "dotted line connects a variant with the model it was made from.",
             *([] if self.of_one_model else [frontier_note(variants)]),
         ]
         chart = Chart(
