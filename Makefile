@@ -1,11 +1,11 @@
 # make setup | demo | quick | test | check | docs | bench                         (Python >= 3.11; set PYTHON to choose one)
-# also torch-oldest | torch-newest | test-shapes | test-slow | test-reliability | coverage | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | bench-gpu | format | lock
+# also torch-oldest | torch-newest | test-shapes | test-slow | test-reliability | coverage | test-serving | test-checkpoint | checkpoint | demo-checkpoint | release-check | audit | bench-gpu | format | lock
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo quick test test-shapes torch-oldest torch-newest test-slow test-reliability coverage test-serving serving-env llama-cpp-env mlx-env checkpoint demo-checkpoint test-checkpoint release-check check docs bench bench-gpu format lock clean
+.PHONY: setup demo quick test test-shapes torch-oldest torch-newest test-slow test-reliability coverage test-serving serving-env llama-cpp-env mlx-env checkpoint demo-checkpoint test-checkpoint release-check audit check docs bench bench-gpu format lock clean
 
 setup: $(STAMP)
 
@@ -94,7 +94,12 @@ test-checkpoint: checkpoint
 	$(BIN)/python -m pytest -m checkpoint -n 0 tests/smollm2 $(ARGS)
 
 # Wheel and sdist, built and tried in clean environments of every Python here (PYTHONS="python3.12 ..."); uploads nothing.
-release-check: $(STAMP)
+release-# Known vulnerabilities of the pinned versions, asked of PyPI; a version that PyPI does not know is an error, too.
+audit: $(STAMP)
+	$(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'
+	$(VENV)/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip $(ARGS)
+
+check: $(STAMP)
 	$(BIN)/python -m pytest -m release -n 0 -p no:cacheprovider tests/release $(ARGS)
 
 check: $(STAMP)
