@@ -94,13 +94,13 @@ test-checkpoint: checkpoint
 	$(BIN)/python -m pytest -m checkpoint -n 0 tests/smollm2 $(ARGS)
 
 # Wheel and sdist, built and tried in clean environments of every Python here (PYTHONS="python3.12 ..."); uploads nothing.
-release-# Known vulnerabilities of the pinned versions, asked of PyPI; a version that PyPI does not know is an error, too.
+release-check: $(STAMP)
+	$(BIN)/python -m pytest -m release -n 0 -p no:cacheprovider tests/release $(ARGS)
+
+# Known vulnerabilities of the pinned versions, asked of PyPI; a version that PyPI does not know is an error, too.
 audit: $(STAMP)
 	$(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'
 	$(VENV)/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip $(ARGS)
-
-check: $(STAMP)
-	$(BIN)/python -m pytest -m release -n 0 -p no:cacheprovider tests/release $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,21 +1,15 @@
 """GPT-NeoX and Pythia: LayerNorm and biases, attention and MLP side by side, rope in a part of each head."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from rehead.attention import GroupedConfig, RopeConfig
 from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, refuse, unusual
+from rehead.checkpoint.huggingface.gpt2 import ACTIVATIONS
 from rehead.checkpoint.huggingface.rope import RopeKeys, read_rope, write_rope
 from rehead.config import GPTConfig
 from rehead.errors import InvalidInput
 
 ROPE = RopeKeys(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct")
-ACTIVATIONS: dict[str, Literal["gelu", "gelu_erf"]] = {
-    "gelu": "gelu_erf",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-}
 MODULES = {
     "input_layernorm": ("input_layernorm",),
     "post_attention_layernorm": ("post_attention_layernorm",),
