@@ -67,6 +67,7 @@ def _summary(runs: list[dict[str, Any]]) -> str:
             for name, found in case["peers"].items() if case["kind"] == "ratio" else ():
                 if "at_least" in found and "median" in found:
                     ratio = _mark(_span(found), found["median"], found["at_least"])
+                    ratio += "" if clear(found, case["control"]) else " ~"
                     cells = [
                         f"{case['name']} ({case['dtype']})",
                         name,

@@ -7,7 +7,9 @@ import pytest
 import rehead
 from rehead.attention import GroupedConfig
 from rehead.conversion.events import Earlier, Healing
+from rehead.conversion.history import history
 from rehead.conversion.page import markdown, page
+from rehead.report.conversion import present_certificate
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
 
@@ -18,6 +20,16 @@ def certificate(gpt, words):
     return rehead.convert(
         model, to="mla", kv_rank=7, calibration=words(200), test=words(90, seed=1), seed=11
     )[1]
+
+
+def test_layers_that_differ_are_told_of_everywhere(certificate, tmp_path, capsys):
+    """In the terminal and in the history of the next conversion, as on the page."""
+    first = certificate.layers[0]
+    assert first.result == certificate.layers[1].result  # only the sources differ
+    assert certificate.ends == (f"{first.source}, and others", first.result)
+    present_certificate(certificate, tmp_path)
+    assert capsys.readouterr().out.startswith(f"{first.source}, and others -> {first.result}: approximate\n")
+    assert history(certificate)[0].source == f"{first.source}, and others"
 
 
 def test_all_the_figures_are_there(certificate):

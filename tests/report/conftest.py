@@ -29,7 +29,7 @@ def costs(n, *, trained):
     return {
         "context": 16, "parameters": 1000 + n, "parameters_counted": 1000 + n, "kv_bytes_per_token": 64 * n,
         "weight_bytes": 4000 + 4 * n,
-        "cache_bytes": 1024 * n, "cache_bytes_held": 1024 * n, "flops_per_token": 2000,
+        "cache_bytes": 1024 * n, "cache_bytes_held": 1024 * n, "training_flops_per_token": 6000,
         "input_lengths": {"cached": [1, 1, 1], "uncached": [1, 2, 3]},
         "memory": memory if trained else None, **times,
         **(STEP if trained else {}),

@@ -110,8 +110,8 @@ def test_too_many_weights_for_a_page():
         maps.fragment("a", ["x"] * 2000, weights, [None])
 
 
-def test_a_window_that_the_tokens_do_not_fill_is_said():
-    tokens, ones = list("abcd"), [torch.ones(1, 4, 4)] * 2
-    assert "sees only the last 2 tokens in some layers." in maps.fragment("a", tokens, ones, [2, None])
-    assert "last 9 tokens; with 4 tokens that hides nothing." in maps.fragment("a", tokens, ones, [9, 9])
-    assert "sees only" not in maps.fragment("a", tokens, ones, [None, None])
+def test_the_window_of_each_layer_is_in_the_figure():
+    """maps.js says it of the layer that is shown."""
+    figure = maps.fragment("a", list("abcd"), [torch.ones(1, 4, 4)] * 2, [2, None])
+    about = json.loads(next(value for _, name, value in Seen(figure).attributes if name == "data-about"))
+    assert [layer["window"] for layer in about["layers"]] == [2, None]

@@ -77,10 +77,13 @@ def test_layers_and_heads_are_chosen(file, opened, until):
     shown = opened(path)
     drawn(shown)
     assert close(shown, weights[1][0])
+    window = shown.locator(".of-window").first
+    assert window.text_content() == "In this layer a token sees only the last 3 tokens."
     shown.select_option("figure:first-of-type [name=head]", "3")
     assert close(shown, weights[1][3])
     shown.select_option("figure:first-of-type [name=layer]", "2")  # which has two heads
     assert close(shown, weights[2][1])
+    assert window.text_content() == ""
     assert not close(shown, weights[1][3])
     assert shown.eval_on_selector("[name=head]", "(box) => [...box.options].map((one) => one.text)") == [
         "0",
@@ -151,7 +154,7 @@ def test_both_schemes_on_a_phone(file, opened, until, scheme):
 
 def test_a_figure_is_drawn_when_it_is_first_seen(tmp_path, opened, until):
     torch.set_default_dtype(torch.float32)
-    figure = maps.fragment("b", list("abcde"), [torch.eye(5)[None]], [None])
+    figure = maps.fragment("b", list("abcde"), [torch.eye(5)[None]], [8])
     path = tmp_path / "maps.html"
     hidden = f"<details><summary>open</summary>{figure}</details>"
     path.write_text(page.page("maps", hidden, maps.script()), encoding="utf-8")
@@ -159,6 +162,11 @@ def test_a_figure_is_drawn_when_it_is_first_seen(tmp_path, opened, until):
     shown.click("summary")
     shown.wait_for_selector(".map image")
     assert shown.locator(".map text.row").count() == 5
+    assert (
+        shown.locator(".of-window")
+        .text_content()
+        .endswith("last 8 tokens; with 5 tokens that hides nothing.")
+    )
     wide = shown.locator(".map image").first.bounding_box()["width"]
     shown.set_viewport_size({"width": 400, "height": 900})
     until(shown, f"document.querySelector('.map image').getBoundingClientRect().width < {min(wide, 400)}")

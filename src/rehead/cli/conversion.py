@@ -84,7 +84,10 @@ def convert(
     ] = None,
     kv_rank: Annotated[
         int | None,
-        Parameter(help="width of the latent, with --to mla or reduced [default: what is needed to be exact]"),
+        Parameter(
+            help="width of the latent, with --to mla or reduced [default: what is needed to be exact; "
+            "with --target canonical 512 or 256]"
+        ),
     ] = None,
     kv_fraction: Annotated[
         float | None,

@@ -79,7 +79,8 @@ def export(
 ) -> None:
     """Write a model as a stock Hugging Face folder, or a GGUF file, that other software loads without rehead.
 
-    MQA with rope, and models without rope, can be exported exactly as DeepSeek-V3's
+    MQA with rope and heads of 64, 32 or 16, and models without rope whose keys and
+    values need at most 512 numbers a token, can be exported exactly as DeepSeek-V3's
     MLA, which vLLM and SGLang serve with their own kernels; with --for transformers,
     so can GQA and MHA with rope. What a class or the engine cannot represent is refused by name.
     --push uploads the folder once it is written. For example:

@@ -170,6 +170,15 @@ class Certificate:
         if missing := MEASURED - self.logits.keys():
             raise InvalidInput(f"its logits lack {sorted(missing)[0]}")
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Return the attention before and after: the first layer's, and whether other layers have others."""
+        pairs = [(layer.source, layer.result) for layer in self.layers]
+        before, after = (
+            names[0] + ", and others" * (len({*names}) > 1) for names in zip(*pairs, strict=True)
+        )
+        return before, after
+
     def to_json(self) -> str:
         """Return the text of conversion.json."""
         return json.dumps(asdict(self), indent=1) + "\n"

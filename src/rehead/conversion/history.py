@@ -41,10 +41,10 @@ def earlier_of(folder: Path) -> list[Earlier]:
 
 def history(certificate: Certificate) -> list[Earlier]:
     """Return the conversions up to and including the one that a certificate describes, the oldest first."""
-    first = certificate.layers[0]
+    source, result = certificate.ends
     last = Earlier(
-        source=first.source,
-        result=first.result,
+        source=source,
+        result=result,
         exact=certificate.exact,
         kl=certificate.logits["kl"],
         loss=certificate.loss,

@@ -18,7 +18,7 @@ from rehead.system.device import synchronize
 @dataclass(kw_only=True)
 class AttentionCost:
     """Sums over all layers: `seconds` of the forward and backward pass, and `kept_bytes`, which the forward
-    pass saves for the backward pass besides the queries, keys and values.
+    pass saves for the backward pass besides the queries, keys and values. Copies of these count.
     """
 
     seconds: float = 0.0

@@ -58,11 +58,12 @@ def present_certificate(
 
     `asked` is the share of the cache that was asked for; `measured` ranks come from a few that were tried per layer.
     """
-    first, logits = certificate.layers[0], certificate.logits
+    before, after = certificate.ends
+    logits = certificate.logits
     kind = "exact" if certificate.exact else "approximate"
     if certificate.exact and logits["argmax_flips"]:
         kind += f"; what changes below is the rounding of the new weights to {certificate.dtype}"
-    print(f"{first.source} -> {first.result}: {kind}")
+    print(f"{before} -> {after}: {kind}")
     print(cache(certificate, None if asked is None else _reached(certificate, asked, measured)))
     if certificate.loss is not None:
         old, new = certificate.loss

@@ -23,7 +23,8 @@ ALONE = (
     "memory is what they save for the backward pass besides queries, keys and values. Full bars: as computed here. "
     "Pale: with the (length x length) scores of every head written out, as in the starter code of CMU 10-423's "
     "homework, whose attention_computation_time and attention_computation_memory measure the forward part. Every query "
-    "head has its own scores, however many heads share a KV head: expect a flat curve in both."
+    "head has its own scores, however many heads share a KV head: expect a flat curve in both, but for copies of keys "
+    "and values beside written scores."
 )
 
 

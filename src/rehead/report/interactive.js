@@ -35,11 +35,18 @@
     });
   }
 
-  function powers(low, high, count) {
+  // Powers of two or, where fewer than two fit, the values themselves that are far enough apart.
+  function powers(low, high, count, values) {
     const first = Math.ceil(low - 1e-9), last = Math.floor(high + 1e-9), every = Math.ceil((last - first + 1) / count);
-    const found = [];
-    for (let power = first; power <= last; power += every) found.push({ value: power, text: (2 ** power).toLocaleString("en") });
-    return found;
+    let found = [];
+    for (let power = first; power <= last; power += every) found.push(power);
+    if (found.length < 2) {
+      found = [];
+      for (const value of [...values].sort((a, b) => a - b)) {
+        if (!found.length || value - found.at(-1) >= (high - low) / count) found.push(value);
+      }
+    }
+    return found.map((value) => ({ value, text: (2 ** value).toLocaleString("en", { maximumFractionDigits: 0 }) }));
   }
 
   function range(values, pad) {
@@ -95,7 +102,7 @@
       add(svg, "path", { class: "grid", d: `M${margin} ${y}H${width - RIGHT}` });
       add(svg, "text", { x: margin - 8, y: y + 4, "text-anchor": "end" }, text);
     }
-    const columns = (logX ? powers : ticks)(left, right, Math.max(2, Math.floor(width / 90)));
+    const columns = (logX ? powers : ticks)(left, right, Math.max(2, Math.floor(width / 90)), xs);
     for (const { value, text } of columns) {
       const x = scaleX(logX ? 2 ** value : value);
       add(svg, "path", { class: "axis", d: `M${x} ${floor}v5` });

@@ -68,13 +68,12 @@ def described(chart: Chart) -> str:
         ends = [
             f"{sanitise(_name(series, at))} {_number(y)} at {_number(series.x[at])}"
             for series in shown
-            for at, y in enumerate(series.y)
+            for at, y in enumerate(finite(series.y))
             if y is not None
         ]
         return f"{chart.y} over {chart.x}; points: {'; '.join(ends)}"
-    ends = [
-        f"{sanitise(series.name)} {_number(series.y[-1])}" for series in shown if series.y[-1] is not None
-    ]
+    last = [(series.name, finite(series.y)[-1]) for series in shown]
+    ends = [f"{sanitise(name)} {_number(y)}" for name, y in last if y is not None]
     return f"{chart.y} over {chart.x}; ends of lines: {'; '.join(ends)}"
 
 

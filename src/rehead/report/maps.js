@@ -122,6 +122,11 @@
     drawScale(figure.querySelector(".of-map"), shade, "weight", TICKS.map((value) => [Math.sqrt(value), value]));
   }
 
+  function sentence(window, n) {
+    if (window === null) return "";
+    return `In this layer a token sees only the last ${window} tokens${window < n ? "" : `; with ${n} tokens that hides nothing`}.`;
+  }
+
   async function start(figure) {
     const data = JSON.parse(figure.dataset.about), n = data.tokens.length;
     const cells = await unpack(figure.dataset.weights);
@@ -131,6 +136,7 @@
       const before = data.layers.slice(0, layer).reduce((sum, one) => sum + one.entropy.length, 0) + head;
       heads.replaceChildren(...Array.from({ length: count }, (_, i) => new Option(i, i, false, i === head)));
       figure.querySelector("output").textContent = "";
+      figure.querySelector(".of-window").textContent = sentence(data.layers[layer].window, n);
       const about = `Attention weights of layer ${layer}, head ${head} over ${n} tokens`;
       drawMap(figure, data, cells.subarray(before * n * n, (before + 1) * n * n), about);
       drawOverview(figure, data, kinds.value, layer, head, (chosen, other) => {

@@ -47,7 +47,8 @@ def fragment(
     about = {
         "tokens": token_labels(tokens),
         "layers": [
-            asdict(head_spread(weights, window)) for weights, window in zip(maps, windows, strict=True)
+            {**asdict(head_spread(weights, window)), "window": window}
+            for weights, window in zip(maps, windows, strict=True)
         ],
         "layer": layer,
         "head": head,
@@ -59,7 +60,7 @@ def fragment(
 <p><label>Layer <select name="layer">{options}</select></label>
 <label>Head <select name="head"></select></label></p>
 <p class="note">Each row is a token, its cells are the tokens it attends to; masked cells are blank.
-{_windows(windows, len(tokens))}</p>
+<span class="of-window"></span></p>
 <svg class="map" role="img"></svg>
 <p class="scale"><span></span><span class="of-map"></span><output></output></p>
 <p><label>All heads by <select name="kind"><option value="distance">distance</option>
@@ -76,17 +77,6 @@ def script() -> str:
     """Return the script and style of the figures, which a page needs once."""
     style, code = ((files("rehead.report") / f"maps.{kind}").read_text() for kind in ("css", "js"))
     return f"<style>{style}</style>\n<script>{code}</script>\n"
-
-
-def _windows(windows: Sequence[int | None], n_token: int) -> str:
-    """Return a sentence about layers with a window."""
-    some = sorted({window for window in windows if window is not None})
-    if not some:
-        return ""
-    names = ", ".join(map(str, some))
-    everywhere = "" if None not in windows else " in some layers"
-    hides = "" if some[0] < n_token else f"; with {n_token} tokens that hides nothing"
-    return f"A token sees only the last {names} tokens{everywhere}{hides}."
 
 
 def _packed(maps: Sequence[Tensor]) -> str:

@@ -24,10 +24,13 @@ def draw(panel: Panel, path: Path) -> None:
     wide = 8.0 if len(panel.charts) == 1 else 4.6 * len(panel.charts)
     tall = max(4.8 if chart.kind != "bars" else 1.6 + 0.42 * len(_names(chart)) for chart in panel.charts)
     figure = Figure(figsize=(wide, tall), layout="constrained")
-    for index, (axes, chart) in enumerate(
-        zip(figure.subplots(1, len(panel.charts), squeeze=False)[0], panel.charts, strict=True)
+    names: list[str] = []
+    for axes, chart in zip(
+        figure.subplots(1, len(panel.charts), squeeze=False)[0], panel.charts, strict=True
     ):
-        {"lines": _lines, "points": _points, "bars": _bars}[chart.kind](axes, chart, named=index == 0)
+        named = _names(chart) != names  # bars like those to their left need no names
+        names = _names(chart)
+        {"lines": _lines, "points": _points, "bars": _bars}[chart.kind](axes, chart, named=named)
         axes.set_xlabel(chart.x)
         axes.grid(alpha=0.25, axis="x" if chart.kind == "bars" else "both")
         axes.set_axisbelow(True)
@@ -79,6 +82,9 @@ def _points(axes: "Axes", chart: Chart, *, named: bool) -> None:
     if chart.log_x:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
+        low, high = axes.get_xlim()
+        if sum(low <= tick <= high for tick in axes.get_xticks()) < 2:  # powers of two
+            axes.set_xticks(sorted({x for series in chart.series for x in series.x}))
     axes.set_ylabel(chart.y)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, ncols=2)

@@ -49,6 +49,7 @@ def maps(jobs: Sequence[Job]) -> dict[str, Maps]:
             continue
         begin = [] if own.bos is None else [own.bos]
         ids = torch.tensor([*begin, *own.encode(text)])[: model.config.block_size]
+        model.float()  # in float16, softmax makes zeros of small weights, as if they were masked
         by_variant[job.variant] = Maps(
             tokens=[own.decode([int(token)]) for token in ids],
             weights=attention_maps(model, ids),

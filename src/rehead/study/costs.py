@@ -30,7 +30,7 @@ from rehead.training.loop import Trainer
 from rehead.training.start import read_teacher
 
 Record = dict[str, Any]
-FILE, FORMAT = "costs.json", 3
+FILE, FORMAT = "costs.json", 4
 """Costs of another format are measured again."""
 ROUNDS = 3
 SHOWN_LENGTHS = 8
@@ -99,8 +99,9 @@ class _Subject:
         """Return sizes by formula and as measured, in the model's dtype."""
         model, n_token = self.model, self.n_token
         config, dtype = model.config, model.head.weight.dtype
-        memory = None
+        memory, teacher = None, None
         if self.trainer is not None:
+            teacher = self.trainer.teacher
             with modes_kept(model):
                 model.train(self.trainer.teacher is None)
                 memory = step_memory(model, self.trainer.objective, self.trainer.optimizer, self._ids())
@@ -113,7 +114,8 @@ class _Subject:
             "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
             "cache_bytes": cache_bytes(config, n_token, dtype=dtype),
             "cache_bytes_held": held_cache_bytes(model, n_token),
-            "flops_per_token": forward_flops(config, n_token),
+            "training_flops_per_token": 3 * forward_flops(config, n_token)
+            + (0 if teacher is None else forward_flops(teacher.config, n_token)),
             "rebuilds_keys": isinstance(config, GPTConfig)
             and any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in config.attention),
             "input_lengths": {
