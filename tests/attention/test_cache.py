@@ -151,6 +151,20 @@ def test_order_within_a_chunk_does_not_matter(order, window):
     assert sorted(content[seen].tolist()) == list(range(max(0, 10 - window) if window else 0, 10))
 
 
+def test_an_old_token_leaves_a_ring_as_it_is():
+    """Alone, too: its row holds a newer token, which the next one sees."""
+    cache = make(window=5)
+    cache.append(torch.arange(10)[None], **tokens(0, 10))
+    late = {name: row - 100 for name, row in tokens(3, 4).items()}
+    rows, _ = cache.append(torch.tensor([[3]]), **late)
+    assert rows["latent"][0, -1, 0] == late["latent"][0, 0, 0]  # seen by itself
+    assert sorted(cache.positions[0].tolist()) == [5, 6, 7, 8, 9]
+    rows, positions = cache.append(torch.tensor([[10]]), **tokens(10, 11))
+    assert (
+        sorted(rows["latent"][0, :, 0].long().tolist()) == sorted(positions[0].tolist()) == [6, 7, 8, 9, 10]
+    )
+
+
 @pytest.mark.parametrize(
     ("capacity", "window", "rows"),
     [(7, None, 7), (7, 5, 5), (5, 7, 5), (None, 5, 5), (6, 6, 6), (None, None, 0)],

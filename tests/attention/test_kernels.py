@@ -175,3 +175,32 @@ def test_many_weights_are_said_to_be_slow_once(monkeypatch, caplog):
     kernels.weights(query, key, score=SoftCapped(cap=30.0).build(2, 3, 3))
     assert caplog.messages[-1].endswith("(scores with a cap of 30)")
     definition._warn_slow.cache_clear()
+
+
+@pytest.mark.parametrize("pdrop", [0.0, 0.5])
+def test_a_mask_that_is_not_causal_ignores_its_window(pdrop):
+    """As `visible` defines, whichever kernel computes it."""
+    query, key, value = sample(torch.float32, L=40, S=40)
+    mask = Mask(n_query=40, n_key=40, causal=False, window=4)
+    torch.manual_seed(0)
+    kept = kernels.attend(query, key, torch.ones_like(value), mask, pdrop=pdrop)
+    assert abs(kept.mean().item() - 1) < 0.05
+
+
+def test_dropped_weights_of_one_context_for_several_texts():
+    query, key, value = sample(torch.float32, L=40, S=50)
+    mask = Mask(n_query=40, n_key=50, causal=False)
+    torch.manual_seed(0)
+    kept = kernels.attend(query, key[:1], torch.ones_like(value[:1]), mask, pdrop=0.5)
+    assert abs(kept.mean().item() - 1) < 0.05
+
+
+@torch.no_grad()
+def test_a_chunk_of_heads_that_lie_apart():
+    """PyTorch's operator reads the last axis in steps of 1, whatever its stride."""
+    query, key, value = (t[..., ::2] for t in sample(L=20, S=700, E=8, V=8))
+    mask = Mask(n_query=20, n_key=700)
+    assert kernels.choose(kernels.Call(query, key, value, mask, E**-0.5)).kernel.name == "continued"
+    torch.testing.assert_close(
+        kernels.attend(query, key, value, mask), kernels.reference(query, key, value, mask.dense())
+    )

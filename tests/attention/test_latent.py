@@ -298,3 +298,11 @@ def test_a17_only_the_latent_is_kept(config):
     """A17: r numbers per token, r + d_rope with RoPE, whatever the number of heads."""
     assert config.kv_numbers() == config.kv_lora_rank + config.qk_rope_head_dim
     assert replace(config, n_query_head=2 * H, n_kv_head=H).kv_numbers() == config.kv_numbers()
+
+
+@pytest.mark.parametrize("rank", [3, 8, 300])
+def test_long_prompts_with_rebuilt_keys_are_expanded(rank):
+    """The half absorbed form holds the scores of all heads: with a rank below the width of values, of all tokens."""
+    module = replace(PLAIN, kv_lora_rank=rank, rope=RopeConfig()).build(D)
+    forms = [module.choice(n, 100).form for n in (1, 64, 5000)]
+    assert forms == ["half absorbed", "expanded", "expanded"]

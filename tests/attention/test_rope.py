@@ -1,6 +1,8 @@
 """Rotary embedding against complex multiplication: a pair (a, b) is a + bi, a turn is exp(i m theta)."""
 
+import gc
 import math
+import weakref
 from dataclasses import fields, replace
 
 import numpy as np
@@ -297,3 +299,16 @@ def test_deepseeks_mscale_moves_from_the_angles_to_the_scores():
     )
     assert plain == 10**-0.5
     assert scaled == pytest.approx(10**-0.5 * grown[1] ** 2, rel=1e-15)
+
+
+def test_layers_alike_share_one_table():
+    """A table has two numbers for each position and rotated one; it goes with the last layer that reads it."""
+    kind = GroupedConfig(n_query_head=2, head_dim=E, rope=RopeConfig(theta=1234.5))
+    first, second = kind.build(N_EMBD), kind.build(N_EMBD)
+    assert first.rotary is second.rotary
+    other = replace(kind, rope=RopeConfig(theta=1234.5, layout="interleaved")).build(N_EMBD)
+    assert other.rotary is not first.rotary
+    alive = weakref.ref(first.rotary)
+    del first, second
+    gc.collect()
+    assert alive() is None

@@ -25,8 +25,12 @@ pytestmark = pytest.mark.process
 TEXT = "To be, or not to be, that is the question. " * 60
 CHILD = """
 import os, signal, sys
-wanted = sys.argv.pop(1)
+wanted, removed = sys.argv.pop(1), []
 def watch(event, values):
+    if event == "os.remove" and "half cleared" == wanted and os.path.exists("killed"):
+        removed.append(os.path.basename(os.fspath(values[0])))
+        if {*removed[-2:]} == {"figures.json", "model.safetensors"}:  # of a layer; the second is still there
+            os.kill(os.getpid(), signal.SIGKILL)
     if event == "shutil.rmtree" and "clearing" == wanted and os.path.exists("killed"):
         if ".unfinished" in os.fspath(values[0]):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -248,6 +252,18 @@ def test_killed_as_it_clears_up(source, capsys):
     assert "killed exists: choose another name, or remove it first." in said
     assert not list(source.glob("*.unfinished"))
     assert digests(source / "killed") == digests(source / "whole")
+
+
+@pytest.mark.parametrize("again", [[], ["--resume"]])
+def test_half_a_layer_is_not_taken_for_a_whole_one(again, source):
+    """Killed while the kept layers are removed; then somebody removes the result and converts once more."""
+    done = in_a_child("half cleared", *words("killed"))
+    assert done.returncode == -9, done.stderr
+    assert digests(source / "killed") == digests(source / "whole")
+    shutil.rmtree(source / "killed")
+    assert main(words("killed", *again)) == 0
+    assert digests(source / "killed") == digests(source / "whole")
+    assert not list(source.glob("*.unfinished"))
 
 
 def test_a_refusal_leaves_nothing(source, capsys):

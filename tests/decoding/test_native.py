@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -278,6 +279,68 @@ def test_what_is_not_decoded_natively_says_why():
 
     model.layers[0].mlp.up_proj = Twice(D, 37, dtype=torch.float32)
     assert "Twice" in decoding.native_refusal(model)
+
+
+def fewer_tokens(model):
+    model.embed_tokens = torch.nn.Embedding(V - 1, D, dtype=torch.float32)
+
+
+def fewer_positions(model):
+    model.embed_positions = torch.nn.Embedding(255, D, dtype=torch.float32)
+
+
+def narrower_norm(model):
+    model.norm = torch.nn.LayerNorm(D - 1, dtype=torch.float32)
+
+
+def narrower_key_norm(model):
+    model.layers[0].self_attn.k_norm = torch.nn.RMSNorm(35, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("mha", fewer_tokens, "an embedding with fewer rows"),
+        ("mha", fewer_positions, "an embedding with fewer rows"),
+        ("mha", narrower_norm, "a norm of another width than its input"),
+        ("rebuilt, normed, biases", narrower_key_norm, "a norm of another width than its keys"),
+    ],
+)
+def test_smaller_weights_than_the_config_says_are_not_read_beyond(name, change, why):
+    model = made(gpt(EXAMPLES[name]) if name == "mha" else config_of(name))
+    assert decoding.native_refusal(model) is None
+    change(model)
+    assert why in decoding.native_refusal(model)
+
+
+def test_another_default_device_is_not_read_from_the_cpu():
+    """C++ gets addresses: of buffers and positions that it makes itself."""
+    model = made(config_of("wide"))
+    decode, cache = decoding.native_decoder(model), model.new_cache(B)
+    wanted = [decode(torch.full((B,), token), cache) for token in range(3)]
+    decode, cache = decoding.native_decoder(model), model.new_cache(B)
+    ids = [torch.full((B,), token) for token in range(3)]
+    with torch.device("meta"):
+        got = [decode(one, cache) for one in ids]
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_growing_caches_free_the_rows_they_replace(monkeypatch):
+    """Before the rows of the second layer grow, those of the first are gone."""
+    model = made(config_of("wide"))
+    decode, cache = decoding.native_decoder(model), model.new_cache(1)
+    old, grow = [], type(cache[1])._reserve
+
+    def note(self, length):
+        alive = self is cache[1] and self.is_full and old and old[-1]() is not None
+        assert not alive
+        old.append(weakref.ref(self.stores[0])) if self is cache[0] and self.n_rows else None
+        grow(self, length)
+
+    monkeypatch.setattr(type(cache[1]), "_reserve", note)
+    for _ in range(70):
+        decode(torch.zeros(1, dtype=torch.long), cache)
+    assert cache[0].n_rows >= 70
 
 
 def test_many_rows_go_another_way(monkeypatch):

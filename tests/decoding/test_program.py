@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from rehead.attention.rope import Rotary
 from rehead.attention.score import ScaledDot, SoftCapped
 from rehead.config import GPTConfig
 from rehead.decoding import native_limits, native_op, native_program
+from rehead.decoding.check import Check
 from rehead.decoding.lowering import stored_layers
 from rehead.decoding.native_op import Kind
 from rehead.decoding.native_program import NativeProgram
@@ -442,3 +444,38 @@ def test_a_refused_call_leaves_a_cache_as_it_was(positions):
             module(torch.randn(1, 4, D).float(), positions=positions, cache=cache)
         module(torch.randn(1, 3, D).float(), cache=cache)
     assert cache.n_token == 8
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(MLA, "kv_a_layernorm"), (replace(GQA, qk_norm_eps=1e-6), "k_norm")],
+    ids=["mla", "gqa"],
+)
+def test_a_module_that_returns_its_input_decodes_batches(config, name):
+    """Its input is a view of a joint product, with the rows of other sequences between its own."""
+    model = build(llama_shaped(config, vocab_size=V, n_embd=D, n_hidden=9, norm_eps=1e-5)).eval()
+    setattr(model.layers[0].self_attn, name, Same())
+    ids = torch.randint(V, (B, 9))
+    cache = model.new_cache(B)
+    decode = decoding.torch_decoder(model)
+    got = torch.stack([decode(one, cache) for one in ids.T], 1)
+    torch.testing.assert_close(got, model(ids))
+
+
+def test_arrays_go_to_the_device_of_the_model(monkeypatch):
+    """Before any cache counts them."""
+    model = build(llama_shaped(GQA, vocab_size=V, n_embd=D, n_hidden=9))
+    check = Check(model)
+    assert check(np.array([1, 2]), model.new_cache(2)).tolist() == [1, 2]
+    away = model.to("meta")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # it does not know meta
+    assert Check(away)(np.array([1, 2]), away.new_cache(2)).device == torch.device("meta")
+    cache = away.new_cache(2)
+    with pytest.raises(UsageError, match=r"ids is on cpu, the model on meta"):
+        decoding.torch_decoder(away)(torch.tensor([1, 2]), cache)
+    assert cache[0].n_token == 0

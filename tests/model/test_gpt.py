@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rehead.attention import LayerCache
+from rehead.attention import GroupedConfig, LayerCache
 from rehead.config import ModelOptions
 from rehead.errors import ConfigError, UsageError
 from rehead.measure import parameters
@@ -68,6 +68,33 @@ def test_positions_of_any_width(name, dtype):
     cache = model.new_cache(B)
     chunks = [model(ids[:, part], positions[:, part].to(dtype), cache) for part in (slice(5), slice(5, L))]
     torch.testing.assert_close(torch.cat(chunks, 1), wanted)
+
+
+@pytest.mark.parametrize("window", [120, 200, 4096, 40_000])
+def test_narrow_positions_beside_a_wide_window(window):
+    """A position minus the window has no room in int8, or int16."""
+    layer = GroupedConfig(n_query_head=H, head_dim=E, window=window).build(D)
+    x, positions = torch.randn(1, L, D), torch.arange(L)[None]
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        torch.testing.assert_close(layer(x, positions=positions.to(dtype)), layer(x, positions=positions))
+
+
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        (torch.arange(L + 1)[None], rf"positions have shape \(1, {L + 1}\): one for each token"),
+        ([0], "positions is a list: expected a tensor"),
+    ],
+)
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("cached", [False, True])
+def test_positions_of_other_tokens_are_refused(name, cached, positions, said):
+    """Also where a table of positions is read before any attention."""
+    model = build(config(name)).eval()
+    cache = model.new_cache(B) if cached else None
+    with pytest.raises(UsageError, match=said):
+        model(tokens(), positions, cache)
+    assert not cached or name == "rnn" or cache[0].n_token == 0
 
 
 NAMES = {

@@ -194,3 +194,21 @@ def test_the_cache_folder_follows_its_variable(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, as its specification says
     monkeypatch.setenv("HOME", "/home/me")
     assert str(folders.cache_folder()) == "/home/me/.cache/rehead"
+
+
+def test_a_library_that_cannot_be_loaded_is_not_kept_and_another_compiler_is_tried(
+    here, monkeypatch, tmp_path
+):
+    """As from clang with an OpenMP that is not linked."""
+    working = next(filter(None, map(shutil.which, COMPILERS)))
+    broken = tmp_path / "compilers" / "c++"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nfor word; do last=$word; done\necho no library > $last\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(broken.parent))
+    assert str(refused := load()).startswith(f"{broken} made a library that cannot be loaded (")
+    assert "file too short" in str(refused)
+    assert not list((here / "rehead" / "native").glob("*.so"))
+    monkeypatch.setenv("PATH", f"{broken.parent}:{os.defpath}")
+    monkeypatch.setattr(build, "COMPILERS", ("c++", working))
+    assert load().answer() == 42

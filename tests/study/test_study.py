@@ -115,6 +115,9 @@ def test_numbers_are_those_of_the_models(whole, here):
     assert (healed["from"], healed["kind"], latent["kind"]) == ("Latent", "healed", "converted")
     sizes = [one["costs"]["parameters"] for one in (healed, two)]
     assert healed["costs"]["memory"]["weights"] == 4 * sum(sizes), "a step asks the teacher"
+    asked = two["costs"]["training_flops_per_token"] // 3
+    own = read_config(here / healed["runs"][0]["folder"])
+    assert healed["costs"]["training_flops_per_token"] == 3 * forward_flops(own, 16) + asked
 
 
 def test_what_is_converted_is_measured_as_what_is_trained(whole, here):

@@ -94,6 +94,11 @@ class LayerCache:
         return self._n_rows
 
     @property
+    def is_full(self) -> bool:
+        """True if the next token makes the cache allocate more rows."""
+        return self.capacity is None and self.window is None and self.n_token >= self._n_rows
+
+    @property
     def n_bytes(self) -> int:
         """Bytes allocated for the rows; the positions are not counted."""
         return sum(store.nbytes for store in self._store.values())
@@ -217,13 +222,13 @@ class LayerCache:
         self._reserve(max(furthest, 1))  # first: a refusal changes nothing
         self._furthest = furthest
         known = self._known_positions()
-        past = None
-        if positions.shape[1] > 1 and self._n_rows == self.window:  # read before overwriting
-            past = known, {name: store.clone() for name, store in self._store.items()}
+        past, keep = None, positions != EMPTY
+        if self._n_rows == self.window:
             newest = torch.maximum(known.max(1).values, positions.max(1).values)[:, None]
-            keep = (positions != EMPTY) & (positions > newest - self._n_rows)
-        else:
-            keep = positions != EMPTY
+            late = keep & (positions <= newest - self._n_rows)  # their rows hold newer tokens
+            keep = keep & ~late
+            if positions.shape[1] > 1 or bool(late.any()):  # read before overwriting
+                past = known, {name: store.clone() for name, store in self._store.items()}
         batch, token = keep.nonzero(as_tuple=True)
         slots = positions[batch, token] % self._n_rows
         self.positions = known.index_put((batch, slots), positions[batch, token])

@@ -40,14 +40,14 @@ def require_call(
             "module(x, context)."
         )
     if positions is not None:
-        _require_positions("positions", positions, x, "(B, L)")
+        require_positions("positions", positions, x)
     if context_positions is not None:
         if context is None:
             raise UsageError(
                 f"context_positions of shape {tuple(context_positions.shape)} without a context: they are the "
                 "positions of its tokens. Use positions for those of x."
             )
-        _require_positions("context_positions", context_positions, context, "(B, S)")
+        require_positions("context_positions", context_positions, context, "(B, S)")
     if cache is not None:
         _require_cache(config, cache, x)
 
@@ -103,7 +103,12 @@ def _require_context(config: "AttentionConfig", context: Tensor, d_model: int, n
         )
 
 
-def _require_positions(name: str, given: Tensor, of: Tensor, letters: str) -> None:
+def require_positions(name: str, given: object, of: Tensor, letters: str = "(B, L)") -> None:
+    """Refuse anything but one whole number for each token in `of`, (B, L, ...), or for each of one row."""
+    if not isinstance(given, Tensor):
+        raise UsageError(
+            f"{name} is a {type(given).__name__}: expected a tensor, {letters}. Use torch.tensor({name})."
+        )
     if given.dtype not in WHOLE:
         raise UsageError(f"{name} are {given.dtype}: positions are whole numbers. Use {name}.long().")
     n_row, n_token = of.shape[:2]

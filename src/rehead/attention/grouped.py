@@ -41,7 +41,7 @@ class GroupedAttention(Attention):
         self.q_norm = None if eps is None else norm(config.head_dim if self.norms_heads else q, eps)
         self.k_norm = None if eps is None else norm(config.head_dim if self.norms_heads else k, eps)
         self.score = config.score.build(config.n_kv_head, config.group, config.head_dim)
-        self.rotary = Rotary(config.rope, config.head_dim) if config.rope else None
+        self.rotary = Rotary.of(config.rope, config.head_dim) if config.rope else None
 
     def forward(
         self,

@@ -56,7 +56,7 @@ class LatentAttention(Attention):
             d_source = config.d_context or d_model
             self.k_scale_proj = Linear(d_source, config.n_kv_head * aside, bias=config.qkv_bias)
         rotated_width = config.qk_rope_head_dim or config.qk_nope_head_dim
-        self.rotary = Rotary(config.rope, rotated_width) if config.rope else None
+        self.rotary = Rotary.of(config.rope, rotated_width) if config.rope else None
 
     def forward(
         self,

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from rehead.attention.latent import LatentAttention
 
 
-MOST_SCALED = 16.0
-"""Number of new tokens from which the expanded form is used where each key has a scale, whatever the FLOPs."""
+MOST_SCALED, MOST_REBUILT = 16.0, 64.0
+"""Numbers of new tokens from which the expanded form is used where the absorbed one holds all scores in memory: where
+each key has a scale, and where keys are rebuilt."""
 
 
 @variants.add("mla")
@@ -148,13 +149,15 @@ class LatentConfig(AttentionConfig):
     def absorbs_below(self) -> float:
         """Number of new queries below which the absorbed form has fewer FLOPs than the expanded one.
 
-        If keys are rebuilt, only values can be absorbed. If each key has a scale, the absorbed form holds all scores in
-        memory, and a long prompt is expanded whatever the FLOPs.
+        If keys are rebuilt, only values can be absorbed. If they are, or each key has a scale, the absorbed form holds
+        all scores in memory, and a long prompt is expanded whatever the FLOPs.
         """
         heads = self.n_kv_head / self.n_query_head
         absorbed = self.v_head_dim + (0 if self.rebuilds_keys else self.qk_nope_head_dim)
         more = self.kv_lora_rank * (1 if self.rebuilds_keys else 2) - absorbed
         most = float("inf") if more <= 0 else self.kv_lora_rank * heads * absorbed / more
+        if self.rebuilds_keys:
+            return min(most, MOST_REBUILT)
         return min(most, MOST_SCALED) if self.n_key_scale else most
 
     def build(self, d_model: int) -> "LatentAttention":

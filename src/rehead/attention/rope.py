@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -88,6 +89,13 @@ class Rotary:
     Angles are computed in float64 and applied in at least float32, so the rotation is also accurate in
     bfloat16 models: only its result is rounded.
     """
+
+    _shared: ClassVar[WeakValueDictionary[tuple[RopeConfig, int], "Rotary"]] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, config: RopeConfig, width: int) -> "Rotary":
+        """Return the rotation that all layers alike share, and with it its tables."""
+        return cls._shared.setdefault((config, width), cls(config, width))
 
     def __init__(self, config: RopeConfig, width: int) -> None:
         self.config, self.head_dim, self.width = config, width, config.rotated(width)

@@ -12,6 +12,7 @@ from rehead.checkpoint.files.kept import keep, kept, kept_figures
 from rehead.checkpoint.files.writing import write_weights
 from rehead.conversion.base import Converted, Statistics, Step, Weights
 from rehead.conversion.unfinished import digest
+from rehead.system.aside import discard
 from rehead.system.workers import spread
 
 
@@ -55,7 +56,7 @@ class Kept:
         """Return the folder in `scratch` for layers that are made of this, JSON; remove those of other layers."""
         place = scratch / f"layers-{digest(made_of)}"
         for other in set(scratch.glob("layers-*")) - {place}:
-            shutil.rmtree(other)
+            discard(other)
         return cls(place, n_process)
 
     def take(self, orders: Sequence[Order]) -> Iterator[tuple[int, Converted]]:

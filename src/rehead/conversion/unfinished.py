@@ -13,6 +13,7 @@ from rehead.conversion.certificate import CERTIFICATE
 from rehead.data.files import write_whole
 from rehead.data.hold import LOCK, hold
 from rehead.errors import IntegrityError, ReheadError, UsageError
+from rehead.system.aside import ASIDE, discard
 from rehead.system.open_files import allow_open_files
 
 log = logging.getLogger("rehead")
@@ -110,13 +111,16 @@ def _sweep(parent: Path) -> None:
 
 def _done(folder: Path) -> bool:
     """Whether anything is kept in `folder`."""
-    return any(place.is_dir() and any(place.iterdir()) for place in folder.iterdir())
+    places = (place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(ASIDE))
+    return any(any(place.iterdir()) for place in places)
 
 
 def _clear(folder: Path) -> None:
     """Remove all but the lock; last of all the file that tells `_sweep` that the rest may be removed."""
     for place in sorted(folder.iterdir(), key=lambda place: place.name == RESULT):
-        if place.is_dir():
-            shutil.rmtree(place, ignore_errors=True)  # NFS keeps files that are still open
+        if place.name.startswith(ASIDE):
+            shutil.rmtree(place, ignore_errors=True)
+        elif place.is_dir():
+            discard(place)
         elif place.name != LOCK:
             place.unlink()

@@ -12,7 +12,7 @@ from rehead.attention import LayerCache
 from rehead.errors import UsageError
 from rehead.model import LanguageModel
 from rehead.model.caches import require_next
-from rehead.model.ids import require_ids, require_range
+from rehead.model.ids import require_device, require_ids, require_range
 
 
 class Check:
@@ -27,7 +27,9 @@ class Check:
         if not self._is_known(caches):
             self._model.require_caches(caches, caches[0].batch_size if _has_batch(caches) else len(ids))
             self._fitting = [ref(cache) for cache in caches]
-        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        if not isinstance(ids, Tensor):
+            ids = require_ids(ids, dims=(1,)).to(self._model.device)
+        elif ids.dtype != torch.int64:
             ids = require_ids(ids, dims=(1,))
         if ids.dim() != 1 or len(ids) != caches[0].batch_size:
             raise UsageError(
@@ -38,6 +40,7 @@ class Check:
         self._model.require_room(length)
         require_next(caches, len(ids), length)
         if ids.device.type == "cpu":  # elsewhere the numbers would have to be waited for
+            require_device(ids, self._model.device)
             numbers, n_id = ids.tolist(), self._model.config.vocab_size
             if numbers and not 0 <= min(numbers) <= max(numbers) < n_id:
                 require_range(ids, n_id)

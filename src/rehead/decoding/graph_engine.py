@@ -8,6 +8,7 @@ Tests record the operations on a CPU. The engine has not run on a GPU yet, and i
 
 from collections.abc import Callable, Sequence
 from functools import cache as once
+from threading import Lock
 
 import numpy as np
 import torch
@@ -75,11 +76,18 @@ class Graphed:
         self.bound: CapturedStep | None = None
         self.is_trusted = True
         self._last_positions: Tensor | None = None  # the rows' positions after the last step
+        self._lock = Lock()  # threads that share a decoder take turns with its graph
 
     def __call__(self, ids: Tensor | np.ndarray, cache: Sequence[LayerCache]) -> Tensor:
         """Return the logits after `ids` (B,), (B, vocab), and append the tokens to the caches."""
+        with self._lock:
+            return self._decode(ids, cache)
+
+    def _decode(self, ids: Tensor | np.ndarray, cache: Sequence[LayerCache]) -> Tensor:
         ids = self.check(ids, cache)
         is_gapless = self.is_trusted and self._is_gapless(widest(cache))
+        if widest(cache).is_full:
+            self.bound = None  # it holds the rows that larger ones replace
         token = next_token(ids, cache, self.layers)
         if not is_gapless:
             return self.run(token)

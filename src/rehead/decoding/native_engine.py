@@ -12,7 +12,7 @@ from rehead.attention import LayerCache
 from rehead.attention.program import Program
 from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers, why_not_lowered
-from rehead.decoding.native_limits import refusal
+from rehead.decoding.native_limits import refusal, short_table
 from rehead.decoding.native_op import is_readable, kernel
 from rehead.decoding.native_program import NativeProgram
 from rehead.decoding.token import is_gapless, is_same, next_token, stores, widest
@@ -38,7 +38,7 @@ def native_refusal(model: LanguageModel) -> str | None:
     program = lowered(model)
     if program is None:
         return why_not_lowered(model)
-    if (reason := refusal(program)) is not None:
+    if (reason := refusal(program) or short_table(program, model.config)) is not None:
         return reason
     if not all(weight.is_contiguous() for weight in weights):
         return "weights that are not contiguous"
@@ -83,12 +83,14 @@ def native_decoder(model: LanguageModel) -> Decode | None:
         if batch_refusal(len(ids)) is not None or not is_gapless(widest(caches)):
             return by_torch()(ids, caches)
         n_position = caches[0].n_token + 1
+        if widest(caches).is_full:
+            bound.clear()  # it holds the rows that larger ones replace
         token = next_token(ids, caches, layers)
         if not bound or not bound[0].fits(caches, n_position):
             room = max(2 * n_position, widest(caches).n_rows, 64)
             bound[:] = [BoundProgram(program, caches, room)]
         if token.positions is None:
-            positions = torch.full((len(ids),), token.start)
+            positions = torch.full((len(ids),), token.start, device="cpu")
         else:
             positions = token.positions[:, 0].contiguous()
         logits = bound[0].run(ids.contiguous(), positions)

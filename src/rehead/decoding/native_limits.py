@@ -6,6 +6,7 @@ from torch import nn
 
 from rehead.attention.program import Add, Attend, AttendRebuilt, Call, Embed, Gate, Linear, Norm, Op, Program
 from rehead.attention.slot import Slot
+from rehead.config import ModelConfig
 from rehead.decoding.lowering import only_forward
 from rehead.decoding.native_program import Span, span_of
 from rehead.nn.few_rows import is_plain
@@ -36,13 +37,37 @@ def refusal(program: Program) -> str | None:
                 modules = () if _is_plain_norm(norm) else (norm,)
             case Add(x=x) if not _can_add(previous, x):
                 return "an addition that does not follow a linear layer or a norm"
-        if isinstance(op, Linear) and any(is_plain(y) and y.in_features != op.x.width for y in op.layers):
-            return "a linear layer of another width than its input"
         if modules:
             return f"it has a {type(modules[0]).__name__}"
+        if (misfit := _misfit(op)) is not None:
+            return misfit
         if any(_is_read_elsewhere(readers[slot.source], op, slot) for slot in _moved(op)):
             return f"a result that is read again after {type(op).__name__}"
         previous = op
+    return None
+
+
+def short_table(program: Program, config: ModelConfig) -> str | None:
+    """Return the reason against a model with fewer embeddings than its config says: C++ would read beyond them."""
+    for op in program.ops:
+        if isinstance(op, Embed):
+            tables = (op.tokens, config.vocab_size), (op.positions, config.context_limit)
+            if any(table is not None and table.num_embeddings < (least or 0) for table, least in tables):
+                return "an embedding with fewer rows than the config says"
+    return None
+
+
+def _misfit(op: Op) -> str | None:
+    """Return the reason against weights of another size than their input, beyond which C++ would read."""
+    match op:
+        case Linear(x=x, layers=layers) if any(layer.in_features != x.width for layer in layers):
+            return "a linear layer of another width than its input"
+        case Norm(x=x, module=norm) if norm.get_parameter("weight").numel() != x.width:
+            return "a norm of another width than its input"
+        case AttendRebuilt(key_up=up, key_norm=norm) if (
+            norm is not None and norm.weight.numel() != up.shape[1]
+        ):
+            return "a norm of another width than its keys"
     return None
 
 

@@ -108,7 +108,9 @@ class NativeProgram:
         """Return the buffer from a slot's first column on, the slot as placed, and its span."""
         slot = self._resolved(slot)
         if slot.source not in self._buffers:
-            self._buffers[slot.source] = torch.zeros(self._batch, slot.row_width, dtype=torch.float32)
+            self._buffers[slot.source] = torch.zeros(
+                self._batch, slot.row_width, dtype=torch.float32, device="cpu"
+            )
         buffer = self._buffers[slot.source]
         return buffer[:, slot.offset :], slot, span_of(buffer.data_ptr(), slot)
 

@@ -39,7 +39,7 @@ from rehead.model.base import Decode
 from rehead.nn.few_rows import JoinedLinear
 
 Values = list[Tensor]
-"""Results of operations by register: contiguous rows (B, n)."""
+"""Results of operations by register: rows (B, n)."""
 Run = Callable[[Values, Token], Tensor]
 Read = Callable[[Values], Tensor]
 
@@ -115,7 +115,7 @@ class Reader:
         heads, stride, width = slot.heads, slot.stride, slot.width
 
         def read(values: Values) -> Tensor:
-            x = values[register]
+            x = values[register].contiguous()  # a module may return a view of other rows
             return x.as_strided((len(x), heads, width), (row, stride, 1), x.storage_offset() + offset)
 
         return read

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
+from rehead.attention.call import require_positions
 from rehead.attention.program import Embed, Norm, Program, Scale, SoftCap, describes
 from rehead.config import GPTConfig
 from rehead.errors import UsageError
@@ -51,6 +52,8 @@ class GPT(LanguageModel):
     ) -> Float[Tensor, "B L D"]:
         """Return the normed output of the last layer, the input of the head."""
         start = 0
+        if positions is not None:
+            require_positions("positions", positions, ids)
         if cache is not None:
             self.require_caches(cache, len(ids))
             start, length = cache[0].length, cache[0].n_token

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import EMPTY
+from rehead.attention.call import require_positions
 from rehead.config import RNNConfig
 from rehead.errors import UsageError
 from rehead.model.base import LanguageModel, models
@@ -102,6 +103,10 @@ class RNN(LanguageModel):
         cache: Sequence[StateCache] | None = None,
     ) -> Float[Tensor, "B L N"]:
         """Return h_t of the last layer. Only padding (-1) is read from the positions; it leaves the state unchanged."""
+        if cache is not None:
+            self.require_caches(cache, len(ids))
+        if positions is not None:
+            require_positions("positions", positions, ids)
         padding = None if positions is None else (positions == EMPTY).expand(len(ids), -1)
         x = self.embd_dropout(self.embed_tokens(ids))
         if self.merge is None:
@@ -120,6 +125,18 @@ class RNN(LanguageModel):
         """Return a zero state per layer; a state has no limit on the number of tokens."""
         weight = self.head.weight
         return [StateCache(weight.new_zeros(batch_size, self.config.n_hidden)) for _ in self.layers]
+
+    def require_caches(self, caches: object, batch_size: int) -> None:
+        """Refuse anything but the state of `batch_size` sequences for each layer."""
+        shape = batch_size, self.config.n_hidden
+        states = caches if isinstance(caches, list | tuple) else ()
+        if len(states) != len(self.layers) or not all(
+            isinstance(one, StateCache) and one.state.shape == shape for one in states
+        ):
+            raise UsageError(
+                f"cache is not one StateCache of {batch_size} sequences for each of the {len(self.layers)} layers. Use "
+                f"model.new_cache({batch_size})."
+            )
 
     def require_generates(self) -> None:
         """Refuse a bidirectional network and one whose outputs are not a vocabulary."""

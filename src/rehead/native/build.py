@@ -63,10 +63,7 @@ def _loaded(name: str) -> ctypes.CDLL | KernelUnavailable:
     except KernelUnavailable as problem:
         missing = problem
     except OSError as problem:
-        missing = KernelUnavailable(
-            f"C++ cannot be built or loaded ({problem})",
-            f"Make {cache_folder()} your own and writable, or set XDG_CACHE_HOME.",
-        )
+        missing = _unusable(f"C++ cannot be built or loaded ({problem})")
     _log_once(f"{missing}: PyTorch computes instead, slower. {missing.remedy}")
     return missing
 
@@ -85,16 +82,33 @@ def _log_once(message: str) -> None:
     logging.getLogger("rehead").info(message)
 
 
+def _unusable(reason: str) -> KernelUnavailable:
+    """Return the reason why nothing in the cache folder can be written, or loaded."""
+    remedy = f"Make {cache_folder()} your own and writable, or set XDG_CACHE_HOME."
+    return KernelUnavailable(reason, remedy)
+
+
 def _built(name: str) -> Path:
     """Return the path of the library in the user's cache folder, built by the first compiler that succeeds."""
     failure = KernelUnavailable(f"no C++ compiler ({', '.join(COMPILERS)})")
     end = time.monotonic() + TIMEOUT_SECONDS
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         try:
-            return _built_by(compiler, name, end)
+            path = _built_by(compiler, name, end)
+            _require_loads(path, compiler)
+            return path
         except KernelUnavailable as problem:
             failure = problem
     raise failure
+
+
+def _require_loads(path: Path, compiler: str) -> None:
+    """Delete and refuse a library that cannot be loaded, so that it is not taken for a good one next time."""
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as problem:
+        path.unlink(missing_ok=True)
+        raise _unusable(f"{compiler} made a library that cannot be loaded ({problem})") from None
 
 
 def _built_by(compiler: str, name: str, end: float) -> Path:

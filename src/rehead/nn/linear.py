@@ -63,7 +63,15 @@ def _widens(x: Tensor, weight: Tensor) -> bool:
         return False
     if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return not _multiplies(x.dtype)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether an x86 CPU has instructions for products in a dtype of 16 bits; True of other CPUs."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if dtype == torch.bfloat16 or not capability.startswith("AVX"):
+        return capability != "AVX2"
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def _has_onednn(x: Tensor) -> bool:

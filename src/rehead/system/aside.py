@@ -27,6 +27,14 @@ def aside(parent: Path, name: str) -> Iterator[Path]:
         os.close(handle)
 
 
+def discard(folder: Path) -> None:
+    """Remove a folder, for others at once. What a kill leaves of it has another name, and is swept by `aside`."""
+    gone = folder.with_name(f"{ASIDE}{folder.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)  # NFS keeps files that are still open
+
+
 def sweep(places: Iterable[Path]) -> None:
     """Remove the files and folders among `places` that no living process has locked.
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from rehead.data.files import resource, write_whole
 from rehead.data.hold import Held, hold
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 from rehead.registry import nearest
-from rehead.system.aside import ASIDE
+from rehead.system.aside import discard
 from rehead.training.metrics import records
 
 log = logging.getLogger("rehead")
@@ -141,8 +140,7 @@ class RunFolder:
             self._require_held()
             raise ResourceError(f"{error} Continue with trainer.resume=True then.") from error
         for _, old in [(number, old) for number, old in steps(self.path) if number <= step][:-keep]:
-            gone = old.rename(old.with_name(f"{ASIDE}{old.name}"))  # atomic, for a process that reads it now
-            shutil.rmtree(gone, ignore_errors=True)
+            discard(old)
         return folder
 
     def meet(self) -> None:

@@ -30,6 +30,8 @@ class Blocked(Kernel):
         """Accept calls with dropout on a CPU."""
         if not call.pdrop:
             return "no weights are dropped"
+        if len(call.key) != len(call.query):
+            return "keys are shared by several sequences"
         return None if is_ours(call.query) else "not on a CPU, or a compiled graph"
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
@@ -55,7 +57,10 @@ class _Blocked(torch.autograd.Function):
         group, dropped, whole = query.shape[2] // key.shape[2], threshold(pdrop), WHOLE[exact.itemsize]
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         rows = len(query) * key.shape[2], group * query.shape[1], key.shape[1]
-        saved, bias = torch.empty(rows, dtype=exact), _Bias(mask, key.shape[2], group, exact)
+        saved, bias = (
+            torch.empty(rows, dtype=exact, device=query.device),
+            _Bias(mask, key.shape[2], group, exact),
+        )
         for block, heads in _blocks(query, key):
             weights = saved[heads]
             q = _fold(query[block], group, exact)
@@ -78,7 +83,7 @@ class _Blocked(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, saved = ctx.saved_tensors
         exact, group = saved.dtype, query.shape[2] // key.shape[2]
-        grads = [torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)]
+        grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value)]
         for block, heads in _blocks(query, key):
             q = _fold(query[block], group, exact)
             k, v = _heads(key[block], exact), _heads(value[block], exact)
@@ -129,9 +134,13 @@ class _Bias:
         self, mask: Bool[Tensor, "#B L S"] | None, n_head: int, group: int, exact: torch.dtype
     ) -> None:
         self.n_head, self.is_shared = n_head, mask is None or len(mask) == 1
-        mask = torch.ones(1, 1, 1, dtype=torch.bool) if mask is None else mask.repeat(1, group, 1)
+        mask = (
+            torch.ones(1, 1, 1, dtype=torch.bool, device="cpu") if mask is None else mask.repeat(1, group, 1)
+        )
         sees = mask.any(dim=-1, keepdim=True)
-        self.added = torch.zeros(mask.shape, dtype=exact).masked_fill_(~mask & sees, float("-inf"))
+        self.added = torch.zeros(mask.shape, dtype=exact, device=mask.device).masked_fill_(
+            ~mask & sees, float("-inf")
+        )
         self.blind = None if bool(sees.all()) else ~sees
 
     def of(self, block: slice) -> tuple[Tensor, Tensor | None]:

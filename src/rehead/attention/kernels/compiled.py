@@ -65,5 +65,5 @@ class Compiled(Kernel):
 
 
 def _window(mask: Mask) -> int:
-    """Number of keys that a query sees; 0 if it sees all keys up to its own."""
-    return mask.window if mask.window is not None and mask.window < mask.n_key else 0
+    """Number of keys that a query sees; 0 without a window that hides some."""
+    return mask.window if mask.causal and mask.window is not None and mask.window < mask.n_key else 0
