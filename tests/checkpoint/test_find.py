@@ -1,7 +1,9 @@
 """Which folder a path means."""
 
 import json
+import os
 import shutil
+import time
 import warnings
 from importlib import import_module
 from itertools import pairwise
@@ -190,3 +192,28 @@ def test_a_step_without_a_model_is_no_model(tmp_path):
         (aside / "state.json").write_text(json.dumps({"step": 1}))
     with pytest.raises(InvalidInput, match=r"config\.json"):
         rehead.load(tmp_path / "run")
+
+
+def test_a_run_is_hashed_once_until_it_changes(run, monkeypatch):
+    """A plan asks several times which checkpoint is the newest; loading it hashes what it reads."""
+    old = time.time() - 60
+    for file in (run / "checkpoints").rglob("*"):
+        os.utime(file, (old, old))
+    hashed, real = [], publishing.sha256
+    monkeypatch.setattr(publishing, "sha256", lambda path: (hashed.append(path.name), real(path))[1])
+    assert {resolve(run).name for _ in range(3)} == {"step-000200"}
+    assert sorted(hashed) == sorted(set(hashed)) != []
+    hashed.clear()
+    flip(run / "checkpoints" / "step-000200")
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
+        assert resolve(run).name == "step-000010"
+    assert hashed
+
+
+def test_a_checkpoint_that_was_just_written_is_hashed_each_time(run, monkeypatch):
+    """Two changes within a tick of the clock have one time stamp."""
+    hashed, real = [], publishing.sha256
+    monkeypatch.setattr(publishing, "sha256", lambda path: (hashed.append(path.name), real(path))[1])
+    os.utime(run / "checkpoints" / "step-000200" / "config.json")
+    assert {resolve(run).name for _ in range(3)} == {"step-000200"}
+    assert len(hashed) == 3 * len(set(hashed))

@@ -215,6 +215,23 @@ def test_scaled_angles(tmp_path):
     path = write(tmp_path / "m.gguf", model("llama"), "llama", more={"rope_freqs.weight": divisors})
     import_file(path, tmp_path / "three")
     assert rehead.load(tmp_path / "three").config.attention[0].rope.scaling == scaling
+    fast = 1500.0 ** -(torch.arange(0, 16, 2).double() / 16)  # no pair turns slowly enough for the whole factor
+    divisors = (fast / scaling.scale(fast, 1500.0)).numpy()
+    assert 1 < divisors.max() < 32
+    facts = {"llama.rope.freq_base": 1500.0}
+    path = write(
+        tmp_path / "f.gguf", model("llama"), "llama", facts=facts, more={"rope_freqs.weight": divisors}
+    )
+    import_file(path, tmp_path / "fast")
+    assert rehead.load(tmp_path / "fast").config.attention[0].rope.scaling == scaling
+    for causal, kept in ((True, True), (False, False)):
+        facts = {"llama.attention.causal": causal}
+        path = write(tmp_path / f"{causal}.gguf", model("llama"), "llama", facts=facts)
+        if kept:
+            import_file(path, tmp_path / "causal")
+        else:
+            refused(path, tmp_path / "out", "llama.attention.causal=False", "models that generate text")
+    divisors = (angles / scaling.scale(angles, 5000.0)).numpy()
     path = write(tmp_path / "o.gguf", model("llama"), "llama", more={"rope_freqs.weight": divisors**1.1})
     refused(path, tmp_path / "out", "rope_freqs.weight", "differently from Llama 3.1")
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}

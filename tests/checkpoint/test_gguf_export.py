@@ -183,6 +183,15 @@ def published():
     return inner.to_str()
 
 
+def test_a_tokenizer_without_merges_is_refused(capsys):
+    """llama.cpp does not load such a file, and its writer leaves the empty list out."""
+    table = json.loads(published())
+    table["model"]["merges"] = []
+    table["model"]["vocab"] = {token: i for token, i in table["model"]["vocab"].items() if i < 257}
+    gguf_models.write(Path("model"), "Llama", GQA | {"vocab_size": 257}, json.dumps(table))
+    refused(capsys, "BPE without merges", "llama.cpp would not load it")
+
+
 def test_the_facts_of_a_file():
     gguf_models.write(
         Path("model"),

@@ -70,6 +70,15 @@ def test_what_is_loaded_is_what_was_saved(name, dtype, tmp_path):
     assert torch.equal(loaded(ids), model.eval()(ids))
 
 
+def test_another_default_device_does_not_matter(tmp_path):
+    """A model goes where it is asked to; weights are read into the CPU's memory."""
+    model = make(next(iter(CONFIGS)), torch.float32)
+    rehead.save(model, tmp_path / "model")
+    with torch.device("meta"):
+        loaded = rehead.load(tmp_path / "model")
+    assert same_weights(loaded, model)
+
+
 def test_odd_numbers_survive(tmp_path):
     model = make()
     model.head.weight.data[0, :5] = torch.tensor([-0.0, 1e-45, float("nan"), float("inf"), 3.4e38])

@@ -94,6 +94,15 @@ def test_what_stands_there_is_kept(standing, overwrite, tmp_path):
     assert sorted((str(path), os.lstat(path).st_ino) for path in tmp_path.rglob("*")) == before
 
 
+def test_a_link_to_a_model_is_not_replaced(tmp_path):
+    """The link would stay in the temporary folder, which is removed only if it is one."""
+    put(tmp_path / "v1")
+    (tmp_path / "latest").symlink_to("v1")
+    with pytest.raises(InvalidInput, match="latest is a link to v1: give that folder, or remove the link"):
+        put(tmp_path / "latest", {"new.json": "3"}, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "v1"]
+
+
 def test_an_empty_folder_is_taken(tmp_path):
     (tmp_path / "model").mkdir()
     put(tmp_path / "model")

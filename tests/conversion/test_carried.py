@@ -59,10 +59,14 @@ def test_marks_and_padding_go_along():
 
 
 @pytest.mark.parametrize("command", ["convert model out --to mha", "export model out"])
-def test_a_tokenizer_that_is_not_read_is_told_of(command, capsys):
-    Path("model/tokenizer.json").rename("model/vocab.json")
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_not_read_is_told_of(command, name, capsys):
+    """Also one of the Hub in a form that is not fetched, as tiktoken.model, of which the config is there."""
+    Path("model/tokenizer_config.json").unlink()
+    Path("model/tokenizer.json").rename(f"model/{name}")
+    Path("model/MANIFEST.json").unlink(missing_ok=True)
     assert main(command.split()) == 0
-    assert "the tokenizer of model (vocab.json) is not passed on" in capsys.readouterr().err
+    assert f"the tokenizer of model ({name}) is not passed on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rehead.config import ModelOptions
-from rehead.errors import InvalidInput, NumericError
+from rehead.config import ModelOptions, RNNConfig
+from rehead.errors import InvalidInput, NumericError, UsageError
 from rehead.measure import continuations
 from rehead.measure.continuations import loglikelihoods
 from rehead.model import build
@@ -85,6 +85,20 @@ def test_what_cannot_be_scored_is_refused(model, pair):
     said = f"a continuation of {len(pair[1])} tokens after a context of {len(pair[0])}: a model that reads 11 tokens"
     with pytest.raises(InvalidInput, match=said):
         loglikelihoods(model, [pair], LENGTH)
+
+
+def test_what_has_read_the_answer_is_refused():
+    both = RNNConfig(
+        vocab_size=13,
+        block_size=LENGTH,
+        n_embd=3,
+        n_layer=1,
+        n_hidden=4,
+        n_output=13,
+        direction="bidirectional",
+    )
+    with pytest.raises(UsageError, match="is not a language model"):
+        loglikelihoods(build(both), PAIRS, LENGTH)
 
 
 def test_a_damaged_model_is_refused(model):

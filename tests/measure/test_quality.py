@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from rehead.config import ModelOptions, RNNConfig
 from rehead.data import evaluation_blocks
 from rehead.errors import ConfigError, InvalidInput, UsageError
-from rehead.measure import evaluate, evaluate_text, logits
+from rehead.measure import cache_bytes, evaluate, evaluate_text, logits, quality
 from rehead.measure.length import text_length
 from rehead.measure.quality import scores
 from rehead.model import both_seen, build
@@ -102,6 +102,16 @@ def test_what_is_no_language_model_has_no_loss(network):
     )
     with pytest.raises(UsageError, match=r"not a language model|cannot generate text"):
         evaluate(both_seen() if network == "both seen" else build(config), evaluation_blocks(TEXT, BLOCK, 3))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_caches_are_counted_where_they_are_rounded(model, kv_dtype, monkeypatch):
+    """Each block has one of all layers, in the dtype of the weights."""
+    asked = []
+    monkeypatch.setattr(quality, "require_memory", lambda _, parts, *__: asked.append(parts))
+    evaluate_text(model, TEXT, length=BLOCK, batch_size=3, kv_dtype=kv_dtype)
+    kept = 3 * cache_bytes(model.config, BLOCK, dtype=torch.float64)
+    assert [parts.get("cache") for parts in asked] == [None if kv_dtype is None else kept]
 
 
 def test_scores():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,10 @@ T = TypeVar("T")
 PICKLE = "model.pt"
 LISTINGS = 5
 """Attempts to list a run's checkpoints, since a listing may miss folders that are renamed at the same time."""
+SETTLED = 2_000_000_000
+"""Nanoseconds after which a change of a file changes its time stamp, too."""
+_verified: dict[Path, list[tuple[str, int, int, int]]] = {}
+"""Checkpoints that matched their manifest, with the time stamps of their files then."""
 STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -124,6 +129,25 @@ def run_data(path: Path) -> DataOptions | None:
     return flags.read([], (run / "config.yaml",)).data
 
 
+def _verify_once(folder: Path) -> None:
+    """Verify a folder whose files are not those that were verified before. Loading hashes what it reads anyway."""
+    stamp = _stamp(folder)
+    if stamp and _verified.get(folder) == stamp:
+        return
+    verify(folder)
+    if stamp and time.time_ns() - max(changed for *_, changed in stamp) > SETTLED:
+        _verified[folder] = stamp
+
+
+def _stamp(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Return what tells files from changed ones; nothing for a folder that was just deleted."""
+    try:
+        found = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
+    except OSError:
+        return []
+    return [(name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in found]
+
+
 def steps(run: Path) -> list[tuple[int, Path]]:
     """Return all published checkpoints of a run, oldest first, checked or not."""
     folders = (run / "checkpoints").glob("step-*")
@@ -136,7 +160,7 @@ def newest_step(run: Path) -> Path | None:
     listings = (steps(run) for _ in range(LISTINGS))
     for _, folder in reversed(next(filter(None, listings), [])):
         try:
-            verify(folder)
+            _verify_once(folder)
         except (IntegrityError, InvalidInput) as error:
             if not folder.exists():  # the run deleted it for newer ones after it was listed
                 return newest_step(run)

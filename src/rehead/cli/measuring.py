@@ -139,7 +139,7 @@ def bench(
     document = facts | {
         "rounds": rounds,
         "cases": [asdict(case) for case in cases],
-        "environment": environment(),
+        "environment": environment(read.device),
     }
     if json:
         say(document | {"explain": reasons} if explain else document, "", json)

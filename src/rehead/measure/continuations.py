@@ -31,6 +31,7 @@ def loglikelihoods(
     is empty or longer than `length`, NumericError for a logit that is not finite, and ResourceError for a batch that
     does not fit the memory.
     """
+    model.require_generates()
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not 1 <= len(continuation) <= length:

@@ -49,20 +49,29 @@ def loss_bytes(config: ModelConfig, n_token: int, dtype: torch.dtype) -> int:
 
 
 def batch_of(
-    config: ModelConfig, length: int, dtype: torch.dtype, free: int, batch_size: int | None = None
+    config: ModelConfig,
+    length: int,
+    dtype: torch.dtype,
+    free: int,
+    batch_size: int | None = None,
+    *,
+    use_cache: bool = False,
 ) -> tuple[int, dict[str, int]]:
     """Return how many blocks of `length` tokens are read at once, and the bytes this takes by what holds them.
 
-    Without a `batch_size`, as many as fit 8,192 tokens, 4 TFLOP, 0.5 GB and half of what is `free`, but at least one.
+    With `use_cache` each block has a KV cache of its own. Without a `batch_size`, as many as fit 8,192 tokens, 4 TFLOP,
+    0.5 GB and half of what is `free`, but at least one.
     """
+    kept = cache_bytes(config, length, dtype=dtype) if use_cache else 0
     if batch_size is None:
         rest = min(BATCH_BYTES, free // 2) - loss_bytes(config, MOST_TOKENS, dtype)
-        one = max(1, forward_bytes(config, 1, length, dtype))
+        one = max(1, forward_bytes(config, 1, length, dtype) + kept)
         quick = int(MOST_FLOPS // (length * forward_flops(config, length)))
         batch_size = max(1, min(MOST_BLOCKS, MOST_TOKENS // length, rest // one, quick))
     return batch_size, {
         "activations": forward_bytes(config, batch_size, length, dtype),
         "logits": loss_bytes(config, batch_size * length, dtype),
+        **({"cache": batch_size * kept} if use_cache else {}),
     }
 
 

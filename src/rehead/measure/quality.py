@@ -57,7 +57,8 @@ def evaluate_text(
     require_vocabulary(text, model.config.vocab_size)
     length = text_length(model.config, length)
     dtype, device = model.head.weight.dtype, model.device
-    many, parts = batch_of(model.config, length, dtype, free_memory(device), batch_size)
+    cached = kv_dtype is not None
+    many, parts = batch_of(model.config, length, dtype, free_memory(device), batch_size, use_cache=cached)
     way_out = "Use a smaller --length." if many == 1 else "Use a smaller --batch-size or --length."
     require_memory(f"reading {many} x {length:,} tokens at once", parts, way_out, device)
     blocks = evaluation_blocks(text, length, many, stride=stride, bos=bos)

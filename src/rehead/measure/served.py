@@ -11,6 +11,7 @@ from rehead.measure.fidelity import Comparison
 from rehead.measure.forecast import batch_of
 from rehead.measure.stored import BATCH, Storage, as_stored, comparison, lost_rows
 from rehead.model import LanguageModel
+from rehead.model.base import keeps_dtype
 from rehead.system.device import free_memory
 from rehead.system.memory import require_memory
 
@@ -83,9 +84,8 @@ def _verdict(
     computed, problem = None, _problem(found, "")
     if kind in COMPUTES:
         try:
-            rounded = comparison(
-                exact, stored.to(COMPUTES[kind]), ids, min(length, COMPUTED), COMPUTED, bos=bos
-            )
+            computing = _computing(stored, exact, COMPUTES[kind])
+            rounded = comparison(exact, computing, ids, min(length, COMPUTED), COMPUTED, bos=bos)
         except NumericError:
             problem = problem or f"computed in {kind}, its predictions are not finite."
         else:
@@ -101,6 +101,15 @@ def _verdict(
         lost=lost,
         problem=problem,
     )
+
+
+def _computing(stored: LanguageModel, exact: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """Return `stored` in a dtype, but for what keeps its own."""
+    weights = dict(exact.named_parameters())
+    for name, weight in stored.to(dtype).named_parameters():
+        if keeps_dtype(name):
+            weight.data = weights[name].detach()
+    return stored
 
 
 def _problem(found: Comparison, how: str) -> str | None:

@@ -12,6 +12,7 @@ from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
 from rehead.measure.fidelity import Caches, Comparison, compare
 from rehead.model import LanguageModel, assembled
+from rehead.model.base import keeps_dtype
 from rehead.stages import staged
 from rehead.system.memory import require_memory
 
@@ -20,8 +21,15 @@ LOST = 0.1
 """Relative error of a row from which on it counts as lost; rounding to 8 bits changes one by about 0.01."""
 BLOCK, STEPS = 32, 127
 """q8_0: numbers that share a scale, and whole numbers on either side of 0."""
+WHOLE = ("embed_positions.weight", ".gate.weight")
+"""Ends of the names of matrices that llama.cpp keeps in float32."""
 BATCH = 4096
 """Tokens read at once, at most."""
+
+
+def keeps(name: str, kind: Storage) -> bool:
+    """Whether a weight stays as it is: the bias of a router and, in llama.cpp's files, routers and position tables."""
+    return keeps_dtype(name) or (kind == "q8_0" and name.endswith(WHOLE))
 
 
 def rounded(weight: Float[Tensor, "*N E"], kind: Storage) -> Float[Tensor, "*N E"]:
@@ -54,10 +62,12 @@ def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
     held = sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, Deferred))
     require_memory(f"the weights as {kind}", {"copy": held}, "Use a smaller model.", model.device)
     for name, weight in model.named_parameters():
-        if not rounded(materialise(weight.detach()), kind).isfinite().all():
+        if not keeps(name, kind) and not rounded(materialise(weight.detach()), kind).isfinite().all():
             raise NumericError(f"{name} leaves the range of {kind}: keep this model in bf16 or fp32.")
     state = {
-        name: map_deferred(partial(rounded, kind=kind), weight.detach())
+        name: weight.detach()
+        if keeps(name, kind)
+        else map_deferred(partial(rounded, kind=kind), weight.detach())
         for name, weight in model.state_dict().items()
     }
     return assembled(model.config, state)
@@ -108,6 +118,8 @@ def lost_rows(model: LanguageModel, *kinds: Storage) -> dict[str, dict[Storage, 
         size = exact.norm(dim=-1)
         rows[kind_of] = rows.get(kind_of, 0) + int((size > 0).sum())
         for kind in kinds:
+            if keeps(name, kind):
+                continue
             error = (rounded(exact if weight.ndim > 1 else exact[0], kind) - exact).norm(dim=-1)
             count = int((~(error <= LOST * size)).sum())  # also those that are NaN
             if count:

@@ -25,6 +25,7 @@ from rehead.stages import staged
 from rehead.study.begun import read
 from rehead.study.job import Job, firsts
 from rehead.study.work import load
+from rehead.system.device import choose_device
 from rehead.training.frozen import freeze
 from rehead.training.loop import Trainer
 from rehead.training.start import read_teacher
@@ -49,7 +50,7 @@ def measure_costs(jobs: Sequence[Job], *, serving: bool) -> Record:
     known = {
         "format": FORMAT,
         "of": _described(jobs),
-        "environment": environment(),
+        "environment": environment(choose_device(jobs[0].options.trainer.device)),
         "costs": costs(firsts(jobs), serving=serving),
     }
     write_whole(jobs[0].place / FILE, [json.dumps(known).encode()])

@@ -37,7 +37,7 @@ class OpenedModel:
 
     def tell_unread(self) -> None:
         """Warn of a tokenizer in files that rehead does not read, which a model made of this one will lack."""
-        found = [name for name in UNREAD if (self.folder / name).is_file()]
+        found = [name for name in (*UNREAD, TOKENIZER_CONFIG) if (self.folder / name).is_file()]
         if self.tokenizer is None and found:
             log.warning(
                 "the tokenizer of %s (%s) is not passed on: rehead reads tokenizer.json. Write one there with "

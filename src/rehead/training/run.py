@@ -136,7 +136,7 @@ class Run:
         if good is None:
             return "There is no checkpoint to resume from yet: start again."
         where = f"system.work_dir={self.folder.path} trainer.resume=True"
-        return f"{where} resumes from step {good.name[5:].lstrip('0')}."
+        return f"{where} resumes from step {int(good.name[5:])}."
 
     def _records(self, stop: Stop) -> Iterator[dict[str, Any]]:
         trainer = self.trainer

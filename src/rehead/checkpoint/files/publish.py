@@ -237,6 +237,10 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
         raise InvalidInput(
             f"{folder} was not written by rehead (it has no {MANIFEST}), so it is not replaced. Choose another name."
         )
+    elif folder.is_symlink():
+        raise InvalidInput(
+            f"{folder} is a link to {os.readlink(folder)}: give that folder, or remove the link."
+        )
 
 
 def _refuse_file(file: Path) -> None:

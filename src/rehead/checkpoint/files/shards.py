@@ -79,7 +79,7 @@ class Shards:
     def read(self, name: str) -> Tensor:
         """Return one tensor in new memory. Raises IntegrityError if its file has changed since it was opened."""
         entry = self._readable(name)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self._files.read(entry.file, bytes_of(tensor), entry.offset)
         return tensor
 

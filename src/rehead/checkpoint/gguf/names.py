@@ -20,6 +20,8 @@ from rehead.registry import nearest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures of GGUF; each is also the name of a model family."""
+FACTORS = (8.0, 16.0, 32.0)
+"""Those of Llama 3.1 to 3.3."""
 FREQUENCIES = "rope_freqs.weight"
 """The tensor of divisors of Llama 3.1's angles."""
 
@@ -89,6 +91,10 @@ def _table(file: File, fields: _Own) -> Table:
                 f"{file.path}: {fields.arch}.{name}={value}, its heads are {head_dim} wide: no stock class can "
                 "represent that."
             )
+    if not fields.take("attention.causal", bool, True):
+        raise InvalidInput(
+            f"{file.path}: {fields.arch}.attention.causal=False: rehead reads models that generate text."
+        )
     n_layer = fields.take("block_count", int)
     layers = {name.split(".")[1] for name in file.entries if "blk." in name}
     if layers != set(map(str, range(min(n_layer, len(file.entries))))):
@@ -139,10 +145,14 @@ def _scaling(file: File, fields: _Own, theta: float, head_dim: int) -> Table:
         return {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
     divisors = file.read(FREQUENCIES).double().flatten()
     if len(divisors) == head_dim // 2 and divisors.max() >= 1 and theta > 0 and not scaled:
-        known = Llama3Scaling(factor=float(divisors.max()))
         angles = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        if torch.allclose(known.scale(angles, theta), angles / divisors, rtol=1e-5, atol=0):
-            return {"rope_type": "llama3", **vars(known)}
+        for factor in (
+            float(divisors.max()),
+            *FACTORS,
+        ):  # the largest divisor is less if no pair turns slowly enough
+            known = Llama3Scaling(factor=factor)
+            if torch.allclose(known.scale(angles, theta), angles / divisors, rtol=1e-5, atol=0):
+                return {"rope_type": "llama3", **vars(known)}
     raise InvalidInput(
         f"{file.path}: {FREQUENCIES} changes the angles differently from Llama 3.1: no stock class can represent that."
     )

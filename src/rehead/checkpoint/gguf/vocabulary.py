@@ -69,6 +69,8 @@ def _byte_level(table: Table, inner: hf.Tokenizer, n_token: int) -> dict[str, An
     if not model["merges"] and not added and n_token == 256 == len(known):
         alphabet = _bytes_by_letter()
         return _by_bytes([bytes([alphabet[token]]) for token in tokens])
+    if not model["merges"]:
+        raise _refused("BPE without merges", "llama.cpp would not load it")
     return {
         "model": "gpt2",
         "pre": _cut_of(table),

@@ -42,6 +42,9 @@ SHARED_KEYS = """
 SHARED = frozenset(SHARED_KEYS.split())
 """Keys that transformers reads for any class, in its masks, caches, rotary tables and loading."""
 
+USUAL = {"is_causal": True, "partial_rotary_factor": 1.0}
+"""What some of them say where they change nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
@@ -64,6 +67,8 @@ class Family(ABC):
     architecture: str
     deepseek_kernels: ClassVar[bool] = False
     """Whether engines run it on the MLA kernels they have for DeepSeek."""
+    zeroes_padding: ClassVar[bool] = False
+    """Whether the class zeroes the embedding of the token that config.json names for padding, as it is loaded."""
 
     @abstractmethod
     def read(self, fields: "Fields") -> GPTConfig:
@@ -132,6 +137,11 @@ class Fields:
             raise InvalidInput(f"{self.where}: {name}={value!r:.80}: expected {kind.__name__}.")
         return value
 
+    def rename(self, name: str, key: str, names: dict[str, str]) -> None:
+        """Replace a former value of a key in the table `name` by its present one."""
+        if isinstance(table := self._left.get(name), dict) and isinstance(value := table.get(key), str):
+            self._left[name] = table | {key: names.get(value, value)}
+
     def layers(self, name: str) -> int:
         """Return the number of layers, checked before a list of that length is built."""
         n_layer: int = self.take(name, int)
@@ -163,7 +173,8 @@ class Fields:
         return {
             name: value
             for name, value in self._left.items()
-            if name not in UNREAD and value not in (None, False, [], {})
+            if name not in UNREAD
+            and value not in ((None, USUAL[name]) if name in USUAL else (None, False, [], {}))
         }
 
     def finish(self) -> None:

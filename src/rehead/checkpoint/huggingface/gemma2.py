@@ -89,8 +89,10 @@ class Gemma2(LlamaLike):
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return which layers have the window, the score and the caps."""
+        words = window_words(config)
         return super().extra_json(config, first) | {
-            **window_words(config),
+            **words,
+            "sliding_window": words["sliding_window"] or WINDOW,  # read even where no layer slides
             "query_pre_attn_scalar": scalar_of(first),
             "attn_logit_softcapping": first.score.cap if isinstance(first.score, SoftCapped) else None,
             "final_logit_softcapping": config.logit_softcap,

@@ -34,7 +34,7 @@ class GPTNeoX(Family):
         bias = fields.take("attention_bias", bool, True)
         head_dim = width // heads if heads > 0 else 0
         fields.expect("head_dim", head_dim, None)
-        activation = fields.expect("hidden_act", *ACTIVATIONS)
+        activation = fields.expect("hidden_act", "gelu", *ACTIVATIONS)
         dropout = fields.take("hidden_dropout", float, 0.0)
         attention = GroupedConfig(
             n_query_head=heads,

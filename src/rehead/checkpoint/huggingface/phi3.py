@@ -37,7 +37,8 @@ class Phi3(LlamaLike):
         return tuple(n * layer.head_dim for n in heads) if theirs.startswith(QKV) else ()
 
     def read_rope(self, fields: Fields, length: int) -> RopeConfig:
-        """Return the rotary embedding; longrope's first length is a key of its own."""
+        """Return the rotary embedding; longrope's first length is a key of its own, and it had other names before."""
+        fields.rename("rope_scaling", "type", dict.fromkeys(("su", "yarn"), "longrope"))
         return read_rope(
             fields, length, self.rope, fields.take("original_max_position_embeddings", int, REACH)
         )

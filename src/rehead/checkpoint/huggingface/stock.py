@@ -27,6 +27,8 @@ TOKENIZER: Table = {
 }
 """tokenizer_config.json for transformers' generic tokenizer class, which by default pads on the right, where no text
 can be continued, and in earlier releases returns `token_type_ids`, which `generate` refuses."""
+HEADS = ({"lm_head.weight"}, {"embed_out.weight"})
+"""The name that a head has beside a tied embedding."""
 NONE = "no format can represent this model as it is."
 
 
@@ -69,7 +71,14 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     }
     wanted = {weight.theirs: weight for weight in family.weights(config)}
     head = stored.keys() - wanted.keys()
-    if config.tie_embeddings and head in ({"lm_head.weight"}, {"embed_out.weight"}):
+    if (
+        config.tie_embeddings and head in HEADS
+    ):  # safetensors' save_model keeps the first name of a shared tensor
+        (embedding,) = (name for name, weight in wanted.items() if weight.ours == ("embed_tokens.weight",))
+        if embedding not in stored:
+            stored[embedding] = stored.pop(*head)
+            head = set()
+    if config.tie_embeddings and head in HEADS:
         require_names(folder, stored.keys() - head, wanted.keys(), "weights", "config")
         _require_tied(shards, stored, wanted, *head)
     else:
@@ -147,6 +156,8 @@ def write(
     dtype = str(model.head.weight.dtype).removeprefix("torch.")
     ids = dict.fromkeys(SPECIAL) | (special or {})
     table = family.write(model.config) | {"dtype": dtype} | ids
+    if family.zeroes_padding:
+        table["pad_token_id"] = None
     write_weights(folder, weights(model, family))
     generation = {"do_sample": True, "temperature": 1.0, **ids}
     texts = {"config.json": json_text(table), "generation_config.json": json_text(generation)}

@@ -9,6 +9,7 @@ class Youtu(LatentLike):
 
     architecture = "YoutuForCausalLM"
     tied = True
+    zeroes_padding = True
 
 
 families.add("youtu")(Youtu())

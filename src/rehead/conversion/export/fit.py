@@ -78,11 +78,16 @@ def fit(config: ModelConfig, asked: Asked) -> Fit:
     if asked.engine is not None:
         require_computed(config, family, asked.engine)
     served = asked.engine == "llama.cpp" and not isinstance(first, LatentConfig)
-    name = families.name_of(family)
-    name = AS_GGUF.get(name, name)
-    if (asked.gguf or served) and not converted and name in architectures:
+    if (asked.gguf or served) and not converted and (name := architecture_of(family)) is not None:
         architectures[name].keys(config)
     return Fit(family=family, converted=converted)
+
+
+def architecture_of(family: Family) -> str | None:
+    """Return the name of llama.cpp's architecture for a class whose computation there is known; else None."""
+    name = families.name_of(family)
+    name = AS_GGUF.get(name, name)
+    return name if name in architectures else None
 
 
 def require_fit(config: ModelConfig, asked: Asked) -> Fit:

@@ -17,7 +17,7 @@ from rehead.conversion.export.card import Card
 from rehead.conversion.export.computed import not_computed
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import ENGINES, Engine
-from rehead.conversion.export.fit import Asked, require_fit
+from rehead.conversion.export.fit import Asked, architecture_of, require_fit
 from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.history import after, conversion_of
@@ -117,6 +117,11 @@ def as_stock(
             )
         if engine is None:
             _warn_of_servers(model.config, family)
+        if engine == "llama.cpp" and not isinstance(first, LatentConfig) and architecture_of(family) is None:
+            log.warning(
+                "what llama.cpp computes of %s was never compared: compare its predictions before you serve it.",
+                family.architecture,
+            )
     if engine == "mlx" and isinstance(family, GPT2):
         family = GPT2(prefix="")  # the names of weights that mlx-lm reads
     return model, family, certificate
