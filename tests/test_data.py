@@ -172,6 +172,33 @@ def test_a_pipe_does_not_block(tmp_path):
             everything(Source(path=path))
 
 
+def test_links_to_folders_are_read_once(tmp_path):
+    """As links to files are; one that leads back to its folder ends there."""
+    for name in ("corpus/a", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "corpus/a/1.txt").write_text("one")
+    (tmp_path / "elsewhere/2.txt").write_text("two")
+    (tmp_path / "corpus/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/a/back").symlink_to(tmp_path / "corpus")
+    assert everything(Source(path=tmp_path / "corpus")) == "one\n\ntwo"
+
+
+def test_a_folder_that_cannot_be_listed_is_a_lack_of_resources(tmp_path, monkeypatch):
+    """Not a text that is shorter."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "1.txt").write_text("one")
+    real = os.scandir
+
+    def denied(path):
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(ResourceError, match=r"cannot list .*Permission denied"):
+        everything(Source(path=tmp_path))
+
+
 def test_a_file_that_cannot_be_read_is_a_lack_of_resources(tmp_path, monkeypatch):
     source = written(tmp_path / "a.txt", "text")
 

@@ -267,7 +267,7 @@ def text_of(name, text, part, **more):
     return Case(damage=lambda folder: (folder / name).write_bytes(content), part=part, **more)
 
 
-def index(change):
+def index(change, **more):
     """A case with another index than the sharded folder's."""
 
     def damage(folder):
@@ -276,7 +276,7 @@ def index(change):
         made = change(table["weight_map"])
         path.write_text(made if isinstance(made, str) else json.dumps(table | made))
 
-    return Case(damage=damage, base=sharded_folder)
+    return Case(damage=damage, base=sharded_folder, **more)
 
 
 def moved(name, put):
@@ -463,7 +463,7 @@ CORPUS: dict[str, Case] = {
     "C20 no such file": index(lambda places: {"weight_map": places | {NAMES[0]: "model-3.safetensors"}}),
     "C20 no table": index(lambda places: {"weight_map": []}),
     "C20 nothing": index(lambda places: "{}"),
-    "C20 total_size": index(lambda places: {"metadata": {"total_size": 1}}),
+    "C20 total_size": index(lambda places: {"metadata": {"total_size": 1}}, codes=(0,)),
     "C06 index twice": index(lambda places: '{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}'),
     **{
         f"C21 {place!r:.12}": index(lambda places, place=place: {"weight_map": places | {NAMES[0]: place}})

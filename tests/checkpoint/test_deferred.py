@@ -11,7 +11,7 @@ from rehead.attention import GroupedConfig
 from rehead.checkpoint.files.deferred import Deferred, map_deferred, materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_file, write_weights
-from rehead.errors import IntegrityError
+from rehead.errors import IntegrityError, UsageError
 from rehead.model import build
 from small import llama_shaped
 
@@ -132,3 +132,33 @@ def test_sharded_and_read_again(most_bytes, n_file, tmp_path):
         again = shards.read(name)
         assert again.dtype == weight.dtype
         assert torch.equal(again, weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict({name: 0 * one for name, one in model.state_dict().items()}),
+        lambda model: step(model),
+        lambda model: torch.nn.init.zeros_(model.head.weight),
+        lambda model: model.head.weight.data.mul_(2),
+    ],
+)
+def test_weights_in_files_are_not_changed(folder, change):
+    """Not without a word: the change would be made to values that are dropped."""
+    model = rehead.checkpoint.load(folder, in_memory=False)
+    with pytest.raises((UsageError, RuntimeError), match="are in files, and cannot be changed: load it with"):
+        change(model)
+
+
+def step(model):
+    model(torch.randint(31, (2, 5))).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_weights_in_files_are_read_into_others(folder):
+    outside, inside = rehead.checkpoint.load(folder, in_memory=False), rehead.load(folder)
+    wanted = {name: weight.clone() for name, weight in inside.state_dict().items()}
+    for weight in inside.parameters():
+        weight.data.zero_()
+    inside.load_state_dict(outside.state_dict())
+    assert all(torch.equal(weight, wanted[name]) for name, weight in inside.state_dict().items())

@@ -7,6 +7,7 @@ import time
 import warnings
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -161,7 +162,8 @@ def test_a_work_folder_of_mingpt_is_named(tmp_path):
 
 
 def test_a_run_names_its_text(run, tmp_path):
-    (run / "config.yaml").write_text("data: {path: mine.txt, block_size: 7}")
+    options = "system:\ndata:\n  path: mine.txt\n  block_size: 7\nmodel:\ntrainer:\n"
+    (run / "config.yaml").write_text(options)
     for path in (run, run / "checkpoints" / "step-000010"):
         assert (run_data(path).path, run_data(path).block_size) == ("mine.txt", 7)
     save(tmp_path / "model")
@@ -172,6 +174,22 @@ def test_a_run_names_its_text(run, tmp_path):
     (run / "config.yaml").symlink_to(elsewhere)
     with pytest.raises(InvalidInput, match=r"config\.yaml is a link out of its folder"):
         run_data(run)
+
+
+@pytest.mark.parametrize("name", ["llama", "step-000010"])
+def test_a_config_yaml_of_another_program_says_nothing_of_a_model(name, tmp_path):
+    """Hydra, NeMo and torchtune write one beside a folder called checkpoints."""
+    save(tmp_path / "project" / "checkpoints" / name)
+    (tmp_path / "project" / "config.yaml").write_text("lr: 0.1\ndata:\n  block_size: 4\n")
+    assert run_data(tmp_path / "project" / "checkpoints" / name) is None
+
+
+def test_a_step_belongs_to_its_run_from_wherever_it_is_named(run, monkeypatch):
+    (run / "config.yaml").write_text("system:\ndata:\n  block_size: 7\nmodel:\ntrainer:\n")
+    monkeypatch.chdir(run / "checkpoints")
+    assert run_data(Path("step-000200")).block_size == 7
+    monkeypatch.chdir("step-000200")
+    assert run_data(Path()).block_size == 7
 
 
 def test_a_named_step_is_that_step_or_an_error(run):

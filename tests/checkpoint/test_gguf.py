@@ -215,7 +215,9 @@ def test_scaled_angles(tmp_path):
     path = write(tmp_path / "m.gguf", model("llama"), "llama", more={"rope_freqs.weight": divisors})
     import_file(path, tmp_path / "three")
     assert rehead.load(tmp_path / "three").config.attention[0].rope.scaling == scaling
-    fast = 1500.0 ** -(torch.arange(0, 16, 2).double() / 16)  # no pair turns slowly enough for the whole factor
+    fast = 1500.0 ** -(
+        torch.arange(0, 16, 2).double() / 16
+    )  # no pair turns slowly enough for the whole factor
     divisors = (fast / scaling.scale(fast, 1500.0)).numpy()
     assert 1 < divisors.max() < 32
     facts = {"llama.rope.freq_base": 1500.0}

@@ -177,3 +177,11 @@ def test_a_state_that_cannot_go_on(run, capfd):
     assert "Remove its folder, and the run resumes from the checkpoint before it." in capfd.readouterr().err
     shutil.rmtree(newest)
     assert main(["train", *again]) == 0
+
+
+def test_a_flag_without_effect_is_refused_in_a_resumed_run_too(run, capfd):
+    assert main(["train", *MORE, "trainer.min_learning_rate=1e-4"]) == 2
+    assert (
+        "trainer.min_learning_rate=0.0001 has no effect with trainer.schedule=constant"
+        in capsys.readouterr().err
+    )

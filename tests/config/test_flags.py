@@ -120,6 +120,7 @@ REFUSED = [  # flags, what the message must name, the remedy it must offer
     (["trainer.max_iters=1_000"], "1_000", "plain digits"),
     (["trainer.max_iters=010"], "010", "plain digits"),  # 8 in YAML
     (["trainer.max_iters=0x10"], "0x10", "plain digits"),
+    (["model.layers=[{window: 010}]"], "010", "plain digits"),
     (["trainer.max_iters=0b11"], "0b11", "plain digits"),
     (["trainer.max_iters=1:30"], "1:30", "plain digits"),  # 90 in YAML
     (["trainer.learning_rate=1_0e-3"], "1_0e-3", "plain digits"),
@@ -185,7 +186,20 @@ FILES = [  # bytes of a YAML file, error, what the message must name
     (b"model: \xff", InvalidInput, "run.yaml is not YAML"),
     (b"model: {n_layer: 0x" + b"f" * 9000 + b"}", InvalidInput, "a whole number of 36,000 bits in line 1"),
     (b"model: {n_layer: -0b1" + b"0" * 10000 + b"}", InvalidInput, "a whole number of 10,001 bits in line 1"),
-    (b"model: {n_layer: 0x" + b"f" * 2000 + b"}", ConfigError, "more than 64 bits"),
+    (b"model: {n_layer: " + b"9" * 2000 + b"}", ConfigError, "more than 64 bits"),
+    (
+        b"trainer: {max_iters: 010}",
+        InvalidInput,
+        "010; write the number in plain digits in line 1",
+    ),  # 8 in YAML
+    (
+        b"trainer:\n  warmup_iters: 1:30",
+        InvalidInput,
+        "1:30; write the number in plain digits in line 2",
+    ),  # 90
+    (b"trainer: {eval_every: 1_000}", InvalidInput, "plain digits"),
+    (b"trainer: {learning_rate: 1:30.5}", InvalidInput, "plain digits"),
+    (b"model: {n_layer: 0x10}", InvalidInput, "plain digits"),
     (
         b"model: {n_layer: !!int ''}",
         InvalidInput,
@@ -329,7 +343,7 @@ def test_wrong_values_inside_tables(flag, rule):
 
 def test_values_of_a_list_are_read_for_any_key():
     """A study gives several values of an option, one per run."""
-    assert values(["model.n_kv_head=[1, 2]", "data.path=[a, 07]", "--trainer.max_iters=7"]) == {
+    assert values(["model.n_kv_head=[1, 2]", "data.path=[a, 7]", "--trainer.max_iters=7"]) == {
         "model.n_kv_head": [1, 2],
         "data.path": ["a", 7],
         "trainer.max_iters": 7,

@@ -399,3 +399,50 @@ def test_every_flag_changes_the_model(name):
     there = ModelOptions(**values).resolve(65, 128)
     values.pop(name)
     assert there != ModelOptions(**values).resolve(65, 128)
+
+
+def test_common_flags_are_for_the_layers_that_read_them():
+    """Left out, the rank would be another one, without a word."""
+    mixed = resolve(
+        "model.kv_lora_rank=64", "model.layers=[{attention: mla}, {}]", "model.n_layer=2"
+    ).attention
+    assert (mixed[0].kv_lora_rank, mixed[1].name) == (64, "mha")
+    flags = [
+        "model.attention=mla",
+        "model.kv_lora_rank=64",
+        "model.layers=[{}, {attention: gqa, n_kv_head: 2}]",
+    ]
+    mixed = resolve(*flags, "model.n_layer=2").attention
+    assert (mixed[0].kv_lora_rank, mixed[1].n_kv_head) == (64, 2)
+    mixed = resolve(
+        "model.score=additive", "model.layers=[{}, {attention: mla}]", "model.n_layer=2"
+    ).attention
+    assert (type(mixed[0].score).__name__, mixed[1].name) == ("Additive", "mla")
+    with pytest.raises(ConfigError, match="kv_lora_rank=64 has no effect"):
+        resolve("model.kv_lora_rank=64", "model.layers=[{}, {n_kv_head: 2}]")
+    with pytest.raises(ConfigError, match="kv_lora_rank=8 has no effect"):
+        resolve("model.layers=[{attention: mla}, {attention: mha, kv_lora_rank: 8}]")
+
+
+def test_a_whole_table_replaces_another_and_an_entry_joins_it(tmp_path):
+    file = tmp_path / "c.yaml"
+    yarn = "rope_type: yarn, factor: 4, original_max_position_embeddings: 64, attention_factor: 1.5"
+    file.write_text(f"model: {{rope: true, rope_scaling: {{{yarn}}}}}")
+    other = "model.rope_scaling={rope_type: linear, factor: 8}"
+    assert read([other], (file,)).model.rope_scaling == {"rope_type": "linear", "factor": 8}
+    entry = read(["model.rope_scaling.factor=8"], (file,)).model.rope_scaling
+    assert (entry["factor"], entry["attention_factor"]) == (8, 1.5)
+
+
+@pytest.mark.parametrize("name", ["embd_pdrop", "resid_pdrop", "attn_pdrop"])
+def test_a_dropout_that_a_teacher_ignores(name):
+    options = read([f"model.{name}=0.7", "trainer.teacher=m"])
+    with pytest.raises(ConfigError, match=rf"model.{name}=0.7 has no effect with trainer.teacher"):
+        options.refuse_unused()
+    read([f"model.{name}=0", "trainer.teacher=m"]).refuse_unused()
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_block_has_a_token(size):
+    with pytest.raises(ConfigError, match=rf"data.block_size={size}: a block has at least 1 token"):
+        read([f"data.block_size={size}", "model.folder=m"])

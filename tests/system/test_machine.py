@@ -53,6 +53,13 @@ def test_the_first_version_also_where_a_container_sees_only_its_own_group(root, 
     assert available_memory(root) == 501_500
 
 
+def test_a_group_without_subgroups_has_the_same_numbers_twice(root):
+    put(root, "proc/self/cgroup", "4:memory:/x\n")
+    stat = "inactive_file 1000\nactive_file 1\ntotal_inactive_file 1000\ntotal_active_file 1"
+    group(root, "sys/fs/cgroup/memory/x", 2_000_000, 1_500_000, stat, old=True)
+    assert available_memory(root) == 501_001
+
+
 @pytest.mark.process
 def test_a_limit_of_addresses():
     code = "from rehead.system.machine import available_memory; print(available_memory())"

@@ -18,7 +18,9 @@ from rehead.config import flags
 from rehead.errors import ResourceError
 from rehead.model import skeleton
 from rehead.system import memory
+from rehead.system.torchrun import of_torchrun
 from rehead.training import start, state
+from rehead.training.distributed import Group
 
 TEXT = "A process that is lost is named; what it computed is not. " * 200
 ONE = ["trainer.batch_size=8", "trainer.max_iters=20", "trainer.eval_every=10", "trainer.eval_batches=2"]
@@ -523,6 +525,64 @@ def test_a_process_of_torchrun_ends_without_finalization(rank, ending):
     )
     assert (done.returncode, done.stdout) == (2, ending)
     assert "device=none" in done.stderr
+
+
+FOLLOWS = """
+import sys
+from rehead import training
+training.train = lambda options: iter([{"event": "end", "train_loss": 1.0}])
+from rehead.cli import main
+sys.argv[1:] = ["train", "trainer.parallel=ddp"]
+sys.exit(main())
+"""
+
+
+def test_a_process_that_follows_the_first_one_ends_without_finalization_too():
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    code = ENDING.split("atexit.register")[0].replace("from rehead.cli import main\n", "") + FOLLOWS
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | job,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "x", "MASTER_PORT": ""},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "tcp://10.0.0.5:23456"},
+    ],
+    ids=["empty", "a service of Kubernetes"],
+)
+def test_what_is_no_job_of_torchrun(given, monkeypatch):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert of_torchrun() is None
+
+
+def test_a_long_text_is_told_in_parts():
+    """A store's value holds 8 MiB, a tokenizer of 151,000 tokens has more."""
+
+    class Held(dict):
+        def set(self, key, value):
+            assert len(value.encode()) <= 8 * 2**20
+            self[key] = value.encode()
+
+        def get(self, key):
+            return self[key]
+
+    store, text = Held(), "a\u00e9\u4e2d\U0001f600" * 3_000_000
+    tells = [object.__new__(Group) for _ in range(2)]
+    for rank, one in enumerate(tells):
+        one.rank, one._told, one._store = rank, 0, store
+    for said in (text, "", "b"):
+        assert tells[0].tell(said) == said
+        assert tells[1].tell(None) == said
 
 
 def test_batches_that_cannot_be_shared():

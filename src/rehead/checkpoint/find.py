@@ -5,6 +5,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
 PICKLE = "model.pt"
+CONFIG = 1 << 20
+"""Characters of a config.yaml, at most."""
 LISTINGS = 5
 """Attempts to list a run's checkpoints, since a listing may miss folders that are renamed at the same time."""
 SETTLED = 2_000_000_000
@@ -112,7 +115,22 @@ def _refuse_pickled(path: Path) -> None:
 
 def is_run(path: Path) -> bool:
     """Whether this is a run folder, whose config.yaml names a text. In a model folder that file may be anything."""
-    return not (path / "config.json").is_file() and (path / "config.yaml").is_file()
+    return not (path / "config.json").is_file() and has_options(path)
+
+
+def has_options(run: Path) -> bool:
+    """Whether config.yaml has the sections of a run's: other programs have files of that name, too."""
+    with suppress(OSError), (run / "config.yaml").open(encoding="utf-8", errors="replace") as file:
+        return {"system:", "data:", "model:", "trainer:"} <= set(file.read(CONFIG).splitlines())
+    return False
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run folder that this is, or whose checkpoint it is; None if there is no run."""
+    place = path.absolute()
+    is_step = STEP.fullmatch(place.name) and place.parent.name == "checkpoints"
+    run = place.parents[1] if is_step else path
+    return run if is_run(run) else None
 
 
 def run_data(path: Path) -> DataOptions | None:
@@ -122,8 +140,8 @@ def run_data(path: Path) -> DataOptions | None:
     """
     from rehead.config import flags  # needs PyYAML, which rehead.load does without
 
-    run = path.parents[1] if path.parent.name == "checkpoints" else path
-    if not is_run(run):
+    run = run_of(path)
+    if run is None:
         return None
     require_regular(run / "config.yaml")
     return flags.read([], (run / "config.yaml",)).data

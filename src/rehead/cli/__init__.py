@@ -21,7 +21,12 @@ def main(argv: list[str] | None = None) -> int:
         answer_signals()
     from rehead.cli.entry import main as run
 
-    status = run(argv)
+    try:
+        status = run(argv)
+    except SystemExit as ended:  # of a process that follows the first one
+        if argv is not None or of_torchrun() is None:
+            raise
+        status = ended.code if isinstance(ended.code, int) else 0
     if argv is None:
         ignore_signals()
         if of_torchrun() is not None:

@@ -45,8 +45,7 @@ def train(
     resumed = Path(options.system.work_dir) / "config.yaml"
     if options.trainer.resume and resumed.is_file():
         options = reader.read(list(flags), (resumed, *config))
-    else:
-        options.refuse_unused()
+    options.refuse_unused()
     if print_config:
         say(asdict(options), reader.write(options).rstrip(), json)
         return
@@ -85,8 +84,7 @@ def heal(
     from rehead.training.heal import heal_options
 
     options = heal_options(folder, teacher, list(flags), length)
-    if not options.trainer.resume:
-        options.refuse_unused()
+    options.refuse_unused()
     if teach is not None:
         from rehead.training.lessons import taught_first
 

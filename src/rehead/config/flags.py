@@ -12,7 +12,7 @@ from typing import Any, get_args
 import yaml
 
 from rehead.config.options import RunOptions
-from rehead.config.strict_yaml import dump, first_line, parse
+from rehead.config.strict_yaml import OddNumber, dump, first_line, parse
 from rehead.config.typed import checked, example
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import nearest
@@ -124,7 +124,7 @@ def _set(merged: Tables, key: str, value: Any, where: str, whole: str) -> None:
     value = {entry: value} if entry else expanded(key, value)
     value = checked(OPTIONS[group][name], value, f"{group}.{name}", whole)
     before = merged[group].get(name)
-    merged[group][name] = {**before, **value} if isinstance(before, dict) and value else value
+    merged[group][name] = {**before, **value} if entry and isinstance(before, dict) else value
 
 
 def _unknown_option(key: str, where: str) -> str:
@@ -196,6 +196,8 @@ def _value(flag: str, key: str, text: str) -> Any:
         return text
     try:
         value = parse(text)
+    except OddNumber as error:
+        raise ConfigError(f"{flag!r}: write the number in plain digits.") from error
     except yaml.YAMLError:
         return text
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -32,11 +32,31 @@ def layer(flags: "ModelOptions", changes: dict[str, Any]) -> AttentionConfig:
             _decoded(kinds[name], value, f"model.layers: {name}")
     if changes.get("rope") is False:
         changes = dict.fromkeys(ROPE_ONLY) | changes  # those of the other layers
-    changed = replace(flags, **changes)
+    changed = replace(flags, **_of_others(flags, changes), **changes)
     kind = variant(changed)
     if kind is LatentConfig:
         return _latent(changed)
     return _grouped(changed) if kind is GroupedConfig else _other(changed, kind)
+
+
+def _of_others(flags: "ModelOptions", changes: dict[str, Any]) -> dict[str, Any]:
+    """Return, as not given, the common flags that this layer's attention does not read and another layer's does."""
+    here = variant(replace(flags, attention=changes.get("attention", flags.attention)))
+    kinds = {
+        variant(replace(flags, attention=other.get("attention", flags.attention)))
+        for other in flags.layers or ()
+    }
+    return {
+        name: getattr(type(flags), name)
+        for name in (*LATENT_ONLY, *GROUPED_ONLY)
+        if name not in changes and not _reads(here, name) and any(_reads(kind, name) for kind in kinds)
+    }
+
+
+def _reads(kind: Variant, name: str) -> bool:
+    if kind in (GroupedConfig, LatentConfig):
+        return name in (GROUPED_ONLY if kind is GroupedConfig else LATENT_ONLY)
+    return name in {field.name for field in fields(kind)}
 
 
 def variant(flags: "ModelOptions") -> Variant:

@@ -52,6 +52,10 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         require_types(self, "data.")
+        if self.block_size < 1:
+            raise ConfigError(
+                f"data.block_size={self.block_size}: a block has at least 1 token. Use 128, for example."
+            )
 
 
 @dataclass(kw_only=True)
@@ -193,9 +197,16 @@ class RunOptions:
             )
         if trainer.teacher is None and trainer.distillation != TrainerOptions.distillation:
             found["trainer.distillation"] = "without a teacher. Leave it out, or give trainer.teacher."
-        for name in ("resid_pdrop", "attn_pdrop") if model.type == "rnn" else ():
-            if getattr(model, name) not in (0, getattr(ModelOptions, name)):
-                found[f"model.{name}"] = "with model.type=rnn. Leave it out, or use model.embd_pdrop."
+        given = {
+            name for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+            if getattr(model, name) not in (0, getattr(ModelOptions, name))
+        }  # fmt: skip
+        for name in sorted(given - {"embd_pdrop"}) if model.type == "rnn" else ():
+            found[f"model.{name}"] = "with model.type=rnn. Leave it out, or use model.embd_pdrop."
+        for name in sorted(given) if trainer.teacher is not None and model.folder is None else ():
+            found[f"model.{name}"] = (
+                "with trainer.teacher, from which a model learns without dropout. Leave it out."
+            )
         return found
 
     def refuse_unused(self) -> None:

@@ -47,19 +47,46 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
+class OddNumber(yaml.constructor.ConstructorError):
+    """A number that YAML 1.1 reads as another one: 010 is 8, 1:30 is 90, 1_000 is 1000."""
+
+
+class _PlainLoader(_Loader):
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = super().construct_yaml_int(node)
+        if not re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value):
+            self._refuse_odd(node)
+        return value
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        if ":" in node.value or "_" in node.value:
+            self._refuse_odd(node)
+        return float(super().construct_yaml_float(node))
+
+    def _refuse_odd(self, node: yaml.ScalarNode) -> NoReturn:
+        raise OddNumber(None, None, f"{node.value:.40}; write the number in plain digits", node.start_mark)
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
+_PlainLoader.add_constructor("tag:yaml.org,2002:float", _PlainLoader.construct_yaml_float)
+
+
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-for _kind in (_Loader, _Dumper):
+for _kind in (_Loader, _PlainLoader, _Dumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
-def parse(text: str) -> Any:
-    """Parse YAML without tags, references or duplicate keys. Raises yaml.YAMLError for anything else."""
+def parse(text: str, *, plain: bool = True) -> Any:
+    """Parse YAML without tags, references or duplicate keys and, if `plain`, with numbers in plain digits only.
+
+    Raises yaml.YAMLError for anything else.
+    """
     try:
-        return _Loader(text).get_single_data()
+        return (_PlainLoader if plain else _Loader)(text).get_single_data()
     except (ValueError, RecursionError) as error:  # an invalid date, too many digits, too deep
         raise yaml.YAMLError(str(error)) from error
 

@@ -119,7 +119,7 @@ def _table(file: Path) -> dict[str, Any]:
     try:
         with file.open(encoding="utf-8") as text:
             head = FRONT.match(text.read(MOST))
-        table = parse(head[1]) if head else {}
+        table = parse(head[1], plain=False) if head else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return table if isinstance(table, dict) else {}

@@ -35,12 +35,28 @@ def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
 
 def _read_folder(path: Path, size: int, option: str) -> Iterator[str]:
     with resource(f"cannot list {str(path)!r}", f"name a file, or a folder of texts, with {option}"):
-        files = [file for file in path.rglob("*") if file.suffix in {".txt", ".md"} and not file.is_dir()]
+        files = [file for file in _files(path) if file.suffix in {".txt", ".md"} and not file.is_dir()]
     if not files:
         raise InvalidInput(f"no *.txt or *.md file in {str(path)!r}: name a file with {option}.")
     for i, file in enumerate(sorted(files, key=lambda file: file.relative_to(path).as_posix())):
         yield "\n\n" if i else ""
         yield from read(file, size, option)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield all files below a folder, links followed. Raises OSError for a folder that cannot be listed."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    seen = set[tuple[int, int]]()
+    for folder, folders, files in os.walk(path, onerror=stop, followlinks=True):
+        found = os.stat(folder)
+        if (found.st_dev, found.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((found.st_dev, found.st_ino))
+        yield from (Path(folder) / name for name in files)
 
 
 def _read_file(path: Path, size: int) -> Iterator[str]:

@@ -29,8 +29,9 @@ class Verdict:
 
     `kl` is the mean of KL(exact || stored) in nats, `loss` and `loss_exact` are nats per token with and without the
     rounding, `argmax_flips` is the share of tokens whose likeliest successor differs. `kl_computed` is the KL where the
-    computation is in that format, too; None for q8_0. `tokens` is how many were compared. `lost` has, per kind of
-    weight, the share of its rows that the format loses. `problem` says why it is not safe, or is None.
+    computation is in that format, too, on `COMPUTED` tokens or one block; None for q8_0. `tokens` is how many were
+    compared. `lost` has, per kind of weight, the share of its rows that the format loses. `problem` says why it is not
+    safe, or is None.
     """
 
     dtype: Storage
@@ -85,7 +86,7 @@ def _verdict(
     if kind in COMPUTES:
         try:
             computing = _computing(stored, exact, COMPUTES[kind])
-            rounded = comparison(exact, computing, ids, min(length, COMPUTED), COMPUTED, bos=bos)
+            rounded = comparison(exact, computing, ids, length, COMPUTED, bos=bos)
         except NumericError:
             problem = problem or f"computed in {kind}, its predictions are not finite."
         else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rehead.measure.served import Verdict
+from rehead.measure.served import COMPUTED, Verdict
 from rehead.report.table import show
 
 FEW = 256
@@ -17,7 +17,8 @@ def present(title: str, verdicts: Sequence[Verdict]) -> None:
         HEADER,
         [_row(verdict) for verdict in verdicts],
         "KL: the mean divergence from the predictions of the exact weights, in nats. loss: its change in nats per "
-        "token. tokens changed: their likeliest successor differs. computed in it: as engines do in 16 bits.",
+        "token. tokens changed: their likeliest successor differs. computed in it: as engines do in 16 bits, on "
+        f"{COMPUTED:,} tokens or one block.",
         texts=(0, 5),
     )
     for verdict in verdicts:

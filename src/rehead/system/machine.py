@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-CACHED = re.compile(r"^(?:total_)?(?:in)?active_file (\d+)$", re.MULTILINE)
+CACHED = re.compile(r"^(?:total_)?((?:in)?active_file) (\d+)$", re.MULTILINE)
 """Pages of files in memory.stat, which a control group gives up when it needs memory (total_: with its subgroups)."""
 
 
@@ -56,11 +56,13 @@ def _left(group: Path, limit: str, used: str) -> Iterator[int]:
     """Yield the limit of a group less what it uses, without pages that it can give up; nothing without a limit."""
     try:
         most, now = (group / limit).read_text().strip(), int((group / used).read_text())
-        kept = sorted(map(int, CACHED.findall((group / "memory.stat").read_text())))
+        kept: dict[str, int] = {}
+        for kind, size in CACHED.findall((group / "memory.stat").read_text()):
+            kept[kind] = max(kept.get(kind, 0), int(size))
     except OSError:
         return
     if most != "max":
-        yield int(most) - now + sum(kept[-2:])
+        yield int(most) - now + sum(kept.values())
 
 
 def _left_of_addresses(root: Path) -> Iterator[int]:

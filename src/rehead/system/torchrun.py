@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Torchrun:
@@ -22,8 +24,8 @@ class Torchrun:
 def of_torchrun() -> Torchrun | None:
     """Return this process's place in a job of torchrun, None if torchrun did not start it."""
     given = os.environ
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(given):
-        return None
+    if "MASTER_ADDR" not in given or not all(given.get(name, "").isdecimal() for name in NUMBERS):
+        return None  # a scheduler or a container may have set some of them
     return Torchrun(
         rank=int(given["RANK"]),
         local_rank=int(given.get("LOCAL_RANK", "0")),

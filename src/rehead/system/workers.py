@@ -21,8 +21,8 @@ FROM_TERMINAL = {signal.SIGINT, signal.SIGHUP}
 def spread(work: Callable[[T], R], tasks: Iterable[T], n_process: int) -> Iterator[R]:
     """Yield `work(task)` for every task as it ends, `n_process` at a time in processes of their own.
 
-    A task is drawn when a process is free for it. Raises what `work` raises, and ResourceError if a process is
-    killed; the others are then killed, too.
+    One task is drawn ahead of those that run. Raises what `work` raises, and ResourceError if a process is killed; the
+    others are then killed, too.
     """
     before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")

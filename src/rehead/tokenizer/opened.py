@@ -100,7 +100,7 @@ def open_model(
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer of whatever `rehead.load` takes, of a folder with a tokenizer.json, or of that file.
+    """Return the tokenizer of whatever `rehead.load` takes, of a tokenizer.json, or of a folder with nothing else.
 
     `encode(text)` gives ids (N,), `decode(ids)` the text. Raises InvalidInput where there is none.
     """

@@ -41,6 +41,10 @@ LONGEST = timedelta(minutes=30)
 """How long a process may wait for the others: one of them may write a checkpoint alone."""
 
 
+LONGEST_PART = 2**20
+"""Characters of one value of the store, which has room for 8 MiB; a tokenizer of 151,000 tokens has more."""
+
+
 class Group(OneProcess):
     """The processes that torchrun started: ranks 0 to `world` - 1. Each computes its rows of every batch."""
 
@@ -82,9 +86,13 @@ class Group(OneProcess):
         key = f"told/{self._told}"
         if self.rank == 0:
             assert text is not None
-            self._store.set(key, text)
+            parts = [text[at : at + LONGEST_PART] for at in range(0, len(text), LONGEST_PART)]
+            for index, part in enumerate(parts):
+                self._store.set(f"{key}/{index}", part)
+            self._store.set(key, str(len(parts)))
             return text
-        return self._store.get(key).decode()
+        n_part = int(self._store.get(key))
+        return "".join(self._store.get(f"{key}/{index}").decode() for index in range(n_part))
 
     def text(
         self, options: RunOptions, folder: RunFolder, checkpoint: Path | None

@@ -11,7 +11,7 @@ from typing import Any
 
 from rehead.checkpoint import newest_step, publish
 from rehead.checkpoint.files.publish import recover
-from rehead.checkpoint.find import steps
+from rehead.checkpoint.find import has_options, steps
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
 from rehead.data.hold import Held, hold
@@ -21,8 +21,6 @@ from rehead.system.aside import discard
 from rehead.training.metrics import records
 
 log = logging.getLogger("rehead")
-CONFIG = 1 << 20
-"""Characters of a config.yaml, at most."""
 REMEDY = "free some space or make it writable, then continue with trainer.resume=True, or use another system.work_dir"
 
 
@@ -42,7 +40,7 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """Return True if there is a run, with or without a checkpoint."""
-        return self._has_config() or bool(steps(self.path))
+        return has_options(self.path) or bool(steps(self.path))
 
     @contextmanager
     def open(self, *, resume: bool) -> Iterator[Path | None]:
@@ -93,13 +91,6 @@ class RunFolder:
                 f"{self.path} is a model's folder: commands would read that model and not the run. Choose another "
                 "system.work_dir."
             )
-
-    def _has_config(self) -> bool:
-        """Return True if config.yaml has the sections of a run's."""
-        with suppress(OSError), self.config.open(encoding="utf-8", errors="replace") as file:
-            lines = file.read(CONFIG).splitlines()
-            return {"system:", "data:", "model:", "trainer:"} <= set(lines)
-        return False
 
     def recorded(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the records of metrics.jsonl, up to `step`. A truncated last line is left out, with a warning."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rehead.checkpoint.find import run_data
+from rehead.checkpoint.find import run_data, run_of
 from rehead.data import TOKENS, Ids, read_ids, split
 from rehead.tokenizer import Tokenizer
 
@@ -14,9 +14,8 @@ WINDOW, PLACES = 256, 16
 
 def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool | None:
     """Return whether `ids` contain a part of the training text; None if no run folder has that text."""
-    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    data = run_data(run)
-    if data is None or not (run / TOKENS).is_file():
+    run, data = run_of(folder), run_data(folder)
+    if run is None or data is None or not (run / TOKENS).is_file():
         return None
     trained = split(read_ids(run / TOKENS, tokenizer), data.block_size, data.val_fraction).train
     size = min(WINDOW, len(trained))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from rehead.errors import UsageError
+
 
 class Deferred(Tensor):
     """A tensor of known shape and dtype whose values are recomputed for every operation that reads them.
@@ -54,6 +56,11 @@ class Deferred(Tensor):
             dtype, device = kwargs.get("dtype") or one.dtype, kwargs.get("device") or one.device
             make = one.make if dtype == one.dtype else partial(materialise, one)
             return cls(make, one.shape, dtype, one.origins, device)
+        for one, given in zip(operation._schema.arguments, args, strict=False):
+            if isinstance(given, cls) and one.alias_info is not None and one.alias_info.is_write:
+                raise UsageError(
+                    "the weights of this model are in files, and cannot be changed: load it with in_memory=True."
+                )
         args, kwargs = tree_map_only(cls, materialise, (args, kwargs))
         return operation(*args, **kwargs)
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,9 +146,10 @@ class Shards:
         declared = metadata.get("total_size") if isinstance(metadata, dict) else None
         actual = sum(entry.n_bytes for entry in self.entries.values())
         if declared is not None and declared != actual:
-            raise InvalidInput(
-                f"{index}: total_size={declared!r:.40}, its files hold {actual:,} bytes of weights: they belong to "
-                "another index, or were changed. Download them again."
+            warnings.warn(
+                f"{index}: total_size={declared!r:.40}, its files hold {actual:,} bytes of weights. They are read all "
+                "the same, as transformers does: every weight is where the index says.",
+                stacklevel=2,
             )
 
 
