@@ -183,5 +183,5 @@ def test_a_flag_without_effect_is_refused_in_a_resumed_run_too(run, capfd):
     assert main(["train", *MORE, "trainer.min_learning_rate=1e-4"]) == 2
     assert (
         "trainer.min_learning_rate=0.0001 has no effect with trainer.schedule=constant"
-        in capsys.readouterr().err
+        in capfd.readouterr().err
     )
