@@ -37,7 +37,7 @@ from rehead.measure.fidelity import compare
 from rehead.report.chart import COLOURS
 from rehead.tokenizer import load_tokenizer
 from rehead.training import train
-from rehead.training.heal import heal_options
+from rehead.training.heal import DEFAULTS, heal_options
 
 HEALED = (100, 300)
 SVDS = ("svd", "whitened", "weighted")
@@ -79,17 +79,8 @@ def separate(model, texts, rank):
             for name, share in (("k_proj", rank // 2), ("v_proj", rank - rank // 2))
         )
         heads = latent.n_kv_head
-        up = torch.cat(
-            [
-                torch.cat([key.up, torch.zeros(len(key.up), value.up.shape[1])], dim=1).unflatten(
-                    0, (heads, -1)
-                ),
-                torch.cat([torch.zeros(len(value.up), key.up.shape[1]), value.up], dim=1).unflatten(
-                    0, (heads, -1)
-                ),
-            ],
-            dim=1,
-        ).flatten(0, 1)
+        both = torch.block_diag(key.up, value.up).split([len(key.up), len(value.up)])
+        up = torch.cat([part.unflatten(0, (heads, -1)) for part in both], dim=1).flatten(0, 1)
         made = {name: weight for name, weight in weights.items() if name[0] in "qo"}
         made |= {"kv_a_proj_with_mqa.weight": torch.cat([key.down, value.down]), "kv_b_proj.weight": up}
         if module.config.qkv_bias:
@@ -132,10 +123,10 @@ def main():
     results.mkdir(parents=True, exist_ok=True)
     model = rehead.load(source)
     assert isinstance(model.config, GPTConfig)
-    options = flags.read([], (source / "config.yaml",))
+    own = flags.read([], (source / "config.yaml",))
     tokenizer = load_tokenizer(source)
-    ids = tokenize(source_of(options.data), tokenizer, results / "tokens.bin").ids
-    texts = split(ids, model.config.block_size, options.data.val_fraction)
+    ids = tokenize(source_of(own.data), tokenizer, results / "tokens.bin").ids
+    texts = split(ids, model.config.block_size, own.data.val_fraction)
     full = sum(layer.kv_numbers() for layer in model.config.attention)
     rows = []
     for rank in arguments.ranks:
@@ -153,6 +144,8 @@ def main():
         }
         rows.append(row)
         print(row, flush=True)
+    if not rows:
+        parser.error("no points: give --ranks or --kv-heads")
     before = certificate.loss[0]
     if arguments.heal:
         blocks = blocks_of(model, texts.val, TEST_TOKENS)
@@ -166,10 +159,13 @@ def main():
                 options = heal_options(results / row["name"], source, [*changes, *arguments.flags])
                 row["healed"] = healed(options, blocks)
                 print(row, flush=True)
-        control = heal_options(
-            source, source, [*changes, *arguments.flags, f"system.work_dir={results}/control"]
-        )
-        control = replace(control, trainer=replace(control.trainer, distillation=0.0))
+        usual = {
+            "system": {"work_dir": f"{results}/control"},
+            "model": {"folder": str(source)},
+            "trainer": DEFAULTS,
+        }
+        control = flags.read([*changes, *arguments.flags], tables=(usual,))
+        control = replace(control, data=own.data)
         rows.append(
             {"name": "control", "kv_bytes": certificate.kv_bytes_per_token[0], "loss": before, "kl": 0.0}
         )
@@ -191,7 +187,9 @@ def main():
 def table(document):
     """All points, the source first."""
     base, size = document["source_loss"], document["source_kv_bytes"]
-    steps = sorted({step for row in document["points"] for step in row.get("healed", {})})
+    steps = sorted(
+        {step for row in document["points"] for step in row.get("healed", {})}
+    )  # not all in every row
     header = (
         "point",
         "KV B/token",
@@ -203,7 +201,8 @@ def table(document):
     )
     rows = [("source", f"{size:,}", "100 %", f"{base:.4f}", "", "", *[""] * len(steps))]
     for row in document["points"]:
-        cells = [f"{row['healed'][step]:.4f}" if "healed" in row else "" for step in steps]
+        losses = row.get("healed", {})
+        cells = [f"{losses[step]:.4f}" if step in losses else "" for step in steps]
         share = f"{100 * row['kv_bytes'] / size:.1f} %"
         change = f"{row['loss'] - base:+.4f}"
         rows.append(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,8 @@ def splits(source: GroupedConfig, share: float) -> Iterator[tuple[str, int, int,
     numbers = int(share * source.kv_numbers())
     for rope_dim in (source.head_dim // 4, source.head_dim // 2, source.head_dim):
         step = source.head_dim // rope_dim
-        folds = [step * 2**k for k in range(4) if step * 2**k <= source.head_dim // 2]
+        pairs = source.head_dim // 2
+        folds = [step * 2**k for k in range(4) if step * 2**k <= pairs and pairs % (step * 2**k) == 0]
         for fold in folds if rope_dim < numbers else []:
             yield "TransMLA", rope_dim, numbers - rope_dim, fold
     for rope_dim in range(8, source.head_dim, 8):
@@ -70,10 +72,12 @@ def splits(source: GroupedConfig, share: float) -> Iterator[tuple[str, int, int,
 def arms(converter: Converter, source: GroupedConfig, share: float) -> Iterator[tuple[str, str, Made]]:
     """Yield kind, details and a function that makes the model.
 
-    Published conversions know no norms on queries and keys.
+    Published conversions know no biases, no norms on queries and keys, and no heads of which a part rotates.
     """
     yield "SVD of the weights, keys rebuilt", "", partial(ours, converter, "rebuilt", "svd", share)
-    for kind, rope_dim, rank, fold in [] if source.qk_norm_eps is not None else splits(source, share):
+    assert source.rope is not None
+    known = source.qk_norm_eps is None and not source.qkv_bias and source.rope.partial_rotary_factor == 1
+    for kind, rope_dim, rank, fold in splits(source, share) if known else ():
         if kind == "TransMLA":
             yield kind, f"{rank} + {rope_dim}, fold {fold}", partial(theirs, converter, rope_dim, rank, fold)
         else:
@@ -93,7 +97,10 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.file = given, given.out / "results.json"
-        self.done = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.done: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        of = {name: getattr(given, name) for name in ("model", "fit", "test", "tokens", "length")}
+        if self.done.setdefault("of", of) != of:
+            raise SystemExit(f"{self.file} is of {self.done['of']}: choose another folder")
         opened = open_model(given.model, dtype=torch.float32)
         self.model, self.tokenizer = opened.model, opened.require_tokenizer()
         share = given.tokens // len(given.fit)

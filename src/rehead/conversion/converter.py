@@ -80,6 +80,7 @@ def convert(
     texts = passages(calibration, model, CALIBRATION_TOKENS, window, seed, bos)
     own = None if scratch is None else Path(tempfile.mkdtemp(prefix="convert-", dir=scratch))
     converter = Converter(model, method, texts, length=window, seed=seed, scratch=own)
+    converter.require_lessons(teach)
     if isinstance(to, str):
         layers = converter.attentions(Target(to=to, **options))
     return converter.convert(layers, measured, teach=teach)
@@ -127,8 +128,8 @@ class Converter:
         require_rotation(target, layers)
         if target.target != "uneven" or not any(map(are_open, layers, wanted)):
             return wanted
-        for layer, to in zip(layers, wanted, strict=True):
-            path(layer, to, self.config.n_embd)  # refuses before minutes are spent
+        paths = [path(layer, to, self.config.n_embd) for layer, to in zip(layers, wanted, strict=True)]
+        require_method(self.method, [step for steps in paths for step in steps])  # before minutes are spent
         fitted = self.blocks and self.method != "svd"
         seen = self.statistics(["turns"]) if fitted else [Statistics()] * len(layers)
         return with_frequencies(self.model, wanted, seen)
@@ -155,17 +156,16 @@ class Converter:
         calibration. `teach` is the number of passes over it in which lossy attentions learn from the source's.
         Layers are taken from `kept`, and put there.
         """
-        self._require_lessons(teach)
         share = CALIBRATION_TOKENS // max(1, len(self.calibration))
         calibration = [Text.of(text, share, self.length) for text in self.calibration]
         measured = None if test is None else Text.of(test, TEST_TOKENS, self.length)
         require_different(calibration, measured)
-        shared, records = self.follow(targets, kept)
-        if teach:
-            records = self._taught(shared, records, teach)
         blocks = random_blocks(self.config, self.seed, self.length)
         if test is not None:
             blocks = measured_blocks(self.model, test, self.length)
+        shared, records = self.follow(targets, kept)
+        if teach:
+            records = self._taught(shared, records, teach)
         fitted = ranked or any(record.fitted or record.taught for record in records)
         result = copy.deepcopy(shared)
         return result, certify(
@@ -201,9 +201,10 @@ class Converter:
         for turn in range(max(map(len, paths))):
             at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
             chosen = {i: step.method(self.method, calibrated=bool(self.blocks)) for i, step in at.items()}
-            readers = {index for index, step in at.items() if step.is_fitted(chosen[index])}
+            there = {index for index in at if kept is not None and kept.has(turn, index)}
+            readers = {index for index, step in at.items() if step.is_fitted(chosen[index])} - there
             needs = {need for i in readers for need in at[i].conversion.methods[chosen[i]]}
-            found = self._gather(layers, turn, needs) if readers else []
+            found = self._gather(layers, turn, needs, kept) if readers else []
             orders = [
                 Order(
                     turn=turn,
@@ -233,11 +234,13 @@ class Converter:
             with tempfile.TemporaryDirectory(dir=self.scratch, ignore_cleanup_errors=True) as folder:
                 yield from Kept(Path(folder)).take([order])
 
-    def _require_lessons(self, passes: int) -> None:
+    def require_lessons(self, passes: int) -> None:
         """Refuse an invalid number of passes, or passes without a text."""
         require_passes(passes)
         if passes and not self.blocks:
             raise ConfigError(f"teach={passes} without a text to learn from: give a calibration.")
+        if passes:
+            teaching.require_windows(self.blocks)
 
     def _taught(self, result: GPT, records: Sequence[LayerRecord], passes: int) -> list[LayerRecord]:
         """Teach the attentions that are not exact, in place, and return the records with their errors."""
@@ -270,23 +273,28 @@ class Converter:
                 self._statistics[name] = self._seen(self.model, needs, folder)
         return self._statistics[name]
 
-    def _gather(self, layers: Layers, turn: int, needs: Collection[str]) -> list[Statistics]:
+    def _gather(
+        self, layers: Layers, turn: int, needs: Collection[str], kept: Kept | None
+    ) -> list[Statistics]:
+        """Return the statistics of every layer as it is in this turn, kept beside the layers that are."""
         if not self.blocks:
             return [Statistics()] * len(layers)
         if turn == 0:
             return self.statistics(needs)
-        with tempfile.TemporaryDirectory(dir=self.scratch, ignore_cleanup_errors=True) as folder:
-            return self._seen(with_layers(self.model, layers), needs, Path(folder))
+        name = None if kept is None else "-".join(["seen", kept.folder.name, str(turn), *sorted(needs)])
+        with self._kept(name) as folder:
+            return self._seen(with_layers(self.model, layers), needs, folder)
 
     @contextmanager
-    def _kept(self, name: str) -> Iterator[Path]:
-        """Yield a folder in `scratch` that is kept for next time or, without `scratch`, a temporary one."""
-        if self.scratch is None:
-            with tempfile.TemporaryDirectory() as folder:
+    def _kept(self, name: str | None) -> Iterator[Path]:
+        """Yield a folder in `scratch` that is kept for next time or, without `scratch` or a name, a temporary one."""
+        if self.scratch is None or name is None:
+            with tempfile.TemporaryDirectory(dir=self.scratch, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
         else:
             (self.scratch / name).mkdir(exist_ok=True)
             yield self.scratch / name
 
     def _seen(self, model: GPT, needs: Collection[str], folder: Path) -> list[Statistics]:
-        return gather(model, self.blocks, folder, needs=needs, seed=self.seed)
+        texts = max(1, len(self.calibration))
+        return gather(model, self.blocks, folder, needs=needs, seed=self.seed, n_text=texts)

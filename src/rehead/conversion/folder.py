@@ -13,7 +13,7 @@ from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.arguments import require_apart, require_passes, require_seed
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads
-from rehead.conversion.export.fit import lacks_class
+from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
 from rehead.conversion.origin import CARD, carried
@@ -94,6 +94,7 @@ class FolderConverter:
 
         Raises IntegrityError if a file of the source has changed since it was opened.
         """
+        self.converter.require_lessons(teach)
         _tell_classless(self.converter.config, target)
         to = _layers(self.converter, target, measured_ranks, max_loss)
         ranked = measured_ranks or max_loss is not None
@@ -255,6 +256,10 @@ def _tell_classless(config: GPTConfig, target: Target) -> None:
                 f"no stock class can hold the result, so `export` will refuse it; rehead runs it: {why}",
                 stacklevel=3,
             )
+        elif target.target == "canonical" and (
+            why := lacks_class(replace(config, attention=layers), Asked.of("auto", "vllm"))
+        ):
+            warnings.warn(f"vLLM and SGLang cannot serve the result: {why}", stacklevel=3)
 
 
 def _tell_loss(most: float, before: float, after: float) -> None:

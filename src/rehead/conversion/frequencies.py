@@ -79,4 +79,6 @@ def _with_best(wanted: AttentionConfig, matters: Tensor, source: GroupedConfig) 
     n_pair, n_kv_head = wanted.qk_rope_head_dim // 2, matters.shape[1]
     order = torch.sort(matters.flatten(), descending=True, stable=True).indices
     pairs = sorted((order[:n_pair] // n_kv_head).tolist())
-    return replace(wanted, rope=repeated(source.rope, source.head_dim, wanted.qk_rope_head_dim, pairs))
+    assert wanted.rope is not None
+    rope = repeated(source.rope, source.head_dim, wanted.qk_rope_head_dim, pairs)
+    return replace(wanted, rope=replace(rope, layout=wanted.rope.layout))

@@ -76,6 +76,10 @@ class Kept:
             for order in spread(_work, map(self._given, missing), self.n_process):
                 yield order.index, _read(self._place(order))
 
+    def has(self, turn: int, index: int) -> bool:
+        """Whether the result of a layer's step is kept."""
+        return (self.folder / f"{turn}-{index}").exists()
+
     def _place(self, order: Order) -> Path:
         return self.folder / f"{order.turn}-{order.index}"
 

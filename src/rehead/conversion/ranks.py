@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.conversion.converter import Converter
 from rehead.conversion.target import Target
@@ -78,16 +80,26 @@ class Allocation:
 
     def _cheapest(self, budget: float) -> list[LatentConfig] | None:
         """Dynamic programming over the layers: for every cost so far, the choice of least damage."""
-        best: dict[int, tuple[float, list[LatentConfig]]] = {0: (0.0, [])}
+        best = np.full(math.floor(budget) + 1, np.inf)  # least damage for each cost, of the layers so far
+        best[0] = 0.0
+        choices = []
         for grid, damages in zip(self.grids, self.damages, strict=True):
-            longer: dict[int, tuple[float, list[LatentConfig]]] = {}
-            for cost, (damage, chosen) in best.items():
-                for latent, more in zip(grid, damages, strict=True):
-                    total = cost + latent.kv_numbers()
-                    if total <= budget and damage + more < longer.get(total, (float("inf"), []))[0]:
-                        longer[total] = damage + more, [*chosen, latent]
+            longer, choice = np.full_like(best, np.inf), np.zeros(len(best), dtype=np.int16)
+            for at, (latent, more) in enumerate(zip(grid, damages, strict=True)):
+                size = latent.kv_numbers()
+                damage = best[: max(0, len(best) - size)] + more
+                better = damage < longer[size:]
+                longer[size:][better], choice[size:][better] = damage[better], at
             best = longer
-        return min(best.values(), key=lambda choice: choice[0])[1] if best else None
+            choices.append(choice)
+        cost = int(best.argmin())
+        if not np.isfinite(best[cost]):
+            return None
+        chosen = list[LatentConfig]()
+        for grid, choice in zip(reversed(self.grids), reversed(choices), strict=True):
+            chosen.append(grid[choice[cost]])
+            cost -= chosen[-1].kv_numbers()
+        return chosen[::-1]
 
 
 def _grid(exact: AttentionConfig) -> list[LatentConfig]:

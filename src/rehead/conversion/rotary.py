@@ -34,7 +34,12 @@ def decoupled(
     assert heads.rope is not None
     scales = 0 if heads.qk_norm_eps is None else heads.n_kv_head  # beside the latent and the rotary part
     numbers, most = heads.kv_numbers(), all_rotated(heads)
-    total = None if kv_fraction is None else max(4 + scales, int(kv_fraction * numbers))
+    total = None if kv_fraction is None else int(kv_fraction * numbers)
+    if total is not None and total < 4 + scales:
+        raise ConfigError(
+            f"kv_fraction={kv_fraction} is {total} of {numbers} numbers, and a rotary part and a latent"
+            f"{_norms(scales)} take {4 + scales} or more. Use a larger --kv-fraction."
+        )
     if kind == "canonical":
         width, rope = _canonical(heads, rope_dim)
         if total is None and kv_rank is None:
@@ -139,9 +144,9 @@ def _canonical(heads: GroupedConfig, rope_dim: int | None) -> tuple[int, RopeCon
         raise ConfigError(
             f"heads of which {rotated} numbers rotate have no angles of a rotary part of {SERVED}. Use --target uneven."
         )
-    if heads.qkv_bias:
+    if heads.qkv_bias or heads.o_bias:
         raise ConfigError(
-            "its queries, keys and values have biases, which vLLM's and SGLang's DeepseekV3ForCausalLM leave out. Use "
+            "its attention has biases, which vLLM's and SGLang's DeepseekV3ForCausalLM leave out. Use "
             "--target uneven."
         )
     if heads.rope.scaling is None:

@@ -148,6 +148,11 @@ def _mla(target: Target, source: AttentionConfig, d_model: int) -> AttentionConf
     heads = heads_of(source)
     n_kv_head = heads.n_kv_head if target.n_kv_head is None else target.n_kv_head
     if isinstance(heads, LatentConfig):
+        if target.target == "rebuilt" and heads.qk_rope_head_dim:
+            raise ConfigError(
+                "target=rebuilt: this MLA has a rotary part beside its latent, so it rebuilds nothing. Leave it out, "
+                "or convert the model it was made from."
+            )
         exact = target.kv_rank is None and target.kv_fraction is None
         made = replace(heads, n_kv_head=n_kv_head)
         return made if exact else replace(made, kv_lora_rank=target.rank(heads, made, d_model))

@@ -12,7 +12,7 @@ import torch
 
 from rehead.checkpoint.files.deferred import Deferred, materialise
 from rehead.data import Ids, require_vocabulary
-from rehead.errors import InvalidInput, UsageError
+from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.generation import stream
 from rehead.model import LanguageModel, assembled
 from rehead.stages import staged
@@ -82,6 +82,10 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int, bos: int 
     Each window starts with `bos` or, without one, with a random token; the rest is drawn at temperature 1. The same
     seed gives the same text.
     """
+    if length < 2:
+        raise ConfigError(
+            f"length={length}: nothing is sampled in a window of one token. Use 2 or more with self."
+        )
     count = max(1, tokens // length)
     starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
     if bos is not None:

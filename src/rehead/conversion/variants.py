@@ -81,9 +81,10 @@ def _candidates(config: GPTConfig) -> Iterator[Candidate]:
     yield candidate(to="mla")
     for fraction in map(float, FRACTIONS):
         yield candidate(to="mla", kv_fraction=fraction)
-    for fraction in map(float, FRACTIONS if heads.rope is not None and _rotate_alike(config) else ()):
+    rotates = any(layer.rope is not None for layer in config.attention)
+    for fraction in map(float, FRACTIONS if rotates and _rotate_alike(config) else ()):
         yield candidate(to="mla", target="uneven", kv_fraction=fraction)
-    if heads.rope is not None:
+    if rotates:
         yield candidate(to="mla", target="canonical")
     yield candidate(to="reduced")
     yield Candidate(EXPORT, lambda layer: stock_target(layer, config.n_embd), exports=True)

@@ -24,18 +24,24 @@ CARD = """
 A `{architecture}`, written by rehead. It needs no code of its own:
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({where})
-tokenizer = AutoTokenizer.from_pretrained({where})
-ids = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)
-print(tokenizer.decode(ids[0]))
+{code}
 ```
 
 ## Origin and licence
 
 {origin}
 """
+CODE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({where})
+tokenizer = AutoTokenizer.from_pretrained({where})
+ids = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(ids[0]))"""
+ALONE = """\
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({where})  # it came without a tokenizer"""
 COMPUTE = """
 This model may be stored in smaller formats, but should compute in bfloat16 or float32: in float16, the latent before
 its norm keeps a few bits only.
@@ -69,6 +75,7 @@ class Card:
     before: Certificate | None
     made: Certificate | None
     identity_norm: bool
+    has_tokenizer: bool
     lost: Mapping[str, Mapping[Storage, float]]
 
     def text(self) -> str:
@@ -86,7 +93,7 @@ class Card:
         body = CARD.format(
             name=self.name,
             architecture=self.architecture,
-            where=json.dumps(self.name),
+            code=(CODE if self.has_tokenizer else ALONE).format(where=json.dumps(self.name)),
             origin=self.origin.sentences(),
         )
         parts = [front(facts), body]

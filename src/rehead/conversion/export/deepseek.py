@@ -76,7 +76,7 @@ def deepseek_layers(config: GPTConfig, engine: Engine | None) -> list[LatentConf
     if engine is None or ENGINES[engine].padded:
         wide = {layer: stock_target(layer, config.n_embd) for layer in config.attention}
     else:
-        wide = {layer: read_by(engine, own_target(layer, config.n_embd)) for layer in config.attention}
+        wide = {layer: _own(layer, config.n_embd, engine) for layer in config.attention}
     for layer, target in wide.items():
         lossy = [step.promise.why for step in path(layer, target, config.n_embd) if not step.promise.exact]
         if lossy:
@@ -87,6 +87,19 @@ def deepseek_layers(config: GPTConfig, engine: Engine | None) -> list[LatentConf
     layers = [wide[layer] for layer in config.attention]
     require_alike(layers)
     return layers
+
+
+def _own(layer: AttentionConfig, d_model: int, engine: Engine) -> LatentConfig:
+    """Return the attention of DeepSeek's class for an engine that takes any sizes."""
+    try:
+        return read_by(engine, own_target(layer, d_model))
+    except ConfigError as error:
+        heads = heads_of(layer)
+        if isinstance(heads, GroupedConfig) and heads.rope is not None and heads.n_kv_head > 1:
+            raise ConfigError(
+                f"As DeepSeek's MLA, its {heads.n_kv_head} KV heads would rotate side by side, as a longrope: {error}"
+            ) from error
+        raise
 
 
 def require_alike(layers: Sequence[AttentionConfig]) -> None:
@@ -131,6 +144,11 @@ def stock_target(layer: AttentionConfig, d_model: int) -> LatentConfig:
     rank = RANK
     if isinstance(layer, LatentConfig) and layer.qk_rope_head_dim:
         rank = _require_canonical(layer)
+    if isinstance(layer, LatentConfig) and max(layer.qk_nope_head_dim, layer.v_head_dim) > HEAD:
+        raise ConfigError(
+            f"heads of {max(layer.qk_nope_head_dim, layer.v_head_dim)} numbers that do not rotate: vLLM's heads hold "
+            f"{HEAD}."
+        )
     needed = layer.kv_lora_rank if isinstance(layer, LatentConfig) else full_rank(layer, d_model)
     if isinstance(layer, GroupedConfig) and layer.rope is not None:
         rotated, still = layer.rope.rotated(layer.head_dim), unrotated(layer)

@@ -105,10 +105,10 @@ def require_fit(config: ModelConfig, asked: Asked) -> Fit:
         raise ConfigError(f"{reason} {text[0].upper()}{text[1:]}.") from error
 
 
-def lacks_class(config: ModelConfig) -> str:
-    """Return why no stock class of transformers can hold a model, empty if one can."""
+def lacks_class(config: ModelConfig, asked: Asked = ALL) -> str:
+    """Return why no stock class of transformers can hold a model, or none that an engine takes; empty if one can."""
     try:
-        fit(config, ALL)
+        fit(config, asked)
     except ConfigError as error:
         return str(error).removeprefix(f"{stock.NONE} ")
     return ""

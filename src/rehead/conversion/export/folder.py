@@ -69,6 +69,7 @@ def export_folder(
             made=certificate,
             identity_norm=has_identity_norm(model),
             lost=_lost(model),
+            has_tokenizer=opened.tokenizer is not None,
         )
         files = opened.texts() | {CARD: card.text()}
         files.pop(TOKENIZER_CONFIG, None)  # the class has one of its own

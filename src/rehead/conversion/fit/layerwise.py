@@ -31,20 +31,26 @@ LOGITS, EXACT = 2**23, 2**20
 
 
 def gather(
-    model: GPT, blocks: Iterable[Pair], folder: Path, *, needs: Collection[str], seed: int = 0
+    model: GPT,
+    blocks: Iterable[Pair],
+    folder: Path,
+    *,
+    needs: Collection[str],
+    seed: int = 0,
+    n_text: int = 1,
 ) -> list[Statistics]:
     """Return the statistics of every layer over a text, deferred: `inputs`, and `pair` and `turns` if in `needs`.
 
-    The gradient is that of the summed loss, so a key also counts for every later token that reads it. Labels
-    are drawn from the model's own predictions, seeded, and not taken from the text: this gives the true Fisher
-    information.
+    The blocks are `n_text` texts in equal shares. The gradient is that of the summed loss, so a key also counts for
+    every later token that reads it. Labels are drawn from the model's own predictions, seeded, and not taken from the
+    text: this gives the true Fisher information.
 
     The disk holds, per token, the hidden states of every layer (without gradients, of one) and, for one layer, its
     inputs and the gradients of its keys and values. `folder` keeps finished layers: called again with the same
     arguments, an interrupted run resumes after the last of them, with the same results.
     """
     gradients = not {"pair", "turns"}.isdisjoint(needs)
-    reading = _Reading(model, list(blocks), folder, seed, needs)
+    reading = _Reading(model, list(blocks), folder, seed, needs, n_text)
     work = reading.forward_and_backward() if gradients else reading.forward_only()
     total = (1 + gradients) * len(model.layers) * len(reading.blocks)
     with keeping_freed_memory(), _observing(model, gradients=gradients), closing(work):
@@ -70,8 +76,15 @@ class _Reading:
     """Passes a text through a model. `forward_only` and `forward_and_backward` yield after every batch of a layer."""
 
     def __init__(
-        self, model: GPT, blocks: Sequence[Pair], folder: Path, seed: int, needs: Collection[str]
+        self,
+        model: GPT,
+        blocks: Sequence[Pair],
+        folder: Path,
+        seed: int,
+        needs: Collection[str],
+        n_text: int,
     ) -> None:
+        self.n_text = n_text
         self.model, self.blocks, self.folder, self.seed, self.needs = model, blocks, folder, seed, needs
         self.counts = [(targets != IGNORE).flatten() for _, targets in blocks]
         self.attentions, self.n_layer = attentions(model), len(model.layers)
@@ -98,7 +111,8 @@ class _Reading:
         for index in reversed(range(last)):
             tokens = self._unwritten(f"tokens-{index}")
             file = tokens if "pair" in self.needs else None
-            turning = sum(map(len, self.counts)) if "turns" in self.needs else 0
+            windows = self.n_text * max(ids.shape[1] for ids, _ in self.blocks)
+            turning = (sum(map(len, self.counts)), windows) if "turns" in self.needs else None
             moments = LayerMoments(self.attentions[index], file, turning=turning)
             with held(self.model.layers[index]):
                 yield from self._gradients(index).write(self._backward(index, moments))

@@ -42,14 +42,16 @@ class LayerMoments:
     """Accumulates the statistics of one layer over a text, batch by batch.
 
     With a `file`, also stores its inputs x and the gradients g of its stacked keys and values there, (C + N) numbers
-    per token, until they are weighed. With `turning`, the number of tokens in the text, also measures how much the
-    rotation of its keys matters.
+    per token, until they are weighed. With `turning`, the number of tokens in the text and the least of them that are
+    read for it, also measures how much the rotation of its keys matters.
     """
 
-    def __init__(self, attention: Attention, file: Path | None, *, turning: int = 0) -> None:
+    def __init__(
+        self, attention: Attention, file: Path | None, *, turning: tuple[int, int] | None = None
+    ) -> None:
         self.attention, self.inputs = attention, SecondMoment()
         self.kept = None if file is None else Kept(file)
-        self.turns = Turns(turning) if turning and _can_turn(attention) else None
+        self.turns = Turns(*turning) if turning is not None and _can_turn(attention) else None
 
     @contextmanager
     def watching(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -82,6 +82,15 @@ def teach(
     return {index: lessons.found(index) for index in order}
 
 
+def require_windows(blocks: Sequence[Pair]) -> None:
+    """Refuse a text of a single window: teaching learns from some and measures on others."""
+    if sum(len(targets) for _, targets in blocks) < 2:
+        raise InvalidInput(
+            "the calibration is a single window: teaching learns from some and measures on others. Give a longer "
+            "text, or a smaller length."
+        )
+
+
 class _Lessons:
     """Both models on their way through a text, layer by layer. `of` yields after every step of Adam."""
 
@@ -89,15 +98,11 @@ class _Lessons:
         self, source: GPT, result: GPT, blocks: Sequence[Pair], folder: Path, passes: int, seed: int
     ) -> None:
         self.models = {"source": source, "result": result}
+        require_windows(blocks)
         self.blocks, self.folder, self.passes, self.seed = blocks, folder, passes, seed
         self.counts = [row for _, targets in blocks for row in targets != IGNORE]
         self.measured = range(HELD - 1, len(self.counts), HELD) or [len(self.counts) - 1]
         self.learned = [index for index in range(len(self.counts)) if index not in self.measured]
-        if not self.learned:
-            raise InvalidInput(
-                "the calibration is a single window: teaching learns from some and measures on others. Give a longer "
-                "text, or a smaller length."
-            )
 
     def of(self, which: Sequence[int]) -> Generator[None]:
         """Teach one layer after the other."""

@@ -32,8 +32,9 @@ class Turns:
     of a head's KV head. The text has `n_token` tokens.
     """
 
-    def __init__(self, n_token: int) -> None:
-        self.share = min(1.0, TOKENS / n_token)
+    def __init__(self, n_token: int, least: int = 0) -> None:
+        """At least `least` tokens are read: a window of each of several texts."""
+        self.share = min(1.0, max(TOKENS, least) / n_token)
         self.total: Tensor | None = None
         self.window = self.count = 0
 

@@ -27,8 +27,10 @@ class Narrow(Conversion[LatentConfig, LatentConfig]):
     fitted = frozenset({"weighted", "whitened"})
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:
-        """Yield the target's rank, if it is lower."""
-        if 0 < rank_on_the_way(target) < source.kv_lora_rank:
+        """Yield the target's rank, if it is lower, and none that a factor of the weights does not have."""
+        if 0 < rank_on_the_way(target) < source.kv_lora_rank and rank_on_the_way(target) <= full_rank(
+            source, d_model
+        ):
             yield replace(source, kv_lora_rank=rank_on_the_way(target))
 
     def promise(self, source: LatentConfig, result: LatentConfig, d_model: int) -> Promise:
