@@ -347,7 +347,7 @@ def test_another_total_size_is_told_of_and_read_all_the_same(tmp_path):
     before = rehead.load(tmp_path / "model").state_dict()
     CORPUS["C20 total_size"].damage(tmp_path / "model")
     with pytest.warns(
-        UserWarning, match="total_size=1, its files hold [0-9,]+ bytes of weights. They are read"
+        UserWarning, match="total_size=1, its files hold [0-9,]+ bytes of weights. They are read."
     ):
         after = rehead.load(tmp_path / "model").state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())

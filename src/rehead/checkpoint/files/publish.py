@@ -238,9 +238,7 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
             f"{folder} was not written by rehead (it has no {MANIFEST}), so it is not replaced. Choose another name."
         )
     elif folder.is_symlink():
-        raise InvalidInput(
-            f"{folder} is a link to {os.readlink(folder)}: give that folder, or remove the link."
-        )
+        raise InvalidInput(f"{folder} is a link to {folder.readlink()}: give that, or remove the link.")
 
 
 def _refuse_file(file: Path) -> None:
@@ -293,12 +291,10 @@ def _umask() -> int:
 
 
 def _resource(folder: Path, error: Exception) -> ResourceError:
-    number = error.errno if isinstance(error, OSError) else None
-    if match := OS_ERROR.search(str(error)):
-        number = int(match[1])
-    remedy = "Nothing was published."
+    match = OS_ERROR.search(str(error))
+    number, remedy = int(match[1]) if match else getattr(error, "errno", None), "Nothing was published."
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         remedy = "Free some space, or choose a folder on another disk."
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+    elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = "Choose a folder you may write to."
     return ResourceError(f"cannot write {folder}: {os.strerror(number) if number else error}. {remedy}")

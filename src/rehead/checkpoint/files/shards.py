@@ -147,8 +147,7 @@ class Shards:
         actual = sum(entry.n_bytes for entry in self.entries.values())
         if declared is not None and declared != actual:
             warnings.warn(
-                f"{index}: total_size={declared!r:.40}, its files hold {actual:,} bytes of weights. They are read all "
-                "the same, as transformers does: every weight is where the index says.",
+                f"{index}: total_size={declared!r:.40}, its files hold {actual:,} bytes of weights. They are read.",
                 stacklevel=2,
             )
 
