@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import rehead
-from rehead.config import ModelOptions
-from rehead.errors import InvalidInput
+from rehead.attention import LayerCache
+from rehead.config import ModelOptions, RNNConfig
+from rehead.errors import InvalidInput, UsageError
 from rehead.model import build
 from rehead.tokenizer import Tokenizer, load_tokenizer, open_model, train
 
@@ -292,3 +293,37 @@ def test_a_window_is_generated_with_under_autocast(flags):
         more = rehead.generate(model, ids, max_new_tokens=12, temperature=0)
         assert torch.equal(more[:, 9], model(ids)[:, -1].argmax(-1))
     assert more.shape == (3, 21)
+
+
+IDS = torch.arange(6).view(2, 3)
+
+
+def models():
+    rnn = RNNConfig(vocab_size=9, block_size=8, n_embd=5, n_layer=2, n_hidden=4, n_output=9)
+    return [tiny(9), tiny(9, rope=True), tiny(9, attention="mla"), build(rnn)]
+
+
+@pytest.mark.mistyped
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        (torch.arange(4)[None], r"positions have shape \(1, 4\): one for each token"),
+        ([0], "positions is a list: expected a tensor"),
+    ],
+)
+def test_positions_of_other_tokens_are_refused(cached, positions, said):
+    """Also where a table of positions is read before any attention."""
+    for model in models():
+        cache = model.new_cache(2) if cached else None
+        with pytest.raises(UsageError, match=said):
+            model(IDS, positions, cache)
+        assert not cached or not isinstance(cache[0], LayerCache) or cache[0].n_token == 0
+
+
+@pytest.mark.mistyped
+def test_states_of_other_sequences_and_layers_are_refused():
+    model = models()[-1]
+    for cache in (model.new_cache(1), model.new_cache(2)[:1], [None, None], model.new_cache(2)[0]):
+        with pytest.raises(UsageError, match="one StateCache of 2 sequences for each of the 2 layers"):
+            model(IDS, cache=cache)

@@ -187,14 +187,6 @@ def test_a_mask_that_is_not_causal_ignores_its_window(pdrop):
     assert abs(kept.mean().item() - 1) < 0.05
 
 
-def test_dropped_weights_of_one_context_for_several_texts():
-    query, key, value = sample(torch.float32, L=40, S=50)
-    mask = Mask(n_query=40, n_key=50, causal=False)
-    torch.manual_seed(0)
-    kept = kernels.attend(query, key[:1], torch.ones_like(value[:1]), mask, pdrop=0.5)
-    assert abs(kept.mean().item() - 1) < 0.05
-
-
 @torch.no_grad()
 def test_a_chunk_of_heads_that_lie_apart():
     """PyTorch's operator reads the last axis in steps of 1, whatever its stride."""

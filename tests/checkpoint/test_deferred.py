@@ -134,13 +134,20 @@ def test_sharded_and_read_again(most_bytes, n_file, tmp_path):
         assert torch.equal(again, weight)
 
 
+def step(model, **more):
+    model(torch.randint(31, (2, 5))).sum().backward()
+    torch.optim.AdamW(model.parameters(), **more).step()
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda model: model.load_state_dict({name: 0 * one for name, one in model.state_dict().items()}),
-        lambda model: step(model),
+        step,
         lambda model: torch.nn.init.zeros_(model.head.weight),
         lambda model: model.head.weight.data.mul_(2),
+        lambda model: step(model, foreach=True),
+        lambda model: torch.zeros(31, 20, out=model.head.weight.data),
     ],
 )
 def test_weights_in_files_are_not_changed(folder, change):
@@ -148,11 +155,6 @@ def test_weights_in_files_are_not_changed(folder, change):
     model = rehead.checkpoint.load(folder, in_memory=False)
     with pytest.raises((UsageError, RuntimeError), match="are in files, and cannot be changed: load it with"):
         change(model)
-
-
-def step(model):
-    model(torch.randint(31, (2, 5))).sum().backward()
-    torch.optim.AdamW(model.parameters()).step()
 
 
 def test_weights_in_files_are_read_into_others(folder):

@@ -79,24 +79,6 @@ def test_narrow_positions_beside_a_wide_window(window):
         torch.testing.assert_close(layer(x, positions=positions.to(dtype)), layer(x, positions=positions))
 
 
-@pytest.mark.parametrize(
-    ("positions", "said"),
-    [
-        (torch.arange(L + 1)[None], rf"positions have shape \(1, {L + 1}\): one for each token"),
-        ([0], "positions is a list: expected a tensor"),
-    ],
-)
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("cached", [False, True])
-def test_positions_of_other_tokens_are_refused(name, cached, positions, said):
-    """Also where a table of positions is read before any attention."""
-    model = build(config(name)).eval()
-    cache = model.new_cache(B) if cached else None
-    with pytest.raises(UsageError, match=said):
-        model(tokens(), positions, cache)
-    assert not cached or name == "rnn" or cache[0].n_token == 0
-
-
 NAMES = {
     "gpt": {
         "embed_tokens.weight": (N, D),

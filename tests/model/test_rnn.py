@@ -32,26 +32,6 @@ def tokens(batch=B, length=L):
     return torch.randint(V, (batch, length))
 
 
-@pytest.mark.parametrize(
-    "caches",
-    [
-        lambda model: model.new_cache(B - 1),
-        lambda model: model.new_cache(B)[:1],
-        lambda model: [None, None],
-        lambda model: model.new_cache(B)[0],
-    ],
-)
-def test_caches_of_other_sequences_and_layers_are_refused(caches):
-    model = make()
-    with pytest.raises(UsageError, match=rf"one StateCache of {B} sequences for each of the 2 layers"):
-        model(tokens(), cache=caches(model))
-
-
-def test_positions_of_other_tokens_are_refused():
-    with pytest.raises(UsageError, match="positions have shape"):
-        make()(tokens(), torch.zeros(1, L + 1, dtype=torch.long))
-
-
 def check_both_seen(network):
     """All inputs of length 4: y_t is 1 exactly when both bits have been 1 by then."""
     sequences = torch.tensor(list(product(range(4), repeat=4)))

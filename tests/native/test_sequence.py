@@ -286,6 +286,16 @@ def test_sizes_that_do_not_fit_are_refused():
             native.attend(query, key, value, bad, True, 0, 5, 1.0)
 
 
+@pytest.mark.mistyped
+def test_dropped_weights_of_one_context_for_several_texts():
+    """Which neither C++ nor blocks take."""
+    query, key = torch.randn(3, 40, 4, 8), torch.randn(1, 50, 2, 8)
+    kept = kernels.attend(
+        query, key, torch.ones_like(key), Mask(n_query=40, n_key=50, causal=False), pdrop=0.5
+    )
+    assert abs(kept.mean().item() - 1) < 0.05
+
+
 def test_one_context_for_several_texts():
     """Keys of one sequence for queries of several go another way, as a user without shape checks calls it."""
     code = """

@@ -103,12 +103,8 @@ def _require_context(config: "AttentionConfig", context: Tensor, d_model: int, n
         )
 
 
-def require_positions(name: str, given: object, of: Tensor, letters: str = "(B, L)") -> None:
+def require_positions(name: str, given: Tensor, of: Tensor, letters: str = "(B, L)") -> None:
     """Refuse anything but one whole number for each token in `of`, (B, L, ...), or for each of one row."""
-    if not isinstance(given, Tensor):
-        raise UsageError(
-            f"{name} is a {type(given).__name__}: expected a tensor, {letters}. Use torch.tensor({name})."
-        )
     if given.dtype not in WHOLE:
         raise UsageError(f"{name} are {given.dtype}: positions are whole numbers. Use {name}.long().")
     n_row, n_token = of.shape[:2]

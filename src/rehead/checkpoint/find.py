@@ -120,6 +120,8 @@ def is_run(path: Path) -> bool:
 
 def has_options(run: Path) -> bool:
     """Whether config.yaml has the sections of a run's: other programs have files of that name, too."""
+    if not (run / "config.yaml").is_file():  # also not a pipe, which would block
+        return False
     with suppress(OSError), (run / "config.yaml").open(encoding="utf-8", errors="replace") as file:
         return {"system:", "data:", "model:", "trainer:"} <= set(file.read(CONFIG).splitlines())
     return False

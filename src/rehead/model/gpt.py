@@ -7,12 +7,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
-from rehead.attention.call import require_positions
 from rehead.attention.program import Embed, Norm, Program, Scale, SoftCap, describes
 from rehead.config import GPTConfig
 from rehead.errors import UsageError
 from rehead.model.base import LanguageModel, models, require_length
 from rehead.model.caches import require_caches, require_next
+from rehead.model.ids import require_places
 from rehead.model.init import initialise
 from rehead.model.layers import Block
 from rehead.nn.dropout import Dropout
@@ -53,7 +53,7 @@ class GPT(LanguageModel):
         """Return the normed output of the last layer, the input of the head."""
         start = 0
         if positions is not None:
-            require_positions("positions", positions, ids)
+            require_places(positions, ids)
         if cache is not None:
             self.require_caches(cache, len(ids))
             start, length = cache[0].length, cache[0].n_token

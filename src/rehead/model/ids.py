@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rehead.attention.call import require_positions
 from rehead.errors import UsageError
 
 SHAPES = {1: "(L,)", 2: "(B, L)"}
@@ -43,6 +44,14 @@ def require_range(ids: Tensor, vocab_size: int, name: str = "ids") -> None:
             f"{name} holds {smallest} to {largest}: tokens are 0 to {vocab_size - 1} here. Encode the text with the "
             "model's own tokenizer."
         )
+
+
+def require_places(positions: object, ids: Tensor) -> None:
+    """Refuse anything but the positions of `ids`, (B, L) or (1, L)."""
+    if not isinstance(positions, Tensor):
+        what = type(positions).__name__
+        raise UsageError(f"positions is a {what}: expected a tensor, (B, L). Use torch.tensor(positions).")
+    require_positions("positions", positions, ids)
 
 
 def require_device(ids: Tensor, device: torch.device) -> None:

@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import EMPTY
-from rehead.attention.call import require_positions
 from rehead.config import RNNConfig
 from rehead.errors import UsageError
 from rehead.model.base import LanguageModel, models
+from rehead.model.ids import require_places
 
 
 def slide(a: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
@@ -106,7 +106,7 @@ class RNN(LanguageModel):
         if cache is not None:
             self.require_caches(cache, len(ids))
         if positions is not None:
-            require_positions("positions", positions, ids)
+            require_places(positions, ids)
         padding = None if positions is None else (positions == EMPTY).expand(len(ids), -1)
         x = self.embd_dropout(self.embed_tokens(ids))
         if self.merge is None:

@@ -31,8 +31,9 @@ def discard(folder: Path) -> None:
     """Remove a folder, for others at once. What a kill leaves of it has another name, and is swept by `aside`."""
     gone = folder.with_name(f"{ASIDE}{folder.name}")
     shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)  # NFS keeps files that are still open
+    with suppress(OSError):  # a full disk: removed where it is
+        folder = folder.rename(gone)
+    shutil.rmtree(folder, ignore_errors=True)  # NFS keeps files that are still open
 
 
 def sweep(places: Iterable[Path]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rehead.errors import UsageError
 
@@ -56,8 +56,9 @@ class Deferred(Tensor):
             dtype, device = kwargs.get("dtype") or one.dtype, kwargs.get("device") or one.device
             make = one.make if dtype == one.dtype else partial(materialise, one)
             return cls(make, one.shape, dtype, one.origins, device)
-        for one, given in zip(operation._schema.arguments, args, strict=False):
-            if isinstance(given, cls) and one.alias_info is not None and one.alias_info.is_write:
+        named = zip(operation._schema.arguments, args, strict=False)
+        for one, given in (*named, *((one, kwargs.get(one.name)) for one in operation._schema.arguments)):
+            if one.is_write and any(isinstance(part, cls) for part in tree_leaves(given)):
                 raise UsageError(
                     "the weights of this model are in files, and cannot be changed: load it with in_memory=True."
                 )
