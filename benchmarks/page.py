@@ -24,6 +24,11 @@ TITLES = {
     "window": "Sliding windows and chunked prefill",
     "training": "Training",
 }
+LATER = {
+    "decode": "Five rounds of 2026-11-25 gave lower ratios ([log.md](log.md#2026-11-25-decoding-measured-anew)): 11.3 for\n"
+    "the 6-layer GPT, 8.5 and 2.3 for 4 layers of 2,048, 36.8 and 34.2 for one MLA layer.\n",
+}
+"""What the log has since the runs of a group."""
 NO_GPU = """
 ## GPU
 
@@ -39,6 +44,8 @@ def page(runs: list[dict[str, Any]]) -> str:
     for group, title in TITLES.items():
         for run in (run for run in runs if run["group"] == group):
             parts.append(f"\n## {title}, {_place(run)}\n\n{_machine(run)}\n\n```\n{run['command']}\n```\n")
+            if run["threads"] == 2 and group in LATER:
+                parts.append(LATER[group])
             ratios = [case for case in run["cases"] if case["kind"] == "ratio"]
             growths = [case for case in run["cases"] if case["kind"] == "growth"]
             if ratios:
