@@ -25,8 +25,8 @@ TITLES = {
     "training": "Training",
 }
 LATER = {
-    "decode": "Five rounds of 2026-11-25 gave lower ratios ([log.md](log.md#2026-11-25-decoding-measured-anew)): 11.3 for\n"
-    "the 6-layer GPT, 8.5 and 2.3 for 4 layers of 2,048, 36.8 and 34.2 for one MLA layer.\n",
+    "decode": "Five rounds of 2026-11-25 gave lower ratios ([log.md](log.md#2026-11-25-decoding-measured-anew)):\n"
+    "11.3 for the 6-layer GPT, 8.5 and 2.3 for 4 layers of 2,048, 36.8 and 34.2 for one MLA layer.\n",
 }
 """What the log has since the runs of a group."""
 NO_GPU = """
