@@ -161,8 +161,9 @@ def convert(
     """Turn a model's attention into another kind, with a certificate of what was kept and lost.
 
     The result is a model folder with conversion.json and CONVERSION.md in it. A run folder needs no
-    --calibration: its own text is used. Fitting a model of 135 million parameters to 24,576 tokens, half
-    of what is read by default, takes about 6 minutes on one CPU core; sampling self takes 2 or 3 more. For example:
+    --calibration: its own text is used. Fitting a model of 135 million parameters to 24,576 tokens takes
+    about 6 minutes on one CPU core; sampling self takes 2 or 3 more. Twice as many are read by default.
+    For example:
 
         rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
     """
