@@ -137,7 +137,9 @@ def test_a_config_is_held_against_its_manifest(tmp_path):
 def test_a_config_yaml_in_a_model_folder_names_no_text(folder, tmp_path):
     """It would make `rehead convert` read any file of this machine."""
     (tmp_path / "secret.txt").write_text("abc " * 999)
-    (folder / "config.yaml").write_text(f"data: {{path: {tmp_path / 'secret.txt'}}}")
+    (folder / "config.yaml").write_text(
+        f"system:\ndata:\n  path: {tmp_path / 'secret.txt'}\nmodel:\ntrainer:\n"
+    )
     from rehead.conversion import Target
     from rehead.conversion.folder import convert_folder
 

@@ -193,7 +193,7 @@ def test_a_length_nobody_gave(tmp_path):
     assert text_length(config(128)) == 128
     assert text_length(config(131_072)) == 2048
     assert text_length(config(131_072), folder=tmp_path) == 2048, "not a run"
-    (tmp_path / "config.yaml").write_text("data: {block_size: 4096}\n")
+    (tmp_path / "config.yaml").write_text("system:\ndata:\n  block_size: 4096\nmodel:\ntrainer:\n")
     assert text_length(config(131_072), folder=tmp_path) == 4096
     assert text_length(config(131_072), folder=tmp_path / "checkpoints/step-000001") == 4096
     assert text_length(config(1000), folder=tmp_path) == 1000
