@@ -13,7 +13,7 @@ import json
 import shlex
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -163,9 +163,9 @@ def main():
             "system": {"work_dir": f"{results}/control"},
             "model": {"folder": str(source)},
             "trainer": DEFAULTS,
+            "data": asdict(own.data),
         }
         control = flags.read([*changes, *arguments.flags], tables=(usual,))
-        control = replace(control, data=own.data)
         rows.append(
             {"name": "control", "kv_bytes": certificate.kv_bytes_per_token[0], "loss": before, "kl": 0.0}
         )

@@ -183,6 +183,27 @@ def test_links_to_folders_are_read_once(tmp_path):
     assert everything(Source(path=tmp_path / "corpus")) == "one\n\ntwo"
 
 
+def test_a_text_has_its_order_wherever_its_folder_lies(tmp_path, monkeypatch):
+    """Whichever of a folder and a link to it the disk lists first."""
+    real = os.walk
+    texts = []
+    for turned in (False, True):
+        place = tmp_path / str(turned)
+        (place / "2024").mkdir(parents=True)
+        (place / "2024/x.txt").write_text("x")
+        (place / "k.txt").write_text("k")
+        (place / "a").symlink_to("2024")
+
+        def walk(*given, turned=turned, **named):
+            for folder, folders, files in real(*given, **named):
+                folders.sort(reverse=turned)
+                yield folder, folders, files
+
+        monkeypatch.setattr(os, "walk", walk)
+        texts.append(everything(Source(path=place)))
+    assert texts == ["x\n\nk"] * 2
+
+
 def test_a_folder_that_cannot_be_listed_is_a_lack_of_resources(tmp_path, monkeypatch):
     """Not a text that is shorter."""
     (tmp_path / "b").mkdir()

@@ -312,3 +312,12 @@ def test_layers_alike_share_one_table():
     del first, second
     gc.collect()
     assert alive() is None
+
+
+def test_a_trace_leaves_no_table_for_others():
+    """Layers alike share one; that of a trace has no numbers."""
+    kind = GroupedConfig(n_query_head=2, head_dim=E, rope=RopeConfig(theta=4321.5))
+    traced, other = (torch.nn.Sequential(kind.build(N_EMBD)) for _ in range(2))
+    x = torch.randn(1, L, N_EMBD)
+    torch.export.export(traced, (x,), strict=False)
+    assert other(x).isfinite().all()

@@ -29,6 +29,7 @@ from rehead.config import ModelOptions, flags
 from rehead.data import Split
 from rehead.data.hold import hold
 from rehead.errors import InvalidInput
+from rehead.measure import forward_flops
 from rehead.model import build
 from rehead.study import Preset, jobs, maps, work
 from rehead.study.claims import compare
@@ -116,7 +117,7 @@ def test_numbers_are_those_of_the_models(whole, here):
     sizes = [one["costs"]["parameters"] for one in (healed, two)]
     assert healed["costs"]["memory"]["weights"] == 4 * sum(sizes), "a step asks the teacher"
     asked = two["costs"]["training_flops_per_token"] // 3
-    own = read_config(here / healed["runs"][0]["folder"])
+    own = checkpoint.read_at(here / healed["runs"][0]["folder"], checkpoint.read_config)
     assert healed["costs"]["training_flops_per_token"] == 3 * forward_flops(own, 16) + asked
 
 

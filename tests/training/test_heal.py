@@ -119,9 +119,8 @@ def test_the_batch_follows_from_the_blocks_however_they_are_given(monkeypatch):
         assert (options.data.block_size, options.trainer.batch_size) == (4, 12)
     with pytest.raises(ReheadError, match=r"data.block_size=17 is above the 16"):
         list(train(heal_module.heal_options(Path("mqa"), Path("source"), ["data.block_size=17"])))
-    assert heal_module.heal_options(
-        Path("mqa"), Path("source"), ["data.block_size=0"]
-    )  # which training refuses
+    with pytest.raises(ReheadError, match=r"data.block_size=0: a block has at least 1 token"):
+        heal_module.heal_options(Path("mqa"), Path("source"), ["data.block_size=0"])
 
 
 def test_the_tokenizer_is_the_models(capsys):

@@ -78,7 +78,7 @@ class RopeConfig:
     def frequencies(self, width: int) -> Float[Tensor, " F"]:
         """Angle per position of each pair of a head of `width`: theta ** (-2i / E), float64."""
         rotated = self.rotated(width)
-        half = torch.arange(rotated // 2, dtype=torch.float64)
+        half = torch.arange(rotated // 2, dtype=torch.float64, device="cpu")
         frequencies = self.theta ** (-2 * half / rotated)
         return frequencies if self.scaling is None else self.scaling.scale(frequencies, self.theta)
 
@@ -141,7 +141,9 @@ class Rotary:
         if table is None or len(table[0]) < length:
             rows = max(length, 2 * len(table[0]) if table else 64)
             with torch.inference_mode(False):  # a table computed while generating can be used in training
-                table = self._tables[device, dtype] = self._cos_sin(torch.arange(rows, device=device), dtype)
+                table = self._cos_sin(torch.arange(rows, device=device), dtype)
+            if type(table[0]) is Tensor:  # not one of a trace, which no other call can use
+                self._tables[device, dtype] = table
         return table
 
     def _cos_sin(self, positions: Int[Tensor, "*B L"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
 PICKLE = "model.pt"
+GROUPS = ("system", "data", "model", "trainer")
+"""Sections of a run's config.yaml."""
 CONFIG = 1 << 20
 """Characters of a config.yaml, at most."""
 LISTINGS = 5
@@ -122,16 +124,15 @@ def has_options(run: Path) -> bool:
     """Whether config.yaml has the sections of a run's: other programs have files of that name, too."""
     if not (run / "config.yaml").is_file():  # also not a pipe, which would block
         return False
-    with suppress(OSError), (run / "config.yaml").open(encoding="utf-8", errors="replace") as file:
-        return {"system:", "data:", "model:", "trainer:"} <= set(file.read(CONFIG).splitlines())
+    with suppress(OSError), (run / "config.yaml").open(encoding="utf-8-sig", errors="replace") as file:
+        return set(GROUPS) <= set(re.findall(r"^(\w+):", file.read(CONFIG), re.MULTILINE))
     return False
 
 
 def run_of(path: Path) -> Path | None:
     """Return the run folder that this is, or whose checkpoint it is; None if there is no run."""
     place = path.absolute()
-    is_step = STEP.fullmatch(place.name) and place.parent.name == "checkpoints"
-    run = place.parents[1] if is_step else path
+    run = place.parents[1] if place.parent.name == "checkpoints" else path
     return run if is_run(run) else None
 
 

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as ended:  # of a process that follows the first one
         if argv is not None or of_torchrun() is None:
             raise
-        status = ended.code if isinstance(ended.code, int) else 0
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     if argv is None:
         ignore_signals()
         if of_torchrun() is not None:

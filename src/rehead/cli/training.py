@@ -45,7 +45,9 @@ def train(
     resumed = Path(options.system.work_dir) / "config.yaml"
     if options.trainer.resume and resumed.is_file():
         options = reader.read(list(flags), (resumed, *config))
-    options.refuse_unused()
+        options.refuse_unused(reader.read([], (resumed,)))
+    else:
+        options.refuse_unused()
     if print_config:
         say(asdict(options), reader.write(options).rstrip(), json)
         return
@@ -84,7 +86,8 @@ def heal(
     from rehead.training.heal import heal_options
 
     options = heal_options(folder, teacher, list(flags), length)
-    options.refuse_unused()
+    if not options.trainer.resume:
+        options.refuse_unused()
     if teach is not None:
         from rehead.training.lessons import taught_first
 

@@ -209,8 +209,9 @@ class RunOptions:
             )
         return found
 
-    def refuse_unused(self) -> None:
-        """Raise ConfigError for flags that a run would not use."""
-        for key, why in self.unused().items():
+    def refuse_unused(self, began: "RunOptions | None" = None) -> None:
+        """Raise ConfigError for flags that a run would not use, but for those that it `began` with."""
+        known = {} if began is None else began.unused()
+        for key, why in self.unused().items() - known.items():
             group, name = key.split(".")
             raise ConfigError(f"{key}={getattr(getattr(self, group), name)} has no effect {why}")

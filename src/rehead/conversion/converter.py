@@ -201,9 +201,9 @@ class Converter:
         for turn in range(max(map(len, paths))):
             at = {index: steps[turn] for index, steps in enumerate(paths) if turn < len(steps)}
             chosen = {i: step.method(self.method, calibrated=bool(self.blocks)) for i, step in at.items()}
-            there = {index for index in at if kept is not None and kept.has(turn, index)}
-            readers = {index for index, step in at.items() if step.is_fitted(chosen[index])} - there
+            readers = {index for index, step in at.items() if step.is_fitted(chosen[index])}
             needs = {need for i in readers for need in at[i].conversion.methods[chosen[i]]}
+            readers -= {index for index in readers if kept is not None and kept.has(turn, index)}
             found = self._gather(layers, turn, needs, kept) if readers else []
             orders = [
                 Order(
@@ -281,7 +281,7 @@ class Converter:
             return [Statistics()] * len(layers)
         if turn == 0:
             return self.statistics(needs)
-        name = None if kept is None else "-".join(["seen", kept.folder.name, str(turn), *sorted(needs)])
+        name = None if kept is None else f"{kept.folder.name}/seen-{turn}-{'-'.join(sorted(needs))}"
         with self._kept(name) as folder:
             return self._seen(with_layers(self.model, layers), needs, folder)
 
@@ -292,7 +292,7 @@ class Converter:
             with tempfile.TemporaryDirectory(dir=self.scratch, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
         else:
-            (self.scratch / name).mkdir(exist_ok=True)
+            (self.scratch / name).mkdir(parents=True, exist_ok=True)
             yield self.scratch / name
 
     def _seen(self, model: GPT, needs: Collection[str], folder: Path) -> list[Statistics]:

@@ -56,6 +56,9 @@ def _files(path: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add((found.st_dev, found.st_ino))
+        folders.sort(
+            key=lambda name: (os.path.islink(os.path.join(folder, name)), name)
+        )  # folders before links to them
         yield from (Path(folder) / name for name in files)
 
 

@@ -79,11 +79,11 @@ def native_decoder(model: LanguageModel) -> Decode | None:
             return decode_alone(ids, caches)
 
     def decode_alone(ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:
-        ids = check(ids, caches)
-        if batch_refusal(len(ids)) is not None or not is_gapless(widest(caches)):
+        ids, longest = check(ids, caches), widest(caches)
+        if batch_refusal(len(ids)) is not None or not is_gapless(longest):
             return by_torch()(ids, caches)
         n_position = caches[0].n_token + 1
-        if widest(caches).is_full:
+        if longest.is_full:
             bound.clear()  # it holds the rows that larger ones replace
         token = next_token(ids, caches, layers)
         if not bound or not bound[0].fits(caches, n_position):

@@ -63,7 +63,10 @@ def _loaded(name: str) -> ctypes.CDLL | KernelUnavailable:
     except KernelUnavailable as problem:
         missing = problem
     except OSError as problem:
-        missing = _unusable(f"C++ cannot be built or loaded ({problem})")
+        missing = KernelUnavailable(
+            f"C++ cannot be built or loaded ({problem})",
+            f"Make {cache_folder()} your own and writable, or set XDG_CACHE_HOME.",
+        )
     _log_once(f"{missing}: PyTorch computes instead, slower. {missing.remedy}")
     return missing
 
@@ -80,12 +83,6 @@ def _one_thread_after_a_fork() -> None:
 def _log_once(message: str) -> None:
     """Log each message once per process."""
     logging.getLogger("rehead").info(message)
-
-
-def _unusable(reason: str) -> KernelUnavailable:
-    """Return the reason why nothing in the cache folder can be written, or loaded."""
-    remedy = f"Make {cache_folder()} your own and writable, or set XDG_CACHE_HOME."
-    return KernelUnavailable(reason, remedy)
 
 
 def _built(name: str) -> Path:
@@ -107,8 +104,11 @@ def _require_loads(path: Path, compiler: str) -> None:
     try:
         ctypes.CDLL(str(path))
     except OSError as problem:
+        reason = f"{compiler} made a library that cannot be loaded ({problem})"
+        if "failed to map" in str(problem):  # from a disk on which nothing may be executed
+            raise OSError(reason) from None
         path.unlink(missing_ok=True)
-        raise _unusable(f"{compiler} made a library that cannot be loaded ({problem})") from None
+        raise KernelUnavailable(reason) from None
 
 
 def _built_by(compiler: str, name: str, end: float) -> Path:

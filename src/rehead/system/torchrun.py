@@ -26,11 +26,15 @@ def of_torchrun() -> Torchrun | None:
     given = os.environ
     if "MASTER_ADDR" not in given or not all(given.get(name, "").isdecimal() for name in NUMBERS):
         return None  # a scheduler or a container may have set some of them
+    local, restarts = (
+        int(text) if (text := given.get(name, "")).isdecimal() else 0
+        for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    )
     return Torchrun(
         rank=int(given["RANK"]),
-        local_rank=int(given.get("LOCAL_RANK", "0")),
+        local_rank=local,
         world=int(given["WORLD_SIZE"]),
         address=given["MASTER_ADDR"],
         port=int(given["MASTER_PORT"]),
-        restarts=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        restarts=restarts,
     )

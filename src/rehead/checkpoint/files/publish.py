@@ -238,7 +238,7 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
             f"{folder} was not written by rehead (it has no {MANIFEST}), so it is not replaced. Choose another name."
         )
     elif folder.is_symlink():
-        raise InvalidInput(f"{folder} is a link to {folder.readlink()}: give that, or remove the link.")
+        raise InvalidInput(f"{folder} is a link to {folder.resolve()}: give that, or remove the link.")
 
 
 def _refuse_file(file: Path) -> None:

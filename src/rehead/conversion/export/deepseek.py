@@ -91,8 +91,9 @@ def deepseek_layers(config: GPTConfig, engine: Engine | None) -> list[LatentConf
 
 def _own(layer: AttentionConfig, d_model: int, engine: Engine) -> LatentConfig:
     """Return the attention of DeepSeek's class for an engine that takes any sizes."""
+    target = own_target(layer, d_model)
     try:
-        return read_by(engine, own_target(layer, d_model))
+        return read_by(engine, target)
     except ConfigError as error:
         heads = heads_of(layer)
         if isinstance(heads, GroupedConfig) and heads.rope is not None and heads.n_kv_head > 1:

@@ -20,7 +20,7 @@ from rehead.attention.mask import visible
 from rehead.attention.rope import Layout
 
 TOKENS = 8192
-"""Tokens read at most, in windows spread evenly over the text: every pair of a window's tokens counts."""
+"""Tokens read, in windows spread evenly over the texts, at least one of each: all pairs of a window's tokens count."""
 WEIGHTS = 2**22
 """Attention weights of one KV head that are held at once, at most: those of a few queries, where a text is long."""
 
