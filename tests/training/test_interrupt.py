@@ -239,7 +239,7 @@ def test_a_signal_before_the_first_step_blocks_nothing(start):
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == "interrupted" or "stopped at step" in err.splitlines()[-1]
     assert "Traceback" not in err
-    assert not Path("a").exists() or Path("a/config.yaml").exists()
+    assert not Path("a").exists() or Path("a/config.yaml").exists(), [*Path("a").rglob("*")]
     end = f"trainer.max_iters={len(steps('a')) + 2}"
     train_here(*TINY, "system.work_dir=a", *["trainer.resume=True"] * Path("a").exists(), end)
 
