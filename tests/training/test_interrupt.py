@@ -5,6 +5,7 @@ import json
 import linecache
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,6 +243,22 @@ def test_a_signal_before_the_first_step_blocks_nothing(start):
     assert not Path("a").exists() or Path("a/config.yaml").exists(), [*Path("a").rglob("*")]
     end = f"trainer.max_iters={len(steps('a')) + 2}"
     train_here(*TINY, "system.work_dir=a", *["trainer.resume=True"] * Path("a").exists(), end)
+
+
+def test_a_signal_while_something_is_removed_leaves_no_folder(tmp_path, monkeypatch):
+    remove, called = shutil.rmtree, []
+
+    def interrupted(place, **more):
+        called.append(place)
+        if len(called) == 1:
+            raise KeyboardInterrupt
+        remove(place, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    folder = RunFolder(tmp_path / "a")
+    with pytest.raises(KeyboardInterrupt), folder.open(resume=False):
+        write_whole(folder.read_tokens, [b"1"])
+    assert not folder.path.exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])

@@ -11,6 +11,7 @@ from typing import TextIO
 from rehead.checkpoint.files.publish import require_folders
 from rehead.data.files import resource
 from rehead.errors import Busy
+from rehead.system.aside import ASIDE, sweep
 
 LOCK = ".lock"
 
@@ -70,6 +71,7 @@ def _remove(folder: Path, created: list[Path], choose: str) -> None:
         with (folder / LOCK).open("a+") as lock:
             _claim(folder, lock, choose)
             (folder / LOCK).unlink()
+    sweep(folder.glob(f"{ASIDE}*"))  # left by an interrupt
     for place in created:
         place.rmdir()
 

@@ -23,8 +23,10 @@ def aside(parent: Path, name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:  # an interrupt comes anywhere
+            os.close(handle)
 
 
 def discard(folder: Path) -> None:
