@@ -187,9 +187,7 @@ def main():
 def table(document):
     """All points, the source first."""
     base, size = document["source_loss"], document["source_kv_bytes"]
-    steps = sorted(
-        {step for row in document["points"] for step in row.get("healed", {})}
-    )  # not all in every row
+    steps = sorted({step for row in document["points"] for step in row.get("healed", {})})
     header = (
         "point",
         "KV B/token",

@@ -201,3 +201,13 @@ def test_an_export_for_llama_cpp_does_not_speak_of_a_rope_that_is_not_there(
     assert main(["export", "model", "out.gguf", "--format", "gguf"]) != 0
     said = capsys.readouterr().err
     assert ("3 KV heads would rotate side by side, as a longrope" in said) == (n_kv_head == 3)
+
+
+def test_a_method_is_refused_before_a_text_is_sampled(tmp_path, monkeypatch, capsys):
+    """As typed: `self` takes minutes on a model of somebody's."""
+    monkeypatch.chdir(tmp_path)
+    rehead.save(build(llama_shaped(GQA, vocab_size=29, n_embd=48, n_hidden=31)), Path("model"))
+    monkeypatch.setattr("rehead.conversion.reading.sampled_once", lambda *_, **__: pytest.fail("sampled"))
+    words = ["convert", "model", "out", "--to", "mla", "--target", "uneven", "--kv-fraction", "0.5"]
+    assert main([*words, "--calibration", "self", "--method", "procrustes", "--length", "16"]) == 2
+    assert "procrustes belongs to pool-heads" in capsys.readouterr().err

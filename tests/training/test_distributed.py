@@ -507,6 +507,18 @@ sys.exit(main())
 """
 
 
+def ended(code, job):
+    """A process that runs this code, with what torchrun tells one."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | job,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(("rank", "ending"), [(None, "at exit\nfinalized"), ("0", "at exit\n")])
 def test_a_process_of_torchrun_ends_without_finalization(rank, ending):
     """During which a thread of gloo that releases a tensor would abort it: 5 of 80 processes did (docs/log.md)."""
@@ -515,14 +527,7 @@ def test_a_process_of_torchrun_ends_without_finalization(rank, ending):
         if rank is None
         else {"RANK": rank, "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     )
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | job,
-        check=False,
-    )
+    done = ended(ENDING, job)
     assert (done.returncode, done.stdout) == (2, ending)
     assert "device=none" in done.stderr
 
@@ -540,14 +545,7 @@ sys.exit(main())
 def test_a_process_that_follows_the_first_one_ends_without_finalization_too():
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     code = ENDING.split("atexit.register")[0].replace("from rehead.cli import main\n", "") + FOLLOWS
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | job,
-        check=False,
-    )
+    done = ended(code, job)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

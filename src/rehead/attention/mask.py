@@ -27,10 +27,8 @@ def visible(
     seen = (query_positions != EMPTY)[:, :, None] & (key_positions != EMPTY)[:, None, :]
     if not causal:
         return seen
-    query, key = (
-        query_positions[:, :, None].long(),
-        key_positions[:, None, :].long(),
-    )  # int8 may be below a window
+    query, key = query_positions[:, :, None], key_positions[:, None, :]
+    query, key = query.long(), key.long()  # a window may not fit into int8
     seen &= key <= query  # comparisons need no matrix of distances, eight times as large
     return seen if window is None else seen.logical_and_(key > query - window)
 

@@ -42,8 +42,8 @@ def check(
 
     Round the weights as a file of each format would, and compare the predictions
     with those of the exact weights, in float32, on up to 4,096 tokens or one block. For fp16 and bf16,
-    also compute in that format, as engines do, on 1,024 tokens or one block. A format is safe if the mean KL is at most
-    0.01 nats; otherwise the verdict is NOT SAFE, and the exit status is still 0. For example:
+    also compute in that format, as engines do, on 1,024 tokens or one block. A format is safe if the mean
+    KL is at most 0.01 nats; otherwise the verdict is NOT SAFE, and the exit status is still 0. For example:
 
         rehead check out/run
         rehead check out/llama --dtype q8_0 --data input.txt

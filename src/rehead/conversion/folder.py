@@ -11,6 +11,7 @@ from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at
 from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.arguments import require_apart, require_passes, require_seed
+from rehead.conversion.base import require_method
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads
 from rehead.conversion.export.fit import Asked, lacks_class
@@ -20,6 +21,7 @@ from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
+from rehead.conversion.search import path
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
 from rehead.conversion.texts import SELF
@@ -158,7 +160,7 @@ def convert_folder(
                 named(text, option).require()
     if measured_ranks or max_loss is not None:
         _require_measurable(target, max_loss)
-    _require_sensible(source, target, length)
+    _require_sensible(source, target, length, method)
     return_freed_memory()
     with unfinished(destination, resume=resume) as scratch, publish(destination) as aside:
         opened = FolderConverter(
@@ -207,13 +209,14 @@ def plannable_dtype(path: Path) -> torch.dtype:
     return found or torch.float32
 
 
-def _require_sensible(source: Path, target: Target, length: int | None) -> None:
-    """Refuse what the source's config refuses, before its weights are looked over."""
+def _require_sensible(source: Path, target: Target, length: int | None, method: str | None) -> None:
+    """Refuse what the source's config refuses, before its weights are looked over, and a text is sampled."""
     config = read_at(source, own.read_config)
     if isinstance(config, GPTConfig):
         text_length(config, length, source)
-        for layer in dict.fromkeys(config.attention):
-            target.attention(layer, config.n_embd)
+        layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
+        paths = [path(layer, to, config.n_embd) for layer, to in layers.items()]
+        require_method(method, [step for steps in paths for step in steps])
 
 
 def _require_measurable(target: Target, max_loss: float | None) -> None:

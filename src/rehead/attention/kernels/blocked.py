@@ -57,10 +57,8 @@ class _Blocked(torch.autograd.Function):
         group, dropped, whole = query.shape[2] // key.shape[2], threshold(pdrop), WHOLE[exact.itemsize]
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         rows = len(query) * key.shape[2], group * query.shape[1], key.shape[1]
-        saved, bias = (
-            torch.empty(rows, dtype=exact, device=query.device),
-            _Bias(mask, key.shape[2], group, exact),
-        )
+        saved = torch.empty(rows, dtype=exact, device=query.device)
+        bias = _Bias(mask, key.shape[2], group, exact)
         for block, heads in _blocks(query, key):
             weights = saved[heads]
             q = _fold(query[block], group, exact)

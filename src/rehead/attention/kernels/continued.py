@@ -27,12 +27,11 @@ class Continued(Kernel):
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
         """Compute both parts and merge them."""
         past = call.key.shape[1] - call.query.shape[1]
-        query, key, value = (
-            (t if t.stride(-1) == 1 else t.contiguous()).transpose(
-                1, 2
-            )  # the operator takes the last axis as dense
-            for t in of_one_width(call.query, call.key, call.value)
-        )
+        wide = of_one_width(call.query, call.key, call.value)
+        dense = (
+            t if t.stride(-1) == 1 else t.contiguous() for t in wide
+        )  # as the operator takes the last axis
+        query, key, value = (t.transpose(1, 2) for t in dense)
         outputs, logarithms = [], []
         for rows, is_causal in ((slice(past), False), (slice(past, None), True)):
             output, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

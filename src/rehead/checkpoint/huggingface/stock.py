@@ -73,7 +73,7 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     head = stored.keys() - wanted.keys()
     if (
         config.tie_embeddings and head in HEADS
-    ):  # safetensors' save_model keeps the first name of a shared tensor
+    ):  # of a shared tensor, save_model of safetensors keeps the first name
         (embedding,) = (name for name, weight in wanted.items() if weight.ours == ("embed_tokens.weight",))
         if embedding not in stored:
             stored[embedding] = stored.pop(*head)
