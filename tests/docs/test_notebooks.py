@@ -14,10 +14,10 @@ PAGES = sorted((Path(__file__).parents[2] / "docs" / "tutorials").glob("*.md"))
 CODE = re.compile(r"^```python\n(.*?)\n```\n(?:\n*^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 MATH = re.compile(r"^```math\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 INSTALL = """\
-# Needed in Colab, whose own torch stays. SOURCE may also be the path of a wheel, or git+https://...
+# Needed in Colab, whose own torch stays. SOURCE may also be the path of a wheel.
 import importlib.util
 
-SOURCE = "rehead"
+SOURCE = "git+https://github.com/rehead/rehead"
 if importlib.util.find_spec("rehead") is None:
     %pip install --quiet {SOURCE}"""
 
