@@ -14,11 +14,11 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "rehead needs Python 3.11 or newer, $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "no venv module: on Debian, apt-get install python3-venv"; exit 1; }
-	@echo "Installing pinned versions into $(VENV): 1 to 4 GB, some minutes; PyTorch is the largest part"
+	@echo "Installing pinned versions into $(VENV): 1 to 4 GB, some minutes; PyTorch is the largest part" >&2
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report]' --group dev
 	@touch $@
-	@echo "Done: . $(VENV)/bin/activate && rehead --help"
+	@echo "Done: . $(VENV)/bin/activate && rehead --help" >&2
 
 # Trains a small model on Python's own documentation, shrinks its KV cache in several ways; results in runs/demo.
 demo: $(STAMP)

@@ -1,5 +1,6 @@
 """Every test runs in float64, from one seed, on one thread."""
 
+import math
 import os
 import shutil
 import signal
@@ -16,6 +17,9 @@ import torch.distributed.tensor  # assert_close would, in seconds, within some t
 from hypothesis import settings
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by whoever is first
+for name in ("HF_HOME", "HF_HUB_OFFLINE", "FORCE_COLOR", "REHEAD_NATIVE", "MAKEFLAGS", "MAKELEVEL"):
+    os.environ.pop(name, None)  # a user's own, which the tests and the commands they start would follow
+
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -39,6 +43,14 @@ torch.set_num_threads(1)  # also for fixtures that are set up before a test, suc
 
 settings.register_profile("rehead", derandomize=True, deadline=None)
 settings.load_profile("rehead")
+
+
+def pytest_sessionstart():
+    """A slow run says no more than a quick one, and keeps no text in the user's cache, which later runs would read."""
+    from rehead.conversion import sampled
+    from rehead.report import lines
+
+    sampled.LONG = lines.SOON = lines.EVERY = math.inf
 
 
 def pytest_addoption(parser):
@@ -95,6 +107,7 @@ def _exact():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+    torch.set_num_threads(1)  # for what the next file's fixtures make
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ REFUSED = {
         "window in every layer",
     ),
     "glm": ("Glm", GQA | PART | NO_PAD, "glm", "partial_rotary_factor"),
-    "glm4, tied": ("Glm4", GQA | PART | NO_PAD | {"tie_word_embeddings": True}, "glm4", "head tied"),
+    "glm4, tied": ("Glm4", GQA | PART | NO_PAD | {"tie_word_embeddings": True}, "glm4", "tied output head"),
     "glm4, linear": (
         "Glm4",
         GQA | NO_PAD | rope("linear", partial_rotary_factor=0.5),
@@ -96,7 +96,7 @@ REFUSED = {
     ),
     "gemma2, windows": ("Gemma2", GEMMA2 | WINDOW | {"layer_types": None}, "gemma2", "windows"),
     "gemma2, biases": ("Gemma2", GEMMA2 | {"attention_bias": True}, "gemma2", "biases"),
-    "gemma2, untied": ("Gemma2", GEMMA2 | {"tie_word_embeddings": False}, "gemma2", "head apart"),
+    "gemma2, untied": ("Gemma2", GEMMA2 | {"tie_word_embeddings": False}, "gemma2", "untied output head"),
     "gemma2, no cap": (
         "Gemma2",
         GEMMA2 | {"final_logit_softcapping": None},
@@ -137,7 +137,7 @@ REFUSED = {
     ),
     "granite": ("Granite", {"head_dim": 32}, "granite", "head_dim"),
     "neox, gelu": ("GPTNeoX", NEOX | {"hidden_act": "gelu"}, "gpt_neox", "exact gelu"),
-    "neox, tied": ("GPTNeoX", NEOX | {"tie_word_embeddings": True}, "gpt_neox", "head tied"),
+    "neox, tied": ("GPTNeoX", NEOX | {"tie_word_embeddings": True}, "gpt_neox", "tied output head"),
     "neox, no biases": ("GPTNeoX", NEOX | {"attention_bias": False}, "gpt_neox", "attention without biases"),
     "neox, narrow": ("GPTNeoX", NEOX | {"intermediate_size": 96}, "gpt_neox", "n_hidden"),
     "neox, linear": (
@@ -146,7 +146,7 @@ REFUSED = {
         "gpt_neox",
         "scaled rope, linear",
     ),
-    "gpt2": ("GPT2", GPT2 | {"n_inner": None}, "gpt2", "head apart"),
+    "gpt2": ("GPT2", GPT2 | {"n_inner": None}, "gpt2", "untied output head"),
     "gpt2, gelu": (
         "GPT2",
         GPT2 | {"n_inner": None, "tie_word_embeddings": True, "activation_function": "gelu"},

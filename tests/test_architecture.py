@@ -215,11 +215,11 @@ def dangers(tree):
 
 
 def test_nothing_runs_code_from_data():
-    """Of the environment, one file each reads REHEAD_NATIVE, XDG_CACHE_HOME and what torchrun says.
+    """One file each reads the terminal's size, REHEAD_NATIVE, XDG_CACHE_HOME and what torchrun says.
 
     A corpus that the user names, whose sha256 is known, is fetched; the errors of that are turned into ours.
     """
-    readers = "cli/entry.py", "system/folders.py", "system/torchrun.py"
+    readers = "cli/entry.py", "native/switch.py", "system/folders.py", "system/torchrun.py"
     allowed = {f"src/rehead/{reader}": ["os.environ"] for reader in readers}
     allowed |= {"src/rehead/data/corpora.py": ["urllib"], "src/rehead/data/files.py": ["http"]}
     assert faults(lambda path: dangers(parsed(path))) == allowed

@@ -165,9 +165,12 @@ def test_another_process_is_timed_by_its_own_clock(suite, clock):
 def test_load_counts_the_processes_it_is_told_of(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     load = importlib.import_module("load")
-    work = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    work = "import time\ninput()\nend = time.process_time() + 0.5\n"
+    work += "while time.process_time() < end: pass\nprint(flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", work], stdin=-1, stdout=-1) as child:
         alone, both = load.Load(), load.Load(child.pid)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
         child.stdout.readline()
         used = both._process() - alone._process()
         child.stdin.close()

@@ -1,6 +1,7 @@
 """The library as a newcomer types it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,25 @@ def test_dir_and_help_show_what_there_is(capsys):
     for name in PUBLIC:
         assert f"\n    {name}(" in shown
     assert 'model = rehead.load("out/gqa")' in shown
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("value", "program", "said"),
+    [
+        ("", "rehead.native.disable()", "0"),
+        ("", "rehead.native.use('gpu')", "gpu"),
+        ("0", "", "0"),
+        ("0", "rehead.native.use('1')", "1"),
+        ("", "", "1"),
+    ],
+)
+def test_compiled_code_is_switched_by_a_call_or_the_environment(value, program, said):
+    program = f"import rehead\n{program}\nprint(rehead.native.mode())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "REHEAD_NATIVE": value}, capture_output=True, text=True
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (f"{said}\n", "")
 
 
 def test_a_tokenizer_is_loaded_from_whatever_a_model_is(folder, tmp_path):

@@ -163,7 +163,8 @@ def test_a_call_that_python_cannot_end_is_ended_with_the_process():
     """As torch's and tokenizers' calls are: a handler of Python would wait for their end."""
     program = (
         "import torch\nfrom rehead.cli.interrupt import answer_signals\n"
-        "answer_signals()\na = torch.rand(3000, 3000, dtype=torch.float64)\nprint(1, flush=True)\n"
+        "torch.set_num_threads(1)\n"
+        "answer_signals()\na = torch.rand(4000, 4000, dtype=torch.float64)\nprint(1, flush=True)\n"
         "torch.linalg.svd(a)\n"
     )
     pipe = subprocess.PIPE

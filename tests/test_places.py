@@ -14,6 +14,7 @@ from rehead.checkpoint import resolve
 from rehead.cli import main
 from rehead.config.flags import read
 from rehead.errors import ResourceError
+from rehead.training import folder as folders
 from rehead.training import train
 from rehead.training.folder import RunFolder
 from test_phases import TINY, wait_for
@@ -122,6 +123,23 @@ def test_a_run_that_goes_away_as_it_writes_says_so():
         with pytest.raises(ResourceError, match=r"away was deleted, moved or replaced"):
             folder.log({"step": 1})
         folder._held = held
+        Path("elsewhere").rename("away")
+
+
+def test_a_run_moved_as_it_saves_is_not_made_anew(monkeypatch):
+    """Between the look at it and the creation of folders; it could not be moved back."""
+    real = folders.publish
+
+    def move_first(*given, **more):
+        Path("away").rename("elsewhere")
+        return real(*given, **more)
+
+    monkeypatch.setattr(folders, "publish", move_first)
+    folder = RunFolder(Path("away"))
+    with folder.open(resume=False):
+        with pytest.raises(ResourceError, match=r"away was deleted, moved or replaced"):
+            folder.save(1, lambda aside: (aside / "file").write_text("text"), 1)
+        assert not Path("away").exists()
         Path("elsewhere").rename("away")
 
 

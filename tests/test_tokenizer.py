@@ -137,6 +137,16 @@ def test_the_token_before_every_text(kind, around, begins):
     assert trained("byte").bos is None
 
 
+def test_of_several_tokens_before_a_text_none_is_taken():
+    """As GLM-4's [gMASK] <sop>: the first alone is a text that the model never sees."""
+    inner = hf.Tokenizer.from_str(trained("bpe").to_json())
+    inner.add_special_tokens(["[gMASK]", "<sop>"])
+    special = [(token, inner.token_to_id(token)) for token in ("[gMASK]", "<sop>")]
+    inner.post_processor = processors.TemplateProcessing(single="[gMASK] <sop> $A", special_tokens=special)
+    with pytest.warns(UserWarning, match=r"puts several tokens before a text \(\[gMASK\] <sop>\)"):
+        assert Tokenizer.from_json(inner.to_str()).bos is None
+
+
 @pytest.mark.parametrize("tokenizer", EVERY)
 def test_special_tokens_in_a_text_are_plain_text(tokenizer):
     text = "<|endoftext|><s><unk>"

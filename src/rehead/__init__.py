@@ -7,10 +7,11 @@
     ids = tokenizer.encode("O God, O God!")
     print(tokenizer.decode(rehead.generate(model, ids, max_new_tokens=100)))
     smaller, certificate = rehead.convert(model, "mla", kv_fraction=0.5, calibration=ids)
-    rehead.save(smaller, "out/latent")
+    rehead.save(smaller, "out/latent", files={"tokenizer.json": tokenizer.to_json()})
 
 A model is a `torch.nn.Module`: `model(ids)` maps ids (B, L) to logits (B, L, vocabulary). The attentions
-themselves are in `rehead.attention`. Names are loaded when first used: `import rehead` imports no torch.
+themselves are in `rehead.attention`; `rehead.native.disable()` switches compiled kernels off. Names are loaded
+when first used: `import rehead` imports no torch.
 """
 
 from importlib import import_module
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rehead import attention as attention
+    from rehead import native as native
     from rehead.checkpoint import load, save
     from rehead.conversion.converter import convert
     from rehead.generation import generate
@@ -32,18 +34,19 @@ _HOMES = {
     "load_tokenizer": "rehead.tokenizer",
     "save": "rehead.checkpoint",
 }
+_ROOMS = ("attention", "native")
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name == "attention":
-        return import_module("rehead.attention")
+    if name in _ROOMS:
+        return import_module(f"rehead.{name}")
     raise AttributeError(f"module 'rehead' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "attention", *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_ROOMS, *(name for name in globals() if name.startswith("__"))})
 
 
 __all__ = ["__version__", "convert", "generate", "load", "load_tokenizer", "save"]

@@ -52,9 +52,10 @@ def probabilities(
         likeliest = logits.topk(top_k).indices
         dropped = torch.ones_like(logits, dtype=torch.bool).scatter(-1, likeliest, False)
         logits = logits.masked_fill(dropped, float("-inf"))
-    exact = logits.double()
-    below = exact - exact.amax(dim=-1, keepdim=True)  # the largest stays 0 at any temperature
-    likely = (below / float(temperature)).softmax(dim=-1).float()
+    below = logits.double()
+    below -= below.amax(dim=-1, keepdim=True)  # the largest stays 0 at any temperature
+    likely = below.div_(float(temperature)).softmax(dim=-1).float()
+    del below
     if top_p is not None and top_p < 1:
         ordered, order = likely.sort(dim=-1, descending=True)
         least = max(top_p, torch.finfo(ordered.dtype).tiny)  # not 0, so that the likeliest token stays

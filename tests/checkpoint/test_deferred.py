@@ -12,6 +12,7 @@ from rehead.checkpoint.files.deferred import Deferred, map_deferred, materialise
 from rehead.checkpoint.files.shards import Shards
 from rehead.checkpoint.files.writing import write_file, write_weights
 from rehead.errors import IntegrityError, UsageError
+from rehead.measure.fidelity import compare
 from rehead.model import build
 from small import llama_shaped
 
@@ -164,3 +165,15 @@ def test_weights_in_files_are_read_into_others(folder):
         weight.data.zero_()
     inside.load_state_dict(outside.state_dict())
     assert all(torch.equal(weight, wanted[name]) for name, weight in inside.state_dict().items())
+
+
+def test_models_are_compared_with_one_reading_of_each_head_per_batch(folder, monkeypatch):
+    """Not with one per part of the vocabulary, which of a large one has a hundred tokens."""
+    models = tuple(rehead.checkpoint.load(folder, in_memory=False) for _ in range(2))
+    vocab, read, heads = models[0].config.vocab_size, Shards.read, []
+    monkeypatch.setattr("rehead.measure.logits.LOGITS", 2 * vocab)
+    monkeypatch.setattr(Shards, "read", lambda shards, name: (heads.append(name), read(shards, name))[1])
+    ids = torch.arange(13) % vocab
+    found = compare(*models, [(ids[None, :-1], ids[None, 1:])] * 3)
+    assert (found.tokens, found.max_error) == (36, 0)
+    assert heads.count("embed_tokens.weight") == 2 * 3 * 2  # the head's, too

@@ -490,7 +490,7 @@ def test_commands_that_make_no_sense(capsys):
     assert main(["export", "model", "out", "--format", "gguf"]) == 2
     assert "Give a name that ends in .gguf" in capsys.readouterr().err
     assert main(["export", "model", "out", "--dtype", "fp16"]) == 2
-    assert "--dtype fp16: a folder keeps the format of its weights" in capsys.readouterr().err
+    assert "--dtype fp16: a folder is written in bf16 or fp32" in capsys.readouterr().err
     assert main(["export", "model", "model/out.gguf", "--format", "gguf"]) == 2
     Path("out.gguf").mkdir()
     refused(capsys, "out.gguf exists: choose another name", status=(3,))

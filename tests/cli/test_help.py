@@ -1,5 +1,6 @@
 """The command line as it is typed: help at any width, examples that run, what is no command."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -111,18 +112,18 @@ def examples():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with the text and the models that the examples name."""
-    folder, before = tmp_path_factory.mktemp("examples"), Path.cwd()
-    os.chdir(folder)
-    torch.set_default_dtype(torch.float32)
-    Path("input.txt").write_text("O God, O God! Hope is a waking dream and, flat and unprofitable\n" * 60)
-    text = ["data.path=input.txt", *SMALL]
-    assert main(["train", *text, "system.work_dir=out/run", "model.n_kv_head=3", "model.rope=True"]) == 0
-    llama = ["model.shape=llama", "model.n_kv_head=2", "model.bias=False"]
-    assert main(["train", *text, "system.work_dir=out/llama", *llama]) == 0
-    assert main(["convert", "out/run", "out/mla", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]) == 0
-    write(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), model("llama"), "llama", "Q4_1")
-    yield folder
-    os.chdir(before)
+    folder = tmp_path_factory.mktemp("examples")
+    with contextlib.chdir(folder):
+        torch.set_default_dtype(torch.float32)
+        Path("input.txt").write_text("O God, O God! Hope is a waking dream and, flat and unprofitable\n" * 60)
+        text = ["data.path=input.txt", *SMALL]
+        assert main(["train", *text, "system.work_dir=out/run", "model.n_kv_head=3", "model.rope=True"]) == 0
+        llama = ["model.shape=llama", "model.n_kv_head=2", "model.bias=False"]
+        assert main(["train", *text, "system.work_dir=out/llama", *llama]) == 0
+        lossy = ["--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]
+        assert main(["convert", "out/run", "out/mla", *lossy]) == 0
+        write(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), model("llama"), "llama", "Q4_1")
+        yield folder
 
 
 @pytest.mark.parametrize("line", list(examples()))

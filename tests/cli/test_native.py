@@ -31,7 +31,8 @@ def folder(tmp_path_factory):
 
 def typed(folder, *options, path=None, **variables):
     """`rehead generate` in a home where nothing was built; its stderr and stdout go to one place, in order."""
-    environment = os.environ | {"HOME": str(folder / f"home{len(list(folder.iterdir()))}")} | variables
+    home = str(folder / f"home{len(list(folder.iterdir()))}")
+    environment = os.environ | {"HOME": home, "XDG_CACHE_HOME": ""} | variables
     Path(environment["HOME"]).mkdir()
     if path is not None:
         environment["PATH"] = path
@@ -78,7 +79,7 @@ def test_what_is_said_of_compiled_code_stands_above_the_text(folder):
 @needs_compiler
 @pytest.mark.process
 def test_a_home_that_holds_nothing_says_so(folder):
-    environment = os.environ | {"HOME": str(folder / "text.txt")}
+    environment = os.environ | {"HOME": str(folder / "text.txt"), "XDG_CACHE_HOME": ""}
     words = [REHEAD, "generate", "run", "--prompt", PROMPT, "--max-new-tokens", "1"]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0

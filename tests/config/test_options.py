@@ -158,6 +158,8 @@ def test_context_is_unlimited_only_with_windows_everywhere_and_no_table():
     assert resolve("model.window=5").context_limit == 128
     assert resolve("model.rope=True", "model.layers=[{window: 5}, {}]").context_limit == 128
     assert resolve("model.rope=True", "model.window=5").context_limit is None
+    assert resolve("model.rope=True", "model.window=128").context_limit is None
+    assert resolve("model.rope=True", "model.window=129").context_limit == 128  # no text had such a distance
     assert resolve("model.type=rnn").context_limit is None
 
 

@@ -131,6 +131,37 @@ def test_every_card_says_how_an_identity_norm_computes(capfd):
     assert advice not in read("plain").text
 
 
+@pytest.mark.parametrize(("kind", "to"), [("llama", "bf16"), ("deepseek_v3", "bf16"), ("llama", "fp32")])
+def test_an_export_can_have_another_format(kind, to, capfd):
+    """A healed model has weights in float32, and engines serve what config.json says."""
+    llama("llama", num_key_value_heads=1)
+    source = transformers.LlamaForCausalLM.from_pretrained("llama")
+    if to == "fp32":
+        source.bfloat16().save_pretrained("llama")
+    capfd.readouterr()
+    run("export", "llama", "stock", "--format", kind, "--dtype", to)
+    narrow = "the weights are rounded to bfloat16: `rehead check llama` measures what that changes."
+    assert (narrow in capfd.readouterr().err) == (to == "bf16")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[to]
+    made = transformers.AutoModelForCausalLM.from_pretrained("stock", dtype="auto")
+    assert {weight.dtype for weight in made.parameters()} == {dtype}
+    for name, weight in made.named_parameters() if kind == "llama" else ():
+        assert torch.equal(weight, source.get_parameter(name).bfloat16().to(dtype)), name
+    assert main(["export", "llama", "no", "--dtype", "q8_0"]) == 2
+
+
+def test_a_card_says_that_weights_were_rounded_after_the_measurement(capfd):
+    """And gives no results, which would be of other weights."""
+    llama("llama")
+    run("convert", "llama", "mqa", "--to", "mqa", "--allow-loss", "--test", "test.txt", "--length", "16")
+    run("export", "mqa", "same")
+    run("export", "mqa", "narrow", "--dtype", "bf16")
+    rounded = "measured with weights in float32; those of this folder are in bfloat16."
+    assert (rounded in read("same").text, rounded in read("narrow").text) == (False, True)
+    assert read("same").data.eval_results
+    assert read("narrow").data.eval_results is None
+
+
 CHAT = [
     {"role": "user", "content": "Who's there?"},
     {"role": "assistant", "content": "Nay, answer me: stand."},
@@ -139,6 +170,7 @@ TEMPLATE = "{% for one in messages %}<{{ one['role'] }}> {{ one['content'] }}\n{
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
+LIMITS = {"max_length": 4096, "stop_strings": ["</end>"], "no_repeat_ngram_size": 3}
 MARKS = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 3}
 
 
@@ -152,8 +184,8 @@ def chatted(folder):
 def test_chat_template_and_sampling_go_along(place, capfd):
     """To every model that is made from another, taught, healed and exported."""
     llama("llama")
-    others = {"cache_implementation": "hybrid", "transformers_version": "4.0.0"}
-    Path("llama/generation_config.json").write_text(json.dumps(SAMPLING | MARKS | others), encoding="utf-8")
+    others = {"cache_implementation": "hybrid", "transformers_version": "4.0.0", "min_new_tokens": None}
+    Path("llama/generation_config.json").write_text(json.dumps(SAMPLING | LIMITS | MARKS | others), "utf-8")
     if place == "file":
         Path("llama/chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
@@ -187,7 +219,8 @@ def test_chat_template_and_sampling_go_along(place, capfd):
         run("export", model, f"{model}-stock")
         assert chatted(f"{model}-stock") == expected, model
         stock = transformers.GenerationConfig.from_pretrained(f"{model}-stock")
-        assert {key: getattr(stock, key) for key in SAMPLING | MARKS} == SAMPLING | MARKS, model
+        told = SAMPLING | LIMITS | MARKS
+        assert {key: getattr(stock, key) for key in told} == told, model
         assert stock.cache_implementation is None
         assert open_model(f"{model}").ends == {2, 7}, model
     assert not Path("mqa/tokenizer_config.json").exists()

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import rehead
+from processes import is_running
 from rehead.cli import main
 from rehead.config import ModelOptions
 from rehead.conversion.kept import Order
@@ -160,9 +162,12 @@ def test_layers_of_several_processes_are_not_made_again(source, made):
 def children(pid):
     """The processes that a process began to work for it."""
     numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [
-        int(number) for number in numbers if b"spawn_main" in Path(f"/proc/{number}/cmdline").read_bytes()
-    ]
+    found = []
+    for number in numbers:
+        with suppress(OSError):  # it has just ended
+            if b"spawn_main" in Path(f"/proc/{number}/cmdline").read_bytes():
+                found.append(int(number))
+    return found
 
 
 @pytest.mark.parametrize("lost", ["worker", "parent"])
@@ -178,7 +183,7 @@ def test_a_lost_process_ends_the_others(lost, source):
     assert parent.returncode == (5 if lost == "worker" else -9), said
     if lost == "worker":
         assert "one of 2 processes was killed, perhaps because memory ran out: use fewer --jobs" in said
-    while any(Path(f"/proc/{number}").exists() for number in workers):
+    while any(map(is_running, workers)):
         time.sleep(0.05)
     more = [] if lost == "worker" else ["--resume"]
     assert main(words("killed", *more)) == 0

@@ -23,6 +23,7 @@ from rehead.conversion.texts import SELF, Passage, passages, sampled
 from rehead.data import IGNORE
 from rehead.errors import ConfigError, InvalidInput, ResourceError, UsageError
 from rehead.generation import generate
+from rehead.measure.forecast import generation_bytes
 from rehead.tokenizer import train
 
 GQA = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
@@ -56,24 +57,41 @@ def test_text_of_weights_that_lie_in_a_file(gpt, tmp_path):
 
 
 def test_windows_are_read_at_once_as_the_memory_is_asked_for(gpt, monkeypatch):
-    """As many as have tokens or, with a large vocabulary, logits enough for a batch."""
+    """As many as have the tokens of a batch."""
     model = gpt(GQA)
     ids = np.zeros(2000, dtype=np.int64)
     monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: 0)
-    for most, many in ((2**27, 4096 // 16), (3 * 16 * model.config.vocab_size, 3), (1, 1)):
-        monkeypatch.setattr("rehead.conversion.blocks.BATCH_LOGITS", most)
+    for most, many in ((4096, 4096 // 16), (3 * 16 + 1, 3), (1, 1)):
+        monkeypatch.setattr("rehead.conversion.blocks.BATCH_TOKENS", most)
         assert max(len(block[0]) for block in blocks_of(model, ids, length=16)) == min(many, 125)
         with pytest.raises(ResourceError, match=rf"reading {many} x 16 tokens at once"):
             require_windows(model, 16)
 
 
 def test_weights_that_do_not_fit_are_not_sampled_from(gpt, tmp_path, monkeypatch):
+    """Nor is there room for the caches of all windows that are sampled together."""
     rehead.save(gpt(GQA), tmp_path / "model")
-    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: 9000)
-    with pytest.raises(ResourceError, match=r"sampling a text .* are free\. Give a text instead of self\.$"):
+    taken = sum(generation_bytes(gpt(GQA).config, 6, 1, 15, torch.float64).values())
+    refused = r"sampling a text .* are free\. Give a text instead of self\.$"
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: taken)
+    with pytest.raises(ResourceError, match=refused):
         sampled(rehead.load(tmp_path / "model", in_memory=False), 100, 16, seed=3)
-    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: 0)
-    sampled(gpt(GQA), 20, 16, seed=3)  # which is in memory
+    sampled(gpt(GQA), 100, 16, seed=3)  # which is in memory
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: taken - 1)
+    with pytest.raises(ResourceError, match=refused):
+        sampled(gpt(GQA), 100, 16, seed=3)
+
+
+def test_a_window_begins_with_a_token_that_the_model_has_learnt(gpt):
+    """Ids without a token, as of a padded vocabulary, are drawn again; the other windows stay."""
+    model = gpt(GQA)
+    usual = sampled(model, 640, 16, seed=3).ids.reshape(40, 16)
+    some = np.arange(0, model.config.vocab_size, 2)
+    found = sampled(model, 640, 16, seed=3, begins=some).ids.reshape(40, 16)
+    learnt = usual[:, 0] % 2 == 0
+    assert 0 < learnt.sum() < 40
+    assert (found[:, 0] % 2 == 0).all()
+    assert (found[learnt, 0] == usual[learnt, 0]).all()
 
 
 def test_equal_shares(gpt, words):
@@ -169,6 +187,7 @@ def test_a_long_model_is_read_in_windows_of_2048(gpt, words):
 def test_a_text_sampled_before_is_read_again(gpt, monkeypatch, tmp_path):
     """By the same model and arguments; a damaged file is none. A quick one is not kept."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     model, drawn = gpt(GQA), []
     draw = sampled_module.sampled
     monkeypatch.setattr(sampled_module, "sampled", lambda *given: drawn.append(given) or draw(*given))

@@ -10,10 +10,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.attention.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling
+from rehead.attention.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from rehead.conversion.steps.rotations import slots_of
 from rehead.conversion.target import Target
-from rehead.conversion.yarn import FAR, as_yarn, drift, stands_in
+from rehead.conversion.yarn import FAR, as_yarn, drift, reaching, stands_in
 from rehead.errors import ConfigError
 
 pytestmark = pytest.mark.heavy
@@ -101,6 +101,30 @@ def test_one_kv_head_rotates_by_the_yarn(gpt, apart):
     other.load_state_dict(model.state_dict())
     assert apart(other, result) < 1e-12
     assert apart(model, result) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rope", "original"),
+    [
+        (as_yarn(llama3(500_000.0, 8.0), 64), 16_384),  # Llama 3.1
+        (as_yarn(llama3(500_000.0, 32.0), 64), 8192),  # Llama 3.2 reaches 262,144
+        (RopeConfig(scaling=YarnScaling(factor=3.0, mscale=0.7, mscale_all_dim=0.5)), 43_691),
+        (RopeConfig(scaling=YarnScaling(factor=4.0, attention_factor=1.0)), 32_768),
+        (RopeConfig(), None),
+        (llama3(500_000.0, 8.0), 8192),
+    ],
+)
+def test_a_longer_yarn_has_the_same_angles(rope, original):
+    """vLLM's class makes factor x original rows of angles; a later position is an IndexError there."""
+    found = reaching(rope, 131_072)
+    assert torch.equal(found.frequencies(64), rope.frequencies(64))
+    assert (found.magnitude, found.score_scale) == (rope.magnitude, rope.score_scale)
+    assert original == (None if rope.scaling is None else found.scaling.original_max_position_embeddings)
+    if isinstance(found.scaling, YarnScaling):
+        assert found.scaling.factor * found.scaling.original_max_position_embeddings >= 131_072
+        table = {name: value for name, value in vars(found.scaling).items() if value is not None}
+        angles, _ = theirs({"rope_type": "yarn", "rope_theta": rope.theta} | table, 64)
+        assert np.abs(angles / found.frequencies(64).numpy() - 1).max() < 1e-5
 
 
 def test_narrower_heads_are_refused():

@@ -8,6 +8,8 @@ import pytest
 from rehead.decoding.native_op import kernel
 from rehead.native import KernelUnavailable
 
+built = pytest.mark.skipif(isinstance(kernel(), KernelUnavailable), reason=str(kernel()))
+
 MODEL = """
 import sys
 import torch, rehead
@@ -184,6 +186,7 @@ assert texts() == [5, 5, 5]
 """)
 
 
+@built
 def test_threads_that_share_a_model_each_generate_as_alone(attacked):
     attacked("""
 from concurrent.futures import ThreadPoolExecutor
@@ -234,7 +237,7 @@ for decode in (decoding.decoder(model), decoding.torch_decoder(model)):
 """)
 
 
-@pytest.mark.skipif(isinstance(kernel(), KernelUnavailable), reason=str(kernel()))
+@built
 def test_a_decoder_goes_on_in_a_forked_process(attacked):
     attacked("""
 import os, signal
@@ -251,6 +254,7 @@ assert os.waitpid(child, 0)[1] == 0
 """)
 
 
+@built
 def test_a_window_far_into_a_text_takes_the_memory_of_its_window(attacked):
     """The cosines and sines of the positions that are reached, not of all that may follow."""
     attacked("""

@@ -396,6 +396,7 @@ def test_the_rest_of_the_process_still_has_small_numbers():
 @pytest.fixture
 def _anew(monkeypatch, tmp_path):
     monkeypatch.setattr(building.Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     building._loaded.cache_clear()
     yield
     building._loaded.cache_clear()

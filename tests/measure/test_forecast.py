@@ -108,7 +108,7 @@ def llama(tmp_path):
 def limited(place, gigabytes, *lines):
     """Run rehead with so much address space: exit status and the last line of stderr, for each line."""
     before = ["bash", "-c", f'ulimit -v {int(gigabytes * 1e6)}; exec "$@"', "bash"]
-    results = typed(*lines, cwd=place, before=before)
+    results = typed(*lines, cwd=place, before=before, OMP_NUM_THREADS="2")  # each thread takes addresses
     return [(status, (err.splitlines() or [""])[-1]) for status, _, err in results]
 
 

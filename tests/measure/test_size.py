@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from rehead.attention import GroupedConfig, LatentConfig, kernels, variants
-from rehead.config import ExpertsConfig, GPTConfig, ModelOptions, RNNConfig
+from rehead.config import ExpertsConfig, GPTConfig, ModelOptions, RNNConfig, TrainerOptions
 from rehead.generation import generate
 from rehead.measure import cache_bytes, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.parts import parts
-from rehead.measure.size import decode_bytes, decode_flops, prefill_flops
+from rehead.measure.size import decode_bytes, decode_flops, prefill_flops, training_flops
 from rehead.model import build
+from rehead.training.frozen import freeze
 
 HOMEWORK = [  # seeds, section 3
     # n_kv_head, parameters, forward FLOPs per token at T = 128, KV fp32 bytes per token, of 128 tokens
@@ -241,6 +242,25 @@ def test_flops_are_those_torch_counts(name, n_token, monkeypatch):
 def test_homework_flops_are_those_torch_counts(n_kv_head, flops, monkeypatch):
     monkeypatch.setattr(kernels, "attend", by_reference)
     assert counted(homework(n_kv_head), 128, 1) == flops
+
+
+@pytest.mark.parametrize("name", ["mha", "llama", "tied", "mla", "experts"])
+def test_a_training_step_takes_the_flops_torch_counts(name, monkeypatch):
+    """Of a first layer that alone learns, torch does not compute the gradient of its input."""
+    monkeypatch.setattr(kernels, "attend", by_reference)
+    config = CONFIGS[name]
+    for train in ("attention",) if config.experts else ("all", "attention"):
+        model, ids = build(config), torch.arange(32).view(2, 16) % 29
+        freeze(model, TrainerOptions(train=train))
+        with FlopCounterMode(display=False) as counter:
+            model(ids).sum().backward()
+        of_inputs = sum(
+            weight.numel()
+            for name, weight in model.layers[0].self_attn.named_parameters()
+            if weight.ndim == 2 and weight.shape[1] == config.n_embd and "o_proj" not in name
+        )
+        not_computed = 2 * of_inputs * (train == "attention")
+        assert counter.get_total_flops() == 32 * (training_flops(config, 16, train=train) - not_computed)
 
 
 class Counter(TorchDispatchMode):

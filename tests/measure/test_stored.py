@@ -35,6 +35,13 @@ def gpt(*, tied=False):
     return build(config)
 
 
+@pytest.fixture(params=[2**22, 100], ids=["whole", "some rows at a time"])
+def _parts(request, monkeypatch):
+    """Numbers of a weight that are rounded at a time."""
+    monkeypatch.setattr("rehead.nn.rows.PART", request.param)
+
+
+@pytest.mark.usefixtures("_parts")
 @pytest.mark.parametrize("size", [1.0, 2.0**-40, 3e4])
 def test_8_bits_are_those_of_llama_cpp(size):
     weight = size * torch.randn(5, 96, dtype=torch.float32, generator=torch.Generator().manual_seed(1))
@@ -47,6 +54,7 @@ def test_8_bits_are_those_of_llama_cpp(size):
     np.testing.assert_array_equal(rounded(weight, "q8_0").numpy(), expected)
 
 
+@pytest.mark.usefixtures("_parts")
 def test_other_formats_are_casts():
     weight = torch.randn(3, 40, dtype=torch.float32)
     np.testing.assert_array_equal(
@@ -58,8 +66,13 @@ def test_other_formats_are_casts():
     np.testing.assert_array_equal(rounded(weight, "bf16").numpy(), low.view(np.float32))
     assert torch.equal(rounded(weight, "q8_0"), rounded(weight, "fp16"))  # 40 is no number of blocks
     assert torch.equal(rounded(weight[0, :32], "q8_0"), weight[0, :32])  # a vector
+    long = torch.randn(1001, dtype=torch.float32)
+    assert torch.equal(rounded(long, "bf16"), long.bfloat16().float())
+    experts = torch.randn(3, 5, 40, dtype=torch.float32).transpose(0, 1)
+    assert torch.equal(rounded(experts, "bf16"), experts.bfloat16().float())
 
 
+@pytest.mark.usefixtures("_parts")
 def test_lost_rows_are_counted_by_kind():
     model = gpt()
     assert lost_rows(model, "fp16", "q8_0") == {}

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from rehead.decoding.native_op import kernel
+from rehead.native import KernelUnavailable
+
 START = """
 import resource, sys, torch
 torch.set_num_threads(2)
@@ -53,6 +56,7 @@ assert torch.equal(program(ids, start), first)
 
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space")
+@pytest.mark.skipif(isinstance(kernel(), KernelUnavailable), reason=str(kernel()))
 @pytest.mark.parametrize("case", [FORWARD, BACKWARD, DECODED], ids=["forward", "backward", "decoded"])
 def test_a_kernel_without_memory_raises(case):
     done = subprocess.run([sys.executable, "-c", START + case], capture_output=True, text=True, timeout=120)

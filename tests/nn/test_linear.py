@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from rehead.nn import linear as module
 from rehead.nn.few_rows import JoinedLinear
 from rehead.nn.linear import Linear, WideLinear
 
@@ -99,7 +98,7 @@ def test_decoding_joins_them_as_it_joins_others():
 def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
     """As near to float64 as nn.Linear's, in every part of the weight; few rows are nn.Linear's."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(module, "WIDENED", 5 * 37 + 1)
+    monkeypatch.setattr("rehead.nn.rows.PART", 5 * 37 + 1)
     layer, plain = (kind(37, 53, bias=bias, dtype=dtype) for kind in (WideLinear, nn.Linear))
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(*shape, 37, dtype=dtype)
@@ -120,7 +119,7 @@ def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
 def test_their_gradients_are_too(monkeypatch, dtype, bias, frozen, shape):
     """Rounded once from float64's, of inputs, weights and biases; frozen weights get none and keep no input."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(module, "WIDENED", 5 * 37 + 1)
+    monkeypatch.setattr("rehead.nn.rows.PART", 5 * 37 + 1)
     layer = WideLinear(37, 53, bias=bias, dtype=dtype).requires_grad_(not frozen)
     gold = copy.deepcopy(layer).double()
     x = torch.randn(*shape, 37, dtype=dtype)

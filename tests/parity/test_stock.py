@@ -777,6 +777,36 @@ def test_windows_of_smollm3_that_are_said_and_denied_are_refused(tmp_path):
     assert relative(rehead.load(tmp_path)(ids), theirs(ids).logits) > 1e-3
 
 
+@torch.no_grad()
+def test_a_window_as_wide_as_the_context_is_none(tmp_path):
+    """Phi-4-mini has one of 262,144 and a context of 131,072."""
+    theirs = made("Phi3", PHI3 | {"sliding_window": 64}, tmp_path / "theirs")
+    ours = rehead.load(tmp_path / "theirs")
+    assert {layer.window for layer in ours.config.attention} == {None}
+    assert ours.config.context_limit == 64
+    ids = torch.randint(1, 53, (2, 64))
+    assert relative(ours(ids), theirs(ids).logits) < 2e-5
+    made("Phi3", PHI3 | {"sliding_window": 63}, tmp_path / "narrow")
+    assert {layer.window for layer in rehead.load(tmp_path / "narrow").config.attention} == {63}
+
+
+def test_weights_that_are_mostly_narrow_are_named(tmp_path):
+    """All of them become as wide as the widest, as transformers' do not: it goes by config.json."""
+    theirs = made("Llama", BASE, tmp_path / "theirs").bfloat16()
+    theirs.model.norm.float()
+    theirs.save_pretrained(tmp_path / "theirs")
+    said = "most weights are bfloat16, but norm.weight is float32: all are held in float32"
+    with pytest.warns(UserWarning, match=said):
+        assert rehead.load(tmp_path / "theirs").head.weight.dtype == torch.float32
+    assert rehead.load(tmp_path / "theirs", dtype=torch.bfloat16).head.weight.dtype == torch.bfloat16
+    theirs.model.norm.half()
+    theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.warns(UserWarning, match=r"but norm.weight is float16: all are held in float32"):
+        rehead.load(tmp_path / "theirs")
+    made("Llama", BASE, tmp_path / "theirs").save_pretrained(tmp_path / "theirs")
+    rehead.load(tmp_path / "theirs")
+
+
 def test_a_window_that_is_not_named_is_their_default(tmp_path):
     """Missing is not null: transformers takes 4096."""
     import json

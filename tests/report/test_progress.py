@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from functools import partial
+from threading import Semaphore
 
 import pytest
 from rich.console import Console
@@ -138,12 +139,17 @@ def test_an_evaluation_and_texts_name_what_they_do(tmp_path, monkeypatch, capfd,
 
 def test_a_silence_is_broken(monkeypatch, capfd, clock):
     """Even within one item of a stage, whose time left counts down: 60 seconds each."""
-    monkeypatch.setattr(lines, "TICK", 0.01)
+    for name, seconds in (("TICK", 0.001), ("SOON", 2.0), ("EVERY", 30.0)):
+        monkeypatch.setattr(lines, name, seconds)
+    turns, print_due = Semaphore(0), lines.PlainLines._print_due
+    monkeypatch.setattr(lines.PlainLines, "_print_due", lambda self: (print_due(self), turns.release()))
     with progress.Board("converting x"):
         for _ in staged(range(4), "reading", 4096, "tokens", lambda _: 1024):
             for _ in range(4):
                 clock[0] += 15
-                time.sleep(0.1)
+                while turns.acquire(blocking=False):
+                    pass
+                assert all(turns.acquire(timeout=60) for _ in range(2))  # the first may have begun before
     assert capfd.readouterr().err.splitlines() == [
         "converting x",
         "reading  4,096 tokens",

@@ -27,8 +27,8 @@ PROMPTS = [[3, 14, 15, 9, 26], [7 * i % 53 for i in range(17)], [i * i % 53 for 
 class Written:
     """What a model in float64 writes after every prompt, and how likely it finds the prompts' own tokens."""
 
-    def __init__(self, model):
-        each = [self.after(model, prompt) for prompt in PROMPTS]
+    def __init__(self, model, prompts=PROMPTS):
+        each = [self.after(model, prompt) for prompt in prompts]
         self.tokens, self.logprobs, leads = map(list, zip(*each, strict=True))
         self.lead = min(leads)
 
@@ -136,7 +136,10 @@ def test_a_canonical_latent_of_eight_kv_heads(scaling, tmp_path, vllm):
 
 
 def test_a_yarn_that_scales_rotations_and_scores(tmp_path, vllm):
-    """`mscale` and `mscale_all_dim` that differ, as DeepSeek-V2-Lite's nearly do."""
+    """`mscale` and `mscale_all_dim` that differ, as DeepSeek-V2-Lite's nearly do.
+
+    The last prompt is longer than the 4 x 16 positions for which vLLM would have angles (`yarn.reaching`).
+    """
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "mscale": 0.7}
     config = ModelOptions(
@@ -150,8 +153,9 @@ def test_a_yarn_that_scales_rotations_and_scores(tmp_path, vllm):
             parameter.add_(torch.randn_like(parameter) * 0.1)
     rehead.save(model, tmp_path / "mla")
     assert main(["export", str(tmp_path / "mla"), str(tmp_path / "out"), "--for", "vllm"]) == 0
-    written = Written(model.double())
-    answer = vllm(tmp_path / "out", PROMPTS)
+    prompts = [*PROMPTS, [i * i % 53 for i in range(70)]]
+    written = Written(model.double(), prompts)
+    answer = vllm(tmp_path / "out", prompts)
     assert written.lead > 1e-4
     assert answer["tokens"] == written.tokens
     assert written.apart(answer) < 1e-4

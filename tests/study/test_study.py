@@ -337,7 +337,10 @@ def killed_when(file, lines, words):
     child = os.fork()
     if not child:
         os.closerange(1, 3)
-        os._exit(main(words))
+        try:
+            os._exit(main(words))
+        finally:  # never back into pytest
+            os._exit(70)
     try:
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             if file.exists() and len(file.read_bytes().splitlines()) >= lines:
@@ -387,7 +390,10 @@ def test_killed_fifty_times_at_any_moment_it_loses_nothing(whole, here):
         child = os.fork()
         if not child:
             os.closerange(1, 3)
-            os._exit(main(words))
+            try:
+                os._exit(main(words))
+            finally:  # never back into pytest
+                os._exit(70)
         time.sleep(draw.uniform(0.05, 1))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

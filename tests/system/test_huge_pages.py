@@ -50,6 +50,7 @@ def test_copies_are_tensors_like_any_other(dtype):
 
 @needs_pages
 def test_they_lie_in_huge_pages_and_are_freed():
+    gc.collect()  # what earlier tests left would be freed meanwhile
     before, pages = resident(), HugePages()
     kept = [pages.keep(torch.ones(BLOCK // 16)) for _ in range(6)]  # two blocks, a quarter each
     assert resident() - before >= 6 * BLOCK // 4 - 2 * PAGE
@@ -68,6 +69,7 @@ def test_a_loaded_model_lies_there(tmp_path):
         num_key_value_heads=2,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    gc.collect()
     before = resident()
     model = load(tmp_path)
     assert resident() - before >= sum(weight.nbytes for weight in model.parameters()) - PAGE

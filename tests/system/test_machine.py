@@ -65,4 +65,5 @@ def test_a_limit_of_addresses():
     code = "from rehead.system.machine import available_memory; print(available_memory())"
     limited = f"ulimit -v 2000000; exec {sys.executable} -c '{code}'"
     done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=True, timeout=100)
-    assert 2_000_000 * 1024 - 600_000_000 < int(done.stdout) < 2_000_000 * 1024
+    least = min(2_000_000 * 1024 - 600_000_000, available_memory() // 2)  # others may have the rest
+    assert least < int(done.stdout) < 2_000_000 * 1024

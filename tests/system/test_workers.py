@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 
@@ -15,8 +16,20 @@ def sleep(seconds):
     return seconds
 
 
-def test_what_ends_first_is_yielded_first():
-    assert list(workers.spread(sleep, [1.5, 0.0], 2)) == [0.0, 1.5]
+def meet(place, first):
+    """Write a file or, for what is to end later, wait for it."""
+    until = time.monotonic() + 60
+    while not first and not place.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    if first:
+        place.touch()
+    else:
+        time.sleep(0.3)
+    return first
+
+
+def test_what_ends_first_is_yielded_first(tmp_path):
+    assert list(workers.spread(partial(meet, tmp_path / "met"), [False, True], 2)) == [True, False]
 
 
 def test_a_worker_killed_while_the_next_is_started(monkeypatch):

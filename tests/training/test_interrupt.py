@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ import rehead.training.run
 from rehead.checkpoint import resolve
 from rehead.cli import main
 from rehead.data.files import write_whole
-from rehead.system.hangup import TOGETHER
 from rehead.tokenizer import open_model
 from rehead.training.folder import RunFolder
 from rehead.training.interrupt import stop_signals
@@ -389,14 +389,15 @@ def test_generation_is_interrupted_in_one_line(start):
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
-def test_only_the_first_signal_is_noted_and_handlers_come_back():
+@pytest.mark.parametrize(("together", "ends"), [(100.0, False), (0.0, True)])
+def test_only_the_first_signal_is_noted_and_handlers_come_back(together, ends, monkeypatch):
+    """One that comes with the first is the same; a later one ends the process."""
+    monkeypatch.setattr("rehead.training.interrupt.TOGETHER", together)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with stop_signals() as stop:
         assert stop.signal is None
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)  # it comes with the first
-        assert stop.signal == signal.SIGTERM
-        time.sleep(TOGETHER)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) if ends else nullcontext():
             signal.raise_signal(signal.SIGINT)
+        assert stop.signal == signal.SIGTERM
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -14,7 +14,9 @@ TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MARKS = ("bos", "eos", "pad")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-"""Keys of generation_config.json that hold for a model with another attention, too."""
+"""How to sample: numbers of generation_config.json or, without that file, of config.json."""
+NOT_PASSED = ("transformers_version", "_from_model_config", "cache_implementation", "cache_config")
+"""Keys of generation_config.json that are about one model or one run of transformers; all others go along."""
 
 
 def companions(folder: Path) -> dict[str, str]:
@@ -68,12 +70,15 @@ def _generation(folder: Path) -> dict[str, str]:
     Without the file, transformers reads these keys from a stock config.json, and is greedy unless they say otherwise.
     """
     ids, found = special_ids(folder), json_table(folder / GENERATION)
+    mine = (*SAMPLING, *NOT_PASSED, *(f"{name}_token_id" for name in MARKS))
+    others = {key: value for key, value in found.items() if key not in mine and value is not None}
     if not (folder / GENERATION).is_file():
         config = json_table(folder / "config.json")
         own = "format" in config
         found = {"do_sample": True, "temperature": 1.0} if own else {"do_sample": False} | config
     sampling = {key: found[key] for key in SAMPLING if isinstance(found.get(key), int | float)}
-    return {GENERATION: json.dumps(sampling | ids, indent=2) + "\n"} if sampling | ids else {}
+    told = sampling | others | ids
+    return {GENERATION: json.dumps(told, indent=2) + "\n"} if told else {}
 
 
 def json_table(file: Path) -> dict[str, Any]:

@@ -41,8 +41,9 @@ def save(
 ) -> None:
     """Write a model folder atomically; `files` are further texts to put in it, such as tokenizer.json.
 
-    Raises InvalidInput if `path` exists, and for a name in `files` that leads out of the folder or is that
-    of the model's own config, weights or manifest.
+    Without tokenizer.json, the command line can neither generate with the model nor evaluate it. `overwrite`
+    replaces a folder that rehead wrote. Raises InvalidInput if anything else is at `path`, and for a name in `files`
+    that leads out of the folder or is that of the model's own config, weights or manifest.
     """
     require_model(model)
     for name in files or {}:
@@ -189,8 +190,19 @@ def assign(
                 f"{where}: {name} has shape {list(weight.shape)}, the config says "
                 f"{list(expected[name].shape)}."
             )
-    dtypes = (weight.dtype for name, weight in weights.items() if not keeps_dtype(name))
-    held = dtype or functools.reduce(torch.promote_types, dtypes)
+    sizes: dict[torch.dtype, int] = {}
+    for name, weight in weights.items():
+        if not keeps_dtype(name):
+            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+    held = dtype or functools.reduce(torch.promote_types, sizes)
+    if dtype is None and 2 * sizes.get(held, 0) < sum(sizes.values()):
+        most = max(sizes, key=lambda kind: sizes[kind])
+        other = next(name for name in weights if weights[name].dtype != most and not keeps_dtype(name))
+        warnings.warn(
+            f"{where}: most weights are {str(most)[6:]}, but {other} is {str(weights[other].dtype)[6:]}: all are held "
+            f"in {str(held)[6:]}. Where there is --dtype, it chooses another format.",
+            stacklevel=2,
+        )
     if in_memory:
         n_bytes = sum(weight.numel() for weight in weights.values()) * held.itemsize
         way_out = "Free some memory" + (", or use --dtype bf16." if held.itemsize > 2 else ".")

@@ -73,14 +73,17 @@ def convert(
     target: Annotated[
         Literal["canonical", "uneven", "rebuilt"] | None,
         Parameter(
-            help="with --to mla, what becomes of rotary keys: they are rebuilt from the latent and rotated "
-            "at every step (rebuilt), or a decoupled part stays rotary, with the frequencies that matter "
-            "most (uneven) or with those of DeepSeek (canonical) [default: rebuilt]"
+            help="how to handle rotary keys, with --to mla. rebuilt: rebuild and rotate them at every step; "
+            "uneven: keep a small rotary part with the frequencies that matter most; canonical: the same "
+            "with DeepSeek's frequencies, for vLLM [default: rebuilt]"
         ),
     ] = None,
     rope_dim: Annotated[
         int | None,
-        Parameter(help="width of the rotary part, with --target uneven [default: a third of the cache]"),
+        Parameter(
+            help="width of the rotary part, with --target uneven [default: "
+            "all that rotates; with --kv-fraction or --kv-rank about a third of the cache]"
+        ),
     ] = None,
     kv_rank: Annotated[
         int | None,
@@ -113,7 +116,7 @@ def convert(
     ] = None,
     rope_layout: Annotated[
         Literal["half-split", "interleaved"] | None,
-        Parameter(help="which elements of a head rope rotates as a pair [default: unchanged]"),
+        Parameter(help="which two numbers of a head form a rotated pair [default: unchanged]"),
     ] = None,
     calibration: Annotated[
         tuple[str, ...],

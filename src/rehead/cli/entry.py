@@ -134,7 +134,7 @@ def _read_environment() -> None:
     rich takes COLUMNS=0 as the width; without the variable it asks the terminal.
     """
     environment = os.environ
-    native.use(environment.get("REHEAD_NATIVE") or "1")
+    native.use_environment()
     for name in ("COLUMNS", "LINES"):
         if not re.fullmatch("0*[1-9][0-9]{0,4}", environment.get(name, "80")):
             del environment[name]

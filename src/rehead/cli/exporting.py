@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import Json, app, say
+from rehead.cli.app import Json, app, say, torch_dtype
 from rehead.errors import UsageError
 
 
@@ -56,7 +56,10 @@ def export(
     ] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "q8_0"] | None,
-        Parameter(help="number format of the matrices, with --format gguf [default: that of the weights]"),
+        Parameter(
+            help="number format of the weights: bf16 or fp32 or, in a GGUF file, also fp16 or q8_0 (there of the "
+            "matrices alone) [default: that of the source]"
+        ),
     ] = None,
     push: Annotated[
         str | None,
@@ -87,6 +90,7 @@ def export(
 
         rehead export out/llama out/stock
         rehead export out/llama out/deepseek --format deepseek_v3 --for transformers
+        rehead export out/llama out/narrow --dtype bf16
         rehead export out/llama out/llama.gguf --format gguf --dtype q8_0
         rehead export out/llama out/pushed --push me/llama --private
     """
@@ -112,12 +116,11 @@ def export(
     if format == "gguf":
         _export_gguf(source, destination, engine, dtype, json)
         return
-    if dtype is not None:
-        raise UsageError(
-            f"--dtype {dtype}: a folder keeps the format of its weights. Use it with --format gguf."
-        )
+    if dtype == "fp16" or dtype == "q8_0":
+        raise UsageError(f"--dtype {dtype}: a folder is written in bf16 or fp32. Use it with --format gguf.")
+    held = None if dtype is None else torch_dtype(dtype)
     with Board(f"exporting {source}"):
-        architecture, certificate = export_folder(source, destination, format, engine, push)
+        architecture, certificate = export_folder(source, destination, format, engine, push, held)
     error = None if certificate is None else certificate.logits["relative_error"]
     facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
     text = f"{architecture} in {destination}"

@@ -146,7 +146,7 @@ def study(
     3 minutes and frontier 33; homework takes 35 with trainer.batch_size=8
     trainer.eval_batches=16, and hours without. For example:
 
-        rehead study --preset grid model.n_kv_head=[1,2,3,6] system.seed=[0,1]
+        rehead study --preset grid 'model.n_kv_head=[1,2,3,6]' 'system.seed=[0,1]'
     """
     from rehead.report.progress import Board
     from rehead.report.story import Story

@@ -171,8 +171,10 @@ class GPTConfig(ModelConfig):
 
     @property
     def context_limit(self) -> int | None:
-        """Return `block_size`, or None if every layer has a window and there is no position table."""
-        windowed = all(attention.window is not None for attention in self.attention)
+        """Return `block_size`, or None if every layer has a window within it and there is no position table."""
+        windowed = all(
+            (attention.window or self.block_size + 1) <= self.block_size for attention in self.attention
+        )
         return None if windowed and not self.learned_positions else self.block_size
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rehead.config import GPTConfig, ModelConfig
+from rehead.config import GPTConfig
 from rehead.conversion.texts import SELF, Passage
 from rehead.data import IGNORE, Batch, Ids, evaluation_blocks, require_vocabulary
 from rehead.measure.forecast import forward_bytes, loss_bytes
@@ -13,13 +13,13 @@ from rehead.system.memory import require_memory
 CALIBRATION_TOKENS = 49_152
 TEST_TOKENS = 65_536
 """Tokens read of all texts together, at most; windows are spread evenly over each."""
-BATCH_TOKENS, BATCH_LOGITS = 4096, 2**27
+BATCH_TOKENS = 4096
 RANDOM_BLOCKS, RANDOM_TOKENS = 4, 4096
 
 
 def require_windows(model: LanguageModel, length: int) -> None:
     """Raise ResourceError where the windows that are read at once do not fit the memory."""
-    many, dtype = _at_once(model.config, length), model.head.weight.dtype
+    many, dtype = _at_once(length), model.head.weight.dtype
     parts = {
         "activations": forward_bytes(model.config, many, length, dtype),
         "logits": 2 * loss_bytes(model.config, many * length, dtype),
@@ -43,7 +43,7 @@ def blocks_of(
     require_vocabulary(ids, model.config.vocab_size)
     length = text_length(model.config, length)
     many = max(1, limit // length)
-    return list(evaluation_blocks(ids, length, _at_once(model.config, length), many, bos=bos))
+    return list(evaluation_blocks(ids, length, _at_once(length), many, bos=bos))
 
 
 def measured_blocks(model: LanguageModel, text: Passage, length: int) -> list[Batch]:
@@ -57,9 +57,9 @@ def measured_blocks(model: LanguageModel, text: Passage, length: int) -> list[Ba
     return blocks
 
 
-def _at_once(config: ModelConfig, length: int) -> int:
-    """Return the number of blocks in a batch."""
-    return max(1, min(BATCH_TOKENS, BATCH_LOGITS // config.vocab_size) // length)
+def _at_once(length: int) -> int:
+    """Return the number of blocks in a batch; logits are computed for a part of their tokens at a time."""
+    return max(1, BATCH_TOKENS // length)
 
 
 def random_blocks(config: GPTConfig, seed: int, length: int | None = None) -> list[Batch]:

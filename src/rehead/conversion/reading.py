@@ -88,7 +88,7 @@ class Reader:
             found[name], tail = self._held_back(name, found[name])
             tails.append(tail)
         if len(files) < len(names):  # last, as it takes minutes
-            found[SELF] = sampled_once(self.opened.model, share, self.length, self.seed, self.bos)
+            found[SELF] = self._sampled(share, self.seed)
         if held is not None:
             return Texts(calibration=list(found.values()), test=held)
         if tails:
@@ -98,8 +98,13 @@ class Reader:
             held = self._own().test
             if held is not None:
                 return Texts(calibration=list(found.values()), test=held)
-            held = sampled_once(self.opened.model, share // 10, self.length, self.seed + 1, self.bos)
+            held = self._sampled(share // 10, self.seed + 1)
         return Texts(calibration=list(found.values()), test=held, held_out=True)
+
+    def _sampled(self, tokens: int, seed: int) -> Passage:
+        tokenizer, bos = self.opened.tokenizer, self.bos
+        begins = None if tokenizer is None or bos is not None else tokenizer.ordinary_ids
+        return sampled_once(self.opened.model, tokens, self.length, seed, bos, begins)
 
     def _read(self, text: Source, job: str, name: str) -> Passage:
         assert self.opened.tokenizer is not None

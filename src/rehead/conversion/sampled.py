@@ -13,7 +13,7 @@ from rehead.checkpoint.files.deferred import materialise
 from rehead.checkpoint.files.shards import bytes_of
 from rehead.config import encode
 from rehead.conversion.texts import SELF, Passage, sampled
-from rehead.data import require_vocabulary
+from rehead.data import Ids, require_vocabulary
 from rehead.data.files import write_whole
 from rehead.measure.environment import environment
 from rehead.model import LanguageModel
@@ -25,11 +25,17 @@ LONG = 5.0
 
 
 def sampled_once(
-    model: LanguageModel, tokens: int, length: int, seed: int, bos: int | None = None
+    model: LanguageModel,
+    tokens: int,
+    length: int,
+    seed: int,
+    bos: int | None = None,
+    begins: Ids | None = None,
 ) -> Passage:
     """Return the text of `sampled`, from an earlier time if the same model, arguments and machine gave one."""
     machine = environment(model.device)
     made_of = [_digest(model), tokens, length, seed, machine, *([] if bos is None else [bos])]
+    made_of += [] if begins is None else [hashlib.sha256(begins.tobytes()).hexdigest()]
     name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
     file = cache_folder() / "sampled" / f"{name}.npy"
     with suppress(OSError, ValueError, EOFError):  # none yet, or damaged
@@ -38,7 +44,7 @@ def sampled_once(
         log.info("self: the text sampled from this model before, %s", file)
         return Passage(name=SELF, ids=ids, bos=bos)
     begin = time.monotonic()
-    text = sampled(model, tokens, length, seed, bos)
+    text = sampled(model, tokens, length, seed, bos, begins)
     if time.monotonic() - begin > LONG:
         with suppress(OSError):  # a home that cannot be written to: sampled again next time
             written = io.BytesIO()

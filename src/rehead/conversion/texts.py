@@ -14,6 +14,7 @@ from rehead.checkpoint.files.deferred import Deferred, materialise
 from rehead.data import Ids, require_vocabulary
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.generation import stream
+from rehead.measure.forecast import generation_bytes
 from rehead.model import LanguageModel, assembled
 from rehead.stages import staged
 from rehead.system.allocator import keeping_freed_memory
@@ -76,18 +77,29 @@ def passage(ids: Any, model: LanguageModel, bos: int | None = None) -> Passage:
     return Passage(name="ids", ids=found, bos=bos)
 
 
-def sampled(model: LanguageModel, tokens: int, length: int, seed: int, bos: int | None = None) -> Passage:
+def sampled(
+    model: LanguageModel,
+    tokens: int,
+    length: int,
+    seed: int,
+    bos: int | None = None,
+    begins: Ids | None = None,
+) -> Passage:
     """Sample `tokens` tokens from the model, at least one window of `length`.
 
-    Each window starts with `bos` or, without one, with a random token; the rest is drawn at temperature 1. The same
-    seed gives the same text.
+    Each window starts with `bos` or, without one, with a random token, one of `begins` if they are given; the rest is
+    drawn at temperature 1. The same seed gives the same text.
     """
     if length < 2:
         raise ConfigError(
             f"length={length}: nothing is sampled in a window of one token. Use 2 or more with self."
         )
     count = max(1, tokens // length)
-    starts = np.random.default_rng(seed).integers(model.config.vocab_size, size=count)
+    random = np.random.default_rng(seed)
+    starts = random.integers(model.config.vocab_size, size=count)
+    if begins is not None and len(begins):  # a model does not learn the rows of ids without a token
+        unlearnt = ~np.isin(starts, begins)
+        starts[unlearnt] = random.choice(begins, size=unlearnt.sum())
     if bos is not None:
         starts[:] = bos
     seeds = np.random.SeedSequence(seed).generate_state(2 * count, np.uint32)[::2].tolist()
@@ -96,10 +108,15 @@ def sampled(model: LanguageModel, tokens: int, length: int, seed: int, bos: int 
     way_out = "Give a text instead of self" + (
         "." if model.device.type == "cpu" else ", or use --device cpu."
     )
-    require_memory("sampling a text from the model", {"weights": unread}, way_out, model.device)
+    together = max(1, TOGETHER // length)
+    dtype = model.head.weight.dtype
+    parts = {
+        "weights": unread,
+        **generation_bytes(model.config, min(count, together), 1, length - 1, dtype),
+    }
+    require_memory("sampling a text from the model", parts, way_out, model.device)
     state = {name: materialise(weight.detach()) for name, weight in weights.items()}
     model = assembled(model.config, state)  # in memory: every decoded token reads all of it
-    together = max(1, TOGETHER // length)
     groups = [slice(at, at + together) for at in range(0, count, together)]
     # One array: tokens kept one by one would pin freed memory between them.
     ids = torch.zeros(count, length, dtype=torch.long)

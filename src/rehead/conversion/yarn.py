@@ -48,6 +48,26 @@ def as_yarn(rope: RopeConfig, width: int) -> RopeConfig | None:
     return replace(plain, scaling=min(ramps, key=apart))
 
 
+def reaching(rope: RopeConfig, length: int) -> RopeConfig:
+    """Return the same angles with a yarn whose factor times original length is at least `length`.
+
+    vLLM computes as many rows of angles as that product, and a later position is an error. The ramp depends on the
+    original length over `beta_fast` and `beta_slow` alone.
+    """
+    yarn = rope.scaling
+    if not isinstance(yarn, YarnScaling) or yarn.factor * yarn.original_max_position_embeddings >= length:
+        return rope
+    original = math.ceil(length / yarn.factor)
+    times = original / yarn.original_max_position_embeddings
+    longer = replace(
+        yarn,
+        original_max_position_embeddings=original,
+        beta_fast=yarn.beta_fast * times,
+        beta_slow=yarn.beta_slow * times,
+    )
+    return replace(rope, scaling=longer)
+
+
 def stands_in(rope: RopeConfig, source: RopeConfig, width: int) -> bool:
     """Whether `rope` of a rotary part of `width` is the yarn in place of `source`'s scaling."""
     return isinstance(rope.scaling, YarnScaling) and rope == as_yarn(source, width)

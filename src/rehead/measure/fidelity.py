@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rehead.attention import LayerCache
+from rehead.checkpoint.files.deferred import held
 from rehead.data import IGNORE
 from rehead.errors import NumericError
 from rehead.measure.logits import in_parts
@@ -93,6 +94,7 @@ def _logits(
         read = None if caches is None else caches(theirs)
         both = models[0].hidden(ours), models[1].hidden(theirs, None, read)
         hidden = [one.flatten(0, 1)[counts] for one in both]
-        for first, second, wanted in in_parts(width, *hidden, targets.flatten()[counts]):
-            logits = (models[0].logits(first).cpu(), models[1].logits(second).cpu())
-            yield from in_parts(width, *logits, wanted, most=EXACT)
+        with held(models[0].head), held(models[1].head):  # which every part of the tokens needs
+            for first, second, wanted in in_parts(width, *hidden, targets.flatten()[counts]):
+                logits = (models[0].logits(first).cpu(), models[1].logits(second).cpu())
+                yield from in_parts(width, *logits, wanted, most=EXACT)

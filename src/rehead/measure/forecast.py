@@ -101,7 +101,7 @@ def generation_bytes(
     return {
         "activations": max(passes),
         "cache": cache_bytes(config, whole, batch_size, dtype) if use_cache else 0,
-        "logits": batch_size * config.vocab_size * (dtype.itemsize + 2 * FLOAT),
+        "logits": batch_size * config.vocab_size * (dtype.itemsize + 5 * FLOAT),  # two copies in float64
     }
 
 

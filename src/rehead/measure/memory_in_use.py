@@ -1,5 +1,6 @@
 """Memory in use: of the process, of tensors, of a cache."""
 
+import gc
 import os
 import resource
 import sys
@@ -39,6 +40,7 @@ def peak_allocated(run: Callable[[], Any]) -> int:
     torch's allocator counts them, so they are the same in every run, unlike the resident memory.
     """
     run()  # allocates what is cached
+    gc.collect()  # so that nothing older is freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None

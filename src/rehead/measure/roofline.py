@@ -33,9 +33,10 @@ def read_rate(n_bytes: int, device: torch.device) -> float:
 
     A block that fits the processor's caches is read from there, just like weights that fit.
     """
-    block = torch.ones(max(n_bytes // 4, 1), device=device, dtype=torch.float32)
+    block = torch.ones(1, device=device, dtype=torch.float32).expand(max(n_bytes // 4, 1))
     if device.type == "cpu":
         block = HugePages().keep(block)  # as the weights of a loaded model
+    block = block.contiguous()
     return block.nbytes * _rate(block.sum, device)
 
 

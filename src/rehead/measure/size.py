@@ -44,7 +44,7 @@ def active_parameters(config: ModelConfig, n_token: int = 1) -> int:
 
 
 def forward_flops(config: ModelConfig, n_token: int) -> int | float:
-    """Return FLOPs per token of one forward pass over `n_token` tokens; training takes three times that."""
+    """Return FLOPs per token of one forward pass over `n_token` tokens."""
     if isinstance(config, GPTConfig):
         seen = [min(n_token, layer.window or n_token) for layer in config.attention]
         attention = sum(
@@ -61,6 +61,19 @@ def forward_flops(config: ModelConfig, n_token: int) -> int | float:
         return layers + head
     passes = 1 if config.direction == "bidirectional" else (n_token + 1) / 2
     return (2 * layers + 4 * hidden * hidden) * passes + head
+
+
+def training_flops(config: ModelConfig, n_token: int, *, train: str = "all") -> int | float:
+    """Return FLOPs per token of a training step on `n_token` tokens: three forward passes if all weights learn.
+
+    With `train` "attention", the gradients of all other matrices are not computed. What is recomputed in the backward
+    pass does not count.
+    """
+    steps = 3 * forward_flops(config, n_token)
+    if train == "all":
+        return steps
+    assert isinstance(config, GPTConfig)
+    return steps - 2 * (_mlps(config, 1) + config.n_embd * config.vocab_size)
 
 
 def prefill_flops(config: ModelConfig, n_token: int) -> int | float:

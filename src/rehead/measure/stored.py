@@ -13,6 +13,7 @@ from rehead.errors import NumericError
 from rehead.measure.fidelity import Caches, Comparison, compare
 from rehead.model import LanguageModel, assembled
 from rehead.model.base import keeps_dtype
+from rehead.nn.rows import by_rows, row_parts
 from rehead.stages import staged
 from rehead.system.memory import require_memory
 
@@ -41,8 +42,8 @@ def rounded(weight: Float[Tensor, "*N E"], kind: Storage) -> Float[Tensor, "*N E
     if kind == "q8_0" and weight.ndim < 2:
         return weight
     if kind == "q8_0" and weight.shape[-1] % BLOCK == 0:
-        return q8_0(weight)
-    return weight.to(torch.bfloat16 if kind == "bf16" else torch.float16).to(weight.dtype)
+        return by_rows(q8_0, weight)
+    return by_rows(lambda rows: rows.to(torch.bfloat16 if kind == "bf16" else torch.float16), weight)
 
 
 def q8_0(weight: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
@@ -113,15 +114,16 @@ def lost_rows(model: LanguageModel, *kinds: Storage) -> dict[str, dict[Storage, 
     weights = list(model.named_parameters())
     for name, weight in staged(weights, "checking number formats", len(weights), "tensors"):
         kind_of = name.split(".", 2)[2] if name.startswith("layers.") else name
-        exact = materialise(weight).float()
-        exact = exact[None] if exact.ndim < 2 else exact
-        size = exact.norm(dim=-1)
-        rows[kind_of] = rows.get(kind_of, 0) + int((size > 0).sum())
-        for kind in kinds:
-            if keeps(name, kind):
-                continue
-            error = (rounded(exact if weight.ndim > 1 else exact[0], kind) - exact).norm(dim=-1)
-            count = int((~(error <= LOST * size)).sum())  # also those that are NaN
-            if count:
-                lost.setdefault(kind_of, dict.fromkeys(kinds, 0))[kind] += count
+        whole = materialise(weight)
+        for _, part in row_parts(whole[None] if whole.ndim < 2 else whole.flatten(0, -2)):
+            exact = part.float()
+            size = exact.norm(dim=-1)
+            rows[kind_of] = rows.get(kind_of, 0) + int((size > 0).sum())
+            for kind in kinds:
+                if keeps(name, kind):
+                    continue
+                error = (rounded(exact if weight.ndim > 1 else exact[0], kind) - exact).norm(dim=-1)
+                count = int((~(error <= LOST * size)).sum())  # also those that are NaN
+                if count:
+                    lost.setdefault(kind_of, dict.fromkeys(kinds, 0))[kind] += count
     return {name: {kind: count / rows[name] for kind, count in found.items()} for name, found in lost.items()}

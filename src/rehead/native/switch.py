@@ -1,5 +1,7 @@
 """The switch for rehead's own kernels. PyTorch computes everything else."""
 
+import os
+
 from rehead.errors import UsageError
 
 MODES = {
@@ -7,11 +9,11 @@ MODES = {
     "1": "PyTorch and the C++ kernels on a CPU",
     "gpu": "these and the GPU kernels, never run on a GPU yet: CUDA graphs, flash windows, MLA in Triton",
 }
-_mode = "1"
+_mode: str | None = None
 
 
 def use(mode: str) -> None:
-    """Set the mode of this process, one of `MODES`; the default is "1". Call it before computing anything."""
+    """Set the mode of this process, one of `MODES`. Call it before computing anything."""
     global _mode
     if mode not in MODES:
         meanings = "; ".join(f"{name} for {meaning}" for name, meaning in MODES.items())
@@ -19,8 +21,16 @@ def use(mode: str) -> None:
     _mode = mode
 
 
+def use_environment() -> None:
+    """Set the mode that the variable REHEAD_NATIVE names, or "1" without it."""
+    use(os.environ.get("REHEAD_NATIVE") or "1")
+
+
 def mode() -> str:
-    """Return the current mode, one of `MODES`."""
+    """Return the current mode, one of `MODES`: that of the environment unless `use` has set another."""
+    if _mode is None:
+        use_environment()
+    assert _mode is not None
     return _mode
 
 
@@ -31,4 +41,4 @@ def disable() -> None:
 
 def gpu_refusal() -> str | None:
     """Return the reason why the kernels for GPUs are off; None if they are on."""
-    return None if _mode == "gpu" else "not switched on (REHEAD_NATIVE=gpu)"
+    return None if mode() == "gpu" else "not switched on (REHEAD_NATIVE=gpu)"

@@ -5,7 +5,6 @@ gradient of the input 7 to 30 % faster; the gradient of the weights is as fast e
 AVX-512, 110 rows and more: forward 1.4 to 10 times as fast, gradients hundreds of times.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rehead.nn.rows import row_parts
+
 WIDEN_FROM = 64
 """Rows from which widening the weight takes less time than it saves; with gradients it always does."""
 MANY = 64
 """Rows from which oneDNN's product is faster without gradients, too."""
-WIDENED = 2**22
-"""Numbers of a weight that are widened at a time, so that there is never a copy of a whole vocabulary."""
 
 
 def linear(x: Float[Tensor, "... C"], weight: Float[Tensor, "D C"], bias: Tensor | None = None) -> Tensor:
@@ -91,7 +90,7 @@ class _Widened(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         result, wide = x.new_empty(*x.shape[:-1], len(weight)), x.float()
-        for at, part in _parts(weight):
+        for at, part in row_parts(weight):
             added = None if bias is None else bias[at].float()
             result[..., at] = F.linear(wide, part.float(), added)
         return result
@@ -104,24 +103,16 @@ class _Widened(torch.autograd.Function):
         rows = gradient.float().reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[0]:
             sums = rows.new_zeros(len(rows), weight.shape[1])
-            for at, part in _parts(weight):
+            for at, part in row_parts(weight):
                 sums += rows[:, at] @ part.float()
             to_x = sums.to(gradient.dtype).view(*gradient.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
             read, to_weight = x.float().reshape(-1, x.shape[-1]), torch.empty_like(weight)
-            for at, _ in _parts(weight):
+            for at, _ in row_parts(weight):
                 to_weight[at] = rows[:, at].mT @ read
         if ctx.needs_input_grad[2]:
             to_bias = rows.sum(0).to(gradient.dtype)
         return to_x, to_weight, to_bias
-
-
-def _parts(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of a weight's rows, and those rows."""
-    at = 0
-    for part in weight.split(max(1, WIDENED // weight.shape[1])):
-        yield slice(at, at + len(part)), part
-        at += len(part)
 
 
 class _Product(torch.autograd.Function):

@@ -18,6 +18,7 @@ from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_pe
 from rehead.measure.attention_cost import AttentionCost, attention_cost
 from rehead.measure.environment import environment
 from rehead.measure.memory_in_use import held_cache_bytes
+from rehead.measure.size import training_flops
 from rehead.measure.speed import input_lengths
 from rehead.measure.training import step_memory
 from rehead.model import LanguageModel, modes_kept
@@ -115,7 +116,7 @@ class _Subject:
             "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
             "cache_bytes": cache_bytes(config, n_token, dtype=dtype),
             "cache_bytes_held": held_cache_bytes(model, n_token),
-            "training_flops_per_token": 3 * forward_flops(config, n_token)
+            "training_flops_per_token": training_flops(config, n_token, train=self.job.options.trainer.train)
             + (0 if teacher is None else forward_flops(teacher.config, n_token)),
             "rebuilds_keys": isinstance(config, GPTConfig)
             and any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in config.attention),

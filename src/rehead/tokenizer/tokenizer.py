@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, SupportsInt
 
@@ -110,15 +111,27 @@ class Tokenizer:
 
     @property
     def bos(self) -> int | None:
-        """The id that the file puts before a text (`encode(..., special_tokens=True)`); None if it puts none there."""
-        ordinary = sorted(self._ids - self.special_ids)[:1]
-        encoding = self._encoding(self._text(ordinary), True)
-        return encoding.ids[0] if encoding.ids and encoding.sequence_ids[0] is None else None
+        """The id that the file puts before a text (`encode(..., special_tokens=True)`); None for none or several."""
+        encoding = self._encoding(self._text(self.ordinary_ids[:1].tolist()), True)
+        begins = list(takewhile(lambda part: part is None, encoding.sequence_ids))
+        if len(begins) > 1:
+            tokens = " ".join(encoding.tokens[: len(begins)])
+            warnings.warn(
+                f"the tokenizer puts several tokens before a text ({tokens:.80}): no window of a text begins with "
+                "them, so losses are those of texts without them",
+                stacklevel=2,
+            )
+        return encoding.ids[0] if len(begins) == 1 else None
 
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens that the file calls special; they have no text of their own in a generated one."""
         return frozenset(id for id, token in self._inner.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def ordinary_ids(self) -> Int64[np.ndarray, "N"]:
+        """Ids of all other tokens (N,), in order."""
+        return np.array(sorted(self._ids - self.special_ids), dtype=np.int64)
 
     def pieces(self, ids: Iterable[SupportsInt]) -> list[str]:
         """Return the text of each of ids (N,) as in the middle of a text; part of a character is U+FFFD."""

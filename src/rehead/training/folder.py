@@ -126,6 +126,7 @@ class RunFolder:
         self._require_held()
         try:
             with publish(folder, overwrite=True) as aside:
+                self._require_held()  # the folders above may be new: of a run that has just been moved
                 write(aside)
         except ResourceError as error:
             self._require_held()

@@ -54,9 +54,10 @@ class Phi3(LlamaLike):
         return layers
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:
-        """Return the window."""
+        """Return the window; none if it is as wide as the context (Phi-4-mini), where it hides nothing."""
         fields.expect("attention_bias", False)
-        return {"window": fields.take("sliding_window", int, None)}
+        window: int | None = fields.take("sliding_window", int, None)
+        return {"window": None if window is not None and window >= sizes.length else window}
 
     def extra_config(self, fields: Fields, sizes: Sizes) -> Table:
         """Return dropout; `embd_pdrop` is a key that the class does not use."""

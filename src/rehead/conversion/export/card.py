@@ -42,6 +42,9 @@ ALONE = """\
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained({where})  # it came without a tokenizer"""
+ROUNDED = """
+What follows was measured with weights in {before}; those of this folder are in {now}.
+"""
 COMPUTE = """
 This model may be stored in smaller formats, but should compute in bfloat16 or float32: in float16, the latent before
 its norm keeps a few bits only.
@@ -65,7 +68,7 @@ class Card:
     """What a card says. `before` is the certificate of the exported model, `made` that of a conversion by the export.
 
     `identity_norm` is whether the norm of a latent divides by its eps alone, `lost` are the shares of rows that smaller
-    number formats lose, by weight and format.
+    number formats lose, by weight and format. `dtype` is that of the folder's weights.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Card:
     identity_norm: bool
     has_tokenizer: bool
     lost: Mapping[str, Mapping[Storage, float]]
+    dtype: str
 
     def text(self) -> str:
         """Return the text of README.md."""
@@ -88,7 +92,8 @@ class Card:
             "tags": ["rehead", *kinds],
         }
         measured = self.made if self.made is not None and self.made.loss is not None else self.before
-        if measured is not None and (results := metrics(measured)):
+        as_measured = measured is not None and measured.dtype == self.dtype
+        if measured is not None and as_measured and (results := metrics(measured)):
             facts["model-index"] = [{"name": self.name, "results": results}]
         body = CARD.format(
             name=self.name,
@@ -98,6 +103,8 @@ class Card:
         )
         parts = [front(facts), body]
         if self.before is not None:
+            if self.before.dtype != self.dtype:
+                parts.append(ROUNDED.format(before=self.before.dtype, now=self.dtype))
             parts.append(_section(self.before, "Conversion"))
         if self.identity_norm:
             parts.append(COMPUTE)

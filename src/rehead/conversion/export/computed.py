@@ -94,9 +94,9 @@ BIASES: Checks = {"biases": _biases}
 SOME_WINDOWS: Checks = {"windows in some layers only": _some_windows}
 HEADS: Checks = {"head_dim other than n_embd / n_query_head": _head_dim}
 HIDDEN: Checks = {"n_hidden other than 4 n_embd": lambda config: config.n_hidden != 4 * config.n_embd}
-UNTIED: Checks = {"head apart from the embeddings": lambda config: not config.tie_embeddings}
+UNTIED: Checks = {"untied output head": lambda config: not config.tie_embeddings}
 EXACT: Checks = {"exact gelu": lambda config: config.mlp == "gelu_erf"}
-TIED: Checks = {"head tied to the embeddings": lambda config: config.tie_embeddings}
+TIED: Checks = {"tied output head": lambda config: config.tie_embeddings}
 MLX: Mapping[str, Computed] = MappingProxyType(
     {
         "llama": Computed(ropes=ALL, refused={}),

@@ -26,10 +26,12 @@ from rehead.conversion.export.storable import storable
 from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import IdentityNorm, side_by_side, unrotated
 from rehead.conversion.steps.latent import full_rank
+from rehead.conversion.yarn import reaching
 from rehead.errors import ConfigError
 from rehead.measure import parameters
 from rehead.measure.fidelity import compare
 from rehead.model import LanguageModel, assembled
+from rehead.nn.rows import by_rows
 
 RANK, HEAD, ROPE = 512, 128, 64
 """DeepSeek's own sizes, the ones every engine's MLA kernels know: vLLM's on a CPU know no others."""
@@ -254,8 +256,20 @@ def _require_representable(layer: AttentionConfig) -> None:
 
 
 def for_every_engine(model: LanguageModel) -> LanguageModel:
-    """Return the same function as every engine reads it: eps 1e-6 in every norm, and a head of its own."""
-    return with_eps(model, NORM_EPS, tied=False)
+    """Return the same function as every engine reads it: eps 1e-6 in norms, a head of its own, a long enough yarn."""
+    found = with_eps(model, NORM_EPS, tied=False)
+    config = found.config
+    assert isinstance(config, GPTConfig)
+    layers = tuple(
+        replace(layer, rope=reaching(layer.rope, config.block_size))
+        if isinstance(layer, LatentConfig) and layer.rope is not None
+        else layer
+        for layer in config.attention
+    )
+    if layers == config.attention:
+        return found
+    state = {name: weight.detach() for name, weight in found.state_dict().items()}
+    return assembled(replace(config, attention=layers), state)
 
 
 def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
@@ -281,4 +295,4 @@ def with_eps(model: LanguageModel, eps: float, *, tied: bool) -> LanguageModel:
 
 
 def _times(weight: Tensor, scale: float) -> Tensor:
-    return weight if scale == 1 else (weight.double() * scale).to(weight.dtype)
+    return weight if scale == 1 else by_rows(lambda rows: rows.double() * scale, weight)

@@ -5,11 +5,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from rehead.attention import LatentConfig
 from rehead.checkpoint import Family, publish
 from rehead.checkpoint.companions import TOKENIZER_CONFIG
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.gpt2 import GPT2
+from rehead.checkpoint.own import read_dtype
 from rehead.config import GPTConfig
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import CERTIFICATE, Certificate
@@ -40,21 +43,26 @@ def export_folder(
     kind: str = "auto",
     engine: Engine | None = None,
     name: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[str, Certificate | None]:
     """Write the model in `source` as a stock folder of family `kind`; return its class and any new certificate.
 
     `auto` takes the first family that can represent all of the model or, without one, DeepSeek's, to which other
     models convert exactly: for transformers with any rope or none, for vLLM fewer. Without an `engine`, a converted
     model is one that vLLM takes, and a warning names what vLLM or SGLang compute differently. The card calls the
-    model `name`, by default as the folder. Raises ConfigError naming what the class or the engine cannot represent
-    and the ways out, NumericError for weights that are not finite.
+    model `name`, by default as the folder. Weights have `dtype`, by default the source's. Raises ConfigError naming
+    what the class or the engine cannot represent and the ways out, NumericError for weights that are not finite.
     """
     require_apart(source, destination)
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
-        opened = open_model(source, in_memory=False)
+        opened = open_model(source, dtype=dtype, in_memory=False)
         opened.tell_unread()
         require_finite(opened.model)
+        if dtype == torch.bfloat16 and read_dtype(opened.folder) != dtype:
+            log.warning(
+                "the weights are rounded to bfloat16: `rehead check %s` measures what that changes.", source
+            )
         read = Source(opened.model, opened.folder)
         model, family, certificate = as_stock(opened.model, Asked.of(kind, engine), Path(scratch))
         assert isinstance(model.config, GPTConfig)
@@ -70,6 +78,7 @@ def export_folder(
             identity_norm=has_identity_norm(model),
             lost=_lost(model),
             has_tokenizer=opened.tokenizer is not None,
+            dtype=str(model.head.weight.dtype).removeprefix("torch."),
         )
         files = opened.texts() | {CARD: card.text()}
         files.pop(TOKENIZER_CONFIG, None)  # the class has one of its own

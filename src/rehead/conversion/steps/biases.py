@@ -37,7 +37,7 @@ class FoldBiases(TowardsDeepSeek[LatentConfig, LatentConfig]):
 
     takes = LatentConfig
     source, target = "mla with a rotary part and biases, without latent norm", "mla with DeepSeek's biases"
-    costs = "The cache stays as it is. Queries have one more product, of the width of the model."
+    costs = "The cache stays as it is. One more matrix product for the queries, as wide as the model."
     why = "a constant in a latent of the queries is multiplied by their biases"
 
     def steps(self, source: LatentConfig, target: AttentionConfig, d_model: int) -> Iterator[LatentConfig]:

@@ -56,7 +56,8 @@ class Decouple(TowardsDeepSeek[GroupedConfig, LatentConfig]):
     takes = GroupedConfig
     source, target = "mqa, gqa or mha with rope", "mla with a decoupled rotary part"
     costs = (
-        "The cache stays as it is; every query grows to the width of all keys, and by the part that is zero."
+        "The cache stays as it is; every query becomes as wide as all the keys together, plus the unrotated "
+        "part, which is zero."
     )
     why = "the rotated keys are MLA's rotary part, the values are the latent"
 

@@ -59,7 +59,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
 
     At each frequency, the keys of all KV heads form a vector of complex numbers, and rotation multiplies it by a
     single number, whatever the basis. The directions whose rotation affects the predictions most (by gradients on a
-    text) become MLA's rotary part: one for each pair of this frequency in the target's rotary part. In the scores of
+    text) become MLA's rotary part, as many as the target's has pairs of this frequency. In the scores of
     the other directions, a constant replaces the rotation: its mean over the distances that matter. Queries change to
     match. Llama 3's scaled angles may become those of a yarn, a few of which differ. Biases are kept, except those of
     unrotated keys that only add the same number to all scores of a query. With norms on queries and keys (Qwen3), the

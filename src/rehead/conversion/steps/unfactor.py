@@ -68,8 +68,9 @@ class Reduce(ExactConversion[LatentConfig, GroupedConfig]):
     """The reduced form of MLA: one KV head, the latent itself, for keys and values alike.
 
     The up projection of the keys is folded into the query projection, that of the values into the output projection:
-    what absorbed MLA multiplies at every decoded token is multiplied once, in the weights. A bias of the keys adds
-    the same number to all scores of a query and is dropped; a bias of the values is added once, to the output.
+    the products that absorbed MLA computes for every token are computed once and stored in the weights. A bias of
+    the keys adds the same number to all scores of a query and is dropped; a bias of the values is added once, to the
+    output.
     """
 
     takes = LatentConfig
