@@ -164,7 +164,7 @@ def test_a_path_without_a_text_is_refused(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.timeout(20, func_only=True)
+@pytest.mark.timeout(5, func_only=True)
 def test_a_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     for path in (tmp_path / "pipe.txt", tmp_path):

@@ -28,9 +28,8 @@ class Continued(Kernel):
         """Compute both parts and merge them."""
         past = call.key.shape[1] - call.query.shape[1]
         wide = of_one_width(call.query, call.key, call.value)
-        dense = (
-            t if t.stride(-1) == 1 else t.contiguous() for t in wide
-        )  # as the operator takes the last axis
+        # The operator takes the last axis as dense.
+        dense = (t if t.stride(-1) == 1 else t.contiguous() for t in wide)
         query, key, value = (t.transpose(1, 2) for t in dense)
         outputs, logarithms = [], []
         for rows, is_causal in ((slice(past), False), (slice(past, None), True)):

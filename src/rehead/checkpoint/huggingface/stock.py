@@ -71,9 +71,8 @@ def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Ten
     }
     wanted = {weight.theirs: weight for weight in family.weights(config)}
     head = stored.keys() - wanted.keys()
-    if (
-        config.tie_embeddings and head in HEADS
-    ):  # of a shared tensor, save_model of safetensors keeps the first name
+    # Of a shared tensor, save_model of safetensors keeps the first name.
+    if config.tie_embeddings and head in HEADS:
         (embedding,) = (name for name, weight in wanted.items() if weight.ours == ("embed_tokens.weight",))
         if embedding not in stored:
             stored[embedding] = stored.pop(*head)
