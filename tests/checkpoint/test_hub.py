@@ -162,6 +162,29 @@ def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run, folde
         assert len(message.splitlines()) == 1
 
 
+@pytest.mark.process
+def test_a_plan_fetches_no_weights(run, folder):
+    (first,), asked = run(["plan", MODEL, "--json"], cache="planned")
+    assert first[0] == 0, first
+    assert {path.rpartition("/")[2] for path in asked if "/resolve/" in path} == {"config.json"}
+    (again, local), asked = run(
+        ["plan", MODEL, "--json"], ["plan", str(folder / "model"), "--json"], cache="planned"
+    )
+    assert not [path for path in asked if "org/model" in path]
+    assert json.loads(again[1])["rows"] == json.loads(local[1])["rows"]
+    (whole,), asked = run(["generate", MODEL, *GENERATE], cache="planned")
+    assert whole[0] == 0
+    assert any(path.endswith(".safetensors") for path in asked)
+    unplugged, _ = run(["plan", f"org/model@{OTHER}"], endpoint="http://127.0.0.1:9", cache="planned")
+    assert unplugged[0][0] == 5
+    assert "cannot be fetched" in unplugged[0][2]
+    wrong, _ = run(*(["plan", name] for name in SAID), cache="planned")
+    for (code, _, message), words in zip(wrong, SAID.values(), strict=True):
+        assert code == 3
+        assert words in message
+        assert len(message.splitlines()) == 1
+
+
 def test_a_folder_of_the_same_name_wins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stock_folder(Path(f"org/model@{COMMIT}"))

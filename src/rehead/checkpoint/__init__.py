@@ -1,7 +1,7 @@
 """Models on disk. Importing a family here registers it."""
 
 from rehead.checkpoint.files.publish import publish, verify
-from rehead.checkpoint.find import newest_step, read_at, resolve
+from rehead.checkpoint.find import newest_step, read_at, read_without_weights, resolve
 from rehead.checkpoint.huggingface import (  # noqa: F401 (each registers its families)
     deepseek,
     deepseek_v2,
@@ -30,6 +30,7 @@ __all__ = [
     "publish",
     "read_at",
     "read_config",
+    "read_without_weights",
     "resolve",
     "save",
     "verify",

@@ -68,6 +68,12 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
                 return result
 
 
+def read_without_weights(path: Path, read: Callable[[Path], T]) -> T:
+    """Return `read` of a config.json or of a folder with one. Of a model of the Hub, that file alone is fetched."""
+    file = path if path.is_file() else None if os.path.exists(path) else hub.config_file(path)
+    return read_at(path, read) if file is None else read(file)
+
+
 def _identity(folder: Path) -> tuple[int, ...] | None:
     """Return what tells a folder from another of its name; None if there is none."""
     try:

@@ -6,6 +6,7 @@ code are not fetched.
 
 import re
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,10 @@ def snapshot(path: Path) -> Path | None:
 
     Raises InvalidInput for a model that is not pinned, is gated or does not exist, ResourceError without a network.
     """
-    match = NAME.fullmatch(str(path))
-    if match is None or (match[2] is None and path.parent.exists()):  # a local name, misspelt
+    named = _named(path)
+    if named is None:
         return None
-    name, revision = match[1], match[2]
-    if revision is None or not COMMIT.fullmatch(revision):
-        raise InvalidInput(
-            f"{path} does not exist locally. To load it from the Hugging Face Hub, pin a commit: "
-            f"{name}@<40 hex digits>.{_newest(name, revision or 'main')}"
-        )
+    name, revision = named
     from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
 
     wanted: dict[str, Any] = {
@@ -65,6 +61,45 @@ def snapshot(path: Path) -> Path | None:
             with suppress(errors.LocalEntryNotFoundError):
                 return Path(snapshot_download(name, local_files_only=True, **wanted))
         raise _reason(name, revision, error) from error
+
+
+def config_file(path: Path) -> Path | None:
+    """Return config.json of the model that `path` names, fetched without the weights if necessary.
+
+    None for a path of another form. Raises as `snapshot` does.
+    """
+    named = _named(path)
+    if named is None:
+        return None
+    name, revision = named
+    from huggingface_hub import HfApi, errors, hf_hub_download
+
+    fetch = partial(hf_hub_download, name, "config.json", revision=revision)
+    with suppress(errors.LocalEntryNotFoundError):
+        return Path(fetch(local_files_only=True))
+    try:
+        HfApi().model_info(name, revision=revision, timeout=PATIENCE)
+        return Path(fetch())
+    except errors.EntryNotFoundError as error:
+        raise InvalidInput(
+            f"{name}@{revision} has no config.json, so it is no model that can be planned."
+        ) from error
+    except Exception as error:
+        raise _reason(name, revision, error) from error
+
+
+def _named(path: Path) -> tuple[str, str] | None:
+    """Return the name and the commit in `path`; None for another form. Raises InvalidInput without a commit."""
+    match = NAME.fullmatch(str(path))
+    if match is None or (match[2] is None and path.parent.exists()):  # a local name, misspelt
+        return None
+    name, revision = match[1], match[2]
+    if revision is None or not COMMIT.fullmatch(revision):
+        raise InvalidInput(
+            f"{path} does not exist locally. To load it from the Hugging Face Hub, pin a commit: "
+            f"{name}@<40 hex digits>.{_newest(name, revision or 'main')}"
+        )
+    return name, revision
 
 
 def _newest(name: str, revision: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint import own, publish, read_at
+from rehead.checkpoint import own, publish, read_at, read_without_weights
 from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.arguments import require_apart, require_passes, require_seed
 from rehead.conversion.base import require_method
@@ -195,7 +195,7 @@ def read_plannable(path: Path) -> ModelConfig:
         raise InvalidInput(
             f"{path} is a file: expected a model or run folder, a config.json, or a YAML of options."
         )
-    return own.read_config(path) if path.is_file() else read_at(path, own.read_config)
+    return read_without_weights(path, own.read_config)
 
 
 def plannable_dtype(path: Path) -> torch.dtype:
@@ -203,7 +203,7 @@ def plannable_dtype(path: Path) -> torch.dtype:
     if path.suffix in (".yaml", ".yml"):
         return torch.float32
     try:
-        found = own.read_dtype(path) if path.is_file() else read_at(path, own.read_dtype)
+        found = read_without_weights(path, own.read_dtype)
     except ReheadError:  # damaged weights: a plan needs none
         found = None
     return found or torch.float32
