@@ -40,11 +40,11 @@ from rehead.tokenizer import open_model
 Made = Callable[[], LanguageModel]
 
 
-def ours(converter: Converter, target: Kind, method: str, share: float) -> LanguageModel:
-    """Return the model converted by rehead."""
+def ours(converter: Converter, target: Kind, method: str, share: float, teach: int = 0) -> LanguageModel:
+    """Return the model converted by rehead, its attentions taught in `teach` passes over the texts it is fitted to."""
     converter.method = method
-    result, _ = converter.follow(converter.attentions(Target(to="mla", target=target, kv_fraction=share)))
-    return result
+    to = converter.attentions(Target(to="mla", target=target, kv_fraction=share))
+    return converter.convert(to, teach=teach)[0]
 
 
 def theirs(converter: Converter, rope_dim: int, rank: int, fold: int | None = None) -> LanguageModel:
@@ -69,7 +69,9 @@ def splits(source: GroupedConfig, share: float) -> Iterator[tuple[str, int, int,
             yield "MHA2MLA", rope_dim, numbers - source.n_kv_head * rope_dim, 0
 
 
-def arms(converter: Converter, source: GroupedConfig, share: float) -> Iterator[tuple[str, str, Made]]:
+def arms(
+    converter: Converter, source: GroupedConfig, share: float, teach: int
+) -> Iterator[tuple[str, str, Made]]:
     """Yield kind, details and a function that makes the model.
 
     Published conversions know no biases, no norms on queries and keys, and no heads of which a part rotates.
@@ -89,7 +91,9 @@ def arms(converter: Converter, source: GroupedConfig, share: float) -> Iterator[
     for target in ("canonical", "uneven", "rebuilt"):
         with suppress(ConfigError):  # a rotary part without norms in its heads, and with something beside it
             Target(to="mla", target=target, kv_fraction=share).attention(source, converter.config.n_embd)
-            yield f"rehead, {target}", "", partial(ours, converter, target, "weighted", share)
+            for passes in sorted({0, teach}):
+                name = f"rehead, {target}" + f", taught in {passes} passes" * bool(passes)
+                yield name, "", partial(ours, converter, target, "weighted", share, passes)
 
 
 class Bench:
@@ -182,6 +186,9 @@ def main() -> None:
         "--tokens", type=int, default=CALIBRATION_TOKENS, help="of all texts to fit to together"
     )
     parser.add_argument("--only", nargs="+", default=[], help="conversions whose name has one of these words")
+    parser.add_argument(
+        "--teach", type=int, default=0, help="passes: every target of rehead also taught layer by layer"
+    )
     parser.add_argument("--heal", type=int, nargs="*", default=[], help="numbers of steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the healing")
     parser.add_argument("--flags", nargs="*", default=[], help="of the healing, as trainer.batch_size=2")
@@ -206,7 +213,7 @@ def main() -> None:
         converter = Converter(bench.model, None, bench.fit, length=given.length, scratch=Path(scratch))
         for share in given.shares:
             candidates: dict[str, list[tuple[str, Made]]] = {}
-            for kind, details, make in arms(converter, source, share):
+            for kind, details, make in arms(converter, source, share, given.teach):
                 if given.only and not any(word in kind for word in given.only):
                     continue
                 candidates.setdefault(kind, []).append((details, make))
