@@ -95,15 +95,15 @@ MUTANTS = {  # file, source, fault, test file, and which of its tests
         "training/test_run.py", "after_a_crash",
     ),
     "files are not flushed": (
-        "checkpoint/files/publish.py", "        _sync(path)\n        if", "        if",
+        "checkpoint/files/publish.py", "        sync(path)\n        if", "        if",
         ATTACKS, "power or flush",
     ),
     "the folder is not flushed": (
-        "checkpoint/files/publish.py", "    _sync(manifest)\n    _sync(aside)\n", "    _sync(manifest)\n",
+        "checkpoint/files/publish.py", "    sync(manifest)\n    sync(aside)\n", "    sync(manifest)\n",
         ATTACKS, "power",
     ),
     "the rename is not flushed": (
-        "checkpoint/files/publish.py", "                _sync(folder.parent)\n", "                pass\n",
+        "checkpoint/files/publish.py", "                sync(folder.parent)\n", "                pass\n",
         "checkpoint/test_publish.py", "flushed",
     ),
     "sizes are checked and bytes are not": (

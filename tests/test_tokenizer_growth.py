@@ -112,3 +112,39 @@ USED = {
 def test_what_is_in_use_is_read(name):
     tokenizer = read(**USED[name])
     assert tokenizer.decode(tokenizer.encode("abc abc")).strip()
+
+
+TOO_MUCH = {
+    "a text, again and again": (
+        {"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 65,
+                            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                            "special_tokens": {}}},
+        "65 pieces",
+    ),
+    "very many special tokens": (
+        {"post_processor": {"type": "Sequence", "processors": [
+            {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "a", "type_id": 0}}], "pair":
+             [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+             "special_tokens": {"a": {"id": "a", "ids": [0] * 1025, "tokens": ["a"] * 1025}}}]}},
+        "1,025 ids",
+    ),
+    "a long token": ({"model": {"type": "WordLevel", "vocab": {"a" * 70_000: 0, "b": 1}, "unk_token": "b"}}, "70,000"),
+    "a long piece": (
+        {"model": {"type": "Unigram", "unk_id": 0, "byte_fallback": False,
+                   "vocab": [["b", 0.0], ["a" * 70_000, -1.0]]}},
+        "70,000",
+    ),
+    "long words": (
+        {"model": {"type": "WordPiece", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]",
+                   "continuing_subword_prefix": "##", "max_input_chars_per_word": 2**40}},
+        "max_input_chars_per_word=",
+    ),
+    "parts of no length": (cut({"type": "FixedLength", "length": 0}), "parts of no length"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_takes_gigabytes_or_minutes_is_refused(name):
+    parts, words = TOO_MUCH[name]
+    with pytest.raises(InvalidInput, match=words):
+        Tokenizer.from_json(json.dumps(BASE | {"added_tokens": []} | parts), "it")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rehead.attention import cache as cache_module
 from rehead.attention.cache import FIRST_ROWS, LayerCache
@@ -231,3 +232,23 @@ def test_positions_may_be_given_late():
 def test_wrong_rows_are_a_bug_of_ours():
     with pytest.raises(AssertionError, match=r"expected rows \['key', 'latent'\], got \['value'\]"):
         make().append(value=torch.zeros(B, 1, 2, 3))
+
+
+def test_growing_without_memory_changes_nothing(monkeypatch):
+    """Whoever catches the error, frees memory and tries again loses no token."""
+    cache, zeros, calls = make(), Tensor.new_zeros, []
+    monkeypatch.setattr(cache_module, "FIRST_ROWS", 4)
+    cache.append(**tokens(0, 4))
+
+    def short(store, *shape, **more):
+        calls.append(shape)
+        if len(calls) == 2:  # the second of the rows
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(store, *shape, **more)
+
+    monkeypatch.setattr(Tensor, "new_zeros", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.append(**tokens(4, 5))
+    for t in range(4, T):
+        rows, _ = cache.append(**tokens(t, t + 1))
+        assert rows["latent"][0, :, 0].tolist() == list(range(t + 1))

@@ -115,7 +115,7 @@ def resumed_as_written(folder: Path) -> None:
     """Resume a state whose damage the manifest does not tell."""
     step = folder / "checkpoints" / "step-000002"
     (step / "MANIFEST.json").unlink()
-    _write_manifest(step)
+    _write_manifest(step, 0o644)
     resumed(folder)
 
 

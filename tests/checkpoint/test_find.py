@@ -236,3 +236,28 @@ def test_a_checkpoint_that_was_just_written_is_hashed_each_time(run, monkeypatch
     os.utime(run / "checkpoints" / "step-000200" / "config.json")
     assert {resolve(run).name for _ in range(3)} == {"step-000200"}
     assert len(hashed) == 3 * len(set(hashed))
+
+
+def test_a_new_file_beside_a_model_is_no_reason_to_read_it_again(run):
+    """An editor's file, a log: the model is the same."""
+    readings = []
+
+    def read(folder):
+        readings.append(folder)
+        (folder / f"notes-{len(readings)}.swp").write_text("")
+        return len(readings)
+
+    assert read_at(run / "checkpoints" / "step-000200", read) == 1
+
+
+def test_a_model_that_changes_whenever_it_is_read_is_an_error(run):
+    readings = []
+
+    def read(folder):
+        readings.append(folder)
+        (folder / "new").write_text("{}")
+        (folder / "new").rename(folder / "config.json")
+
+    with pytest.raises(IntegrityError, match="step-000200 changed while it was read"):
+        read_at(run / "checkpoints" / "step-000200", read)
+    assert len(readings) == 5

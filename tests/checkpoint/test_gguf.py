@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -443,3 +444,62 @@ def test_the_page_names_what_is_read():
     assert ", ".join(f"`{name}`" for name in names.ARCHITECTURES) in page
     for name in tokenizer.CUTS:
         assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize("how", ["in place", "another file"])
+def test_a_file_that_changes_while_it_is_read_is_refused(how, plain, tmp_path):
+    """A second download of the same size, for example."""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(plain[1])
+    opened = gguf_file.File(path)
+    name = "blk.1.attn_q.weight"
+    before = opened.read(name)
+    if how == "in place":
+        with path.open("r+b") as file:
+            file.seek(-len(plain[1]) // 2, os.SEEK_END)
+            file.write(bytes(len(plain[1]) // 2))
+        with pytest.raises(IntegrityError, match=r"a\.gguf changed while it was read"):
+            opened.read(name)
+    else:
+        (tmp_path / "b").write_bytes(bytes(len(plain[1])))
+        (tmp_path / "b").rename(path)
+        assert torch.equal(opened.read(name), before)  # it has the first one open
+
+
+@pytest.mark.parametrize(("kind", "code"), [(7, "?"), (1, "b")])
+def test_long_arrays_take_neither_minutes_nor_gigabytes(kind, code, plain, tmp_path):
+    """The limit is for all of them together; bools are read at once."""
+    begin, whole = 24, plain[1]
+    n_key = int.from_bytes(whole[16:24], "little")
+
+    def with_arrays(length, count, item=1):
+        keys = b""
+        for index in range(count):
+            name = f"x.{index}".encode()
+            keys += (
+                len(name).to_bytes(8, "little")
+                + name
+                + (9).to_bytes(4, "little")
+                + kind.to_bytes(4, "little")
+            )
+            keys += length.to_bytes(8, "little") + bytes([item]) * length
+        (tmp_path / "a.gguf").write_bytes(
+            whole[:16] + (n_key + count).to_bytes(8, "little") + keys + whole[begin:]
+        )
+        return tmp_path / "a.gguf"
+
+    start = time.monotonic()
+    refused(
+        with_arrays(3 * 2**20, 2),
+        tmp_path / "out",
+        "x.1 has 3,145,728 items: all arrays of a file have 4,194,304 together at most",
+    )
+    assert time.monotonic() - start < 2
+    facts = gguf_file._Header(path := with_arrays(5, 2), path.open("rb"))
+    facts._begin()
+    assert facts._count("tensors", 10**6)
+    facts._count("keys", 10**6)
+    key = facts._name("key", gguf_file.KEY, {})
+    assert (key, facts._value(key)) == ("x.0", [True] * 5 if code == "?" else [1] * 5)
+    if code == "?":
+        refused(with_arrays(5, 1, item=2), tmp_path / "out", "x.0 has a bool of 2: expected 0 or 1")

@@ -518,7 +518,7 @@ def test_a_full_disk_leaves_nothing(capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(publish, "_sync", full)
+    monkeypatch.setattr(publish, "sync", full)
     refused(capsys, "cannot write out.gguf: No space left on device", status=(5,))
 
 

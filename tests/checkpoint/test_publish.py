@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors import SafetensorError
@@ -213,7 +215,7 @@ def check_order(monkeypatch, tmp_path):
 def test_everything_is_flushed_before_the_rename_and_the_rename_after(monkeypatch, tmp_path):
     check_order(monkeypatch, tmp_path)
     monkeypatch.undo()
-    monkeypatch.setattr(publishing, "_sync", lambda path: None)
+    monkeypatch.setattr(publishing, "sync", lambda path: None)
     with pytest.raises(AssertionError):
         check_order(monkeypatch, tmp_path / "again")
 
@@ -455,3 +457,60 @@ def test_the_slower_of_two_writers_hears_that_the_folder_exists(tmp_path):
             put(tmp_path / "model")
     assert contents(tmp_path / "model")
     assert [place.name for place in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_writer_of_another_model_leaves_a_folder_that_is_being_replaced(tmp_path, monkeypatch):
+    """On a file system without exchange: between two renames the old folder has another name, and its writer lives."""
+    put(tmp_path / "model")
+    monkeypatch.setattr(publishing, "exchange", cannot)
+    rename, seen = Path.rename, []
+
+    def beside(path, target):
+        if path.name.startswith(ASIDE) and Path(target).name == "model":
+            seen.append(os.listdir(tmp_path))
+            publishing.recover(tmp_path)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", beside)
+    put(tmp_path / "model", {"new.json": "3"}, overwrite=True)
+    assert f"{BEFORE}model" in seen[0]
+    assert contents(tmp_path / "model") == {"new.json": "3"}
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_another_user_left_stops_nobody(tmp_path, monkeypatch):
+    (tmp_path / f"{BEFORE}theirs").mkdir()
+    rename = Path.rename
+
+    def refused(path, target):
+        if path.name.startswith(BEFORE):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    put(tmp_path / "mine")
+    assert contents(tmp_path / "mine") == TEXTS
+
+
+def test_two_writers_leave_the_permissions_of_the_process(tmp_path):
+    """`os.umask` can only be read by changing it, for all threads."""
+    before = os.umask(0o027)
+    try:
+        threads = [threading.Thread(target=put, args=(tmp_path / f"model-{i}",)) for i in range(8)]
+        with mock.patch.object(os, "umask", side_effect=AssertionError):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        assert os.umask(before) == 0o027
+    assert {place.stat().st_mode & 0o777 for place in tmp_path.iterdir()} == {0o750}
+
+
+def test_a_file_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
+    """After a power cut config.yaml would be empty, with days of checkpoints beside it."""
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda *names: (events.append("renamed"), replace(*names)))
+    write_whole(tmp_path / "config.yaml", [b"a: 1"])
+    assert events == [(tmp_path / "config.yaml").stat().st_ino, "renamed", tmp_path.stat().st_ino]

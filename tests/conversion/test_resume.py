@@ -275,3 +275,35 @@ def test_a_refusal_leaves_nothing(source, capsys):
     assert main([word for word in words("refused") if word != "--allow-loss"]) == 2
     assert "this conversion is lossy" in capsys.readouterr().err
     assert not list(source.glob("refused*"))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_that_name_with_other_things_is_left_alone(resume, source, capsys):
+    """Whatever is in it would be removed at the end."""
+    for kind in ("model", "notes"):
+        place = Path(f"{kind}.unfinished")
+        if kind == "model":
+            shutil.copytree("source", place)
+        else:
+            (place / "empty").mkdir(parents=True)
+            (place / "notes.txt").write_text("mine")
+        before = sorted(place.iterdir())
+        assert main(words(kind, *["--resume"] * resume)) == 3
+        assert f"{place} holds " in (said := capsys.readouterr().err)
+        assert "which is no unfinished work: it would be removed" in said
+        assert sorted(place.iterdir()) == before
+    assert main(words("other.unfinished")) == 0  # a name like any other
+    assert main(words("other")) == 3
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_is_no_file_is_refused(kind, source, capsys):
+    """Its content is replaced: a link may lead to any file of the user."""
+    Path("precious").write_text("precious")
+    Path("made.unfinished").mkdir()
+    lock = Path("made.unfinished/.lock")
+    lock.symlink_to("../precious") if kind == "link" else os.mkfifo(lock)
+    assert main(words("made")) == 3
+    assert f"{lock} is {'a link' if kind == 'link' else 'not a regular file'}" in capsys.readouterr().err
+    assert Path("precious").read_text() == "precious"
+    assert not Path("made").exists()

@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 
 import rehead
 from rehead.checkpoint.files.shards import Shards
+from rehead.checkpoint.gguf import file as gguf_file
 from rehead.cli import main
 from rehead.config import ModelOptions
+from rehead.errors import IntegrityError
 from rehead.model import build
+from rehead.tokenizer import OpenedModel, train
 
 CONVERT = ["convert", "source", "made", "--to", "mla"]
 pytestmark = pytest.mark.heavy
@@ -166,3 +169,42 @@ def test_of_many_files_sixteen_are_open_at_once(source, monkeypatch):
     assert max(counts) == 16
     made = load_file("made/model.safetensors")
     assert all(torch.equal(made[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("words", [EXPORT, ["export", "source", "made.gguf", "--format", "gguf"], CONVERT])
+def test_a_checkpoint_dropped_meanwhile_loses_no_text(words, source, monkeypatch):
+    """Its run drops it for newer ones; the weights stay readable, and what stands beside them is read before."""
+    template = "{{ messages }}"
+    shutil.copytree(source, "run/checkpoints/step-000001")
+    kept = Path("run/checkpoints/step-000001")
+    shutil.rmtree(kept)
+    tokenizer = train("byte", "abc")
+    options = ModelOptions(
+        shape="llama", n_layer=1, n_embd=24, n_query_head=6, n_kv_head=3, head_dim=4, rope=True
+    )
+    files = {"tokenizer.json": tokenizer.to_json(), "chat_template.jinja": template}
+    files["README.md"] = "---\nlicense: mit\n---\n"
+    rehead.save(build(options.resolve(256, 32)), kept, files=files)
+    require, calls = OpenedModel.require_standing, []
+
+    def dropping(opened):
+        require(opened)
+        calls.append(opened)
+        if len(calls) == 2:  # once it is opened, and once its texts are read
+            shutil.rmtree(kept)
+
+    monkeypatch.setattr(OpenedModel, "require_standing", dropping)
+    assert main([*words[:1], str(kept), *words[2:]]) == 0
+    assert not kept.exists()
+    if words[2].endswith(".gguf"):
+        facts = gguf_file.File(Path("made.gguf")).facts
+        assert (facts["tokenizer.chat_template"], facts["general.license"]) == (template, "mit")
+    else:
+        assert Path("made/chat_template.jinja").read_text() == template
+        assert "license: mit" in Path("made/README.md").read_text()
+
+
+def test_a_checkpoint_dropped_before_its_texts_are_read_is_an_error(source, monkeypatch):
+    gone = OpenedModel(folder=Path("gone/source"), model=rehead.load(source), tokenizer=None, special={})
+    with pytest.raises(IntegrityError, match="source changed while it was read"):
+        gone.require_standing()

@@ -222,3 +222,14 @@ def test_a_library_that_cannot_be_loaded_is_not_kept_and_another_compiler_is_tri
     monkeypatch.setenv("PATH", f"{broken.parent}:{os.defpath}")
     monkeypatch.setattr(build, "COMPILERS", ("c++", working))
     assert load().answer() == 42
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a folder another user's")
+def test_a_cache_in_a_folder_of_another_user_is_not_used(here):
+    """Its owner could put another folder in its place, after it was looked at; a link of one's own is fine."""
+    path = build._built("answer")
+    (here / "rehead").rename(here / "elsewhere")
+    (here / "rehead").symlink_to(here / "elsewhere")
+    assert build._built("answer").name == path.name
+    os.chown(here / "elsewhere", 12_345, 12_345)
+    assert "elsewhere belongs to another user" in str(load())

@@ -90,7 +90,7 @@ def owe_what_follows_step_4():
     manifest.unlink()
     from rehead.checkpoint.files.publish import _write_manifest
 
-    _write_manifest(manifest.parent)
+    _write_manifest(manifest.parent, 0o644)
 
 
 @pytest.mark.process

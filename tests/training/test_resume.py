@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rehead.checkpoint.files.publish import _write_manifest
+from rehead.cli import main
 from rehead.config.flags import read
 from rehead.errors import IntegrityError
 from rehead.training import train
@@ -105,6 +107,45 @@ def test_c35_a_state_that_is_not_this_models_is_refused(spoil):
     newest = Path("run/checkpoints/step-000002")
     (newest / "MANIFEST.json").unlink()
     spoil(newest)
-    _write_manifest(newest)
+    _write_manifest(newest, 0o644)
     with pytest.raises(IntegrityError, match=r"state\.(safetensors|json)"):
         resume("run")
+
+
+def test_a_copied_run_goes_on_in_its_own_folder(capsys):
+    """config.yaml has the folder of the original."""
+    for command in (["train", *TINY, "system.work_dir=one/run"], ["train", "system.work_dir=one/run"]):
+        if command[1:] != ["system.work_dir=one/run"]:
+            assert main([*command, "trainer.max_iters=2"]) == 0
+            shutil.copytree("one/run", "out/run")
+    assert main(["train", "trainer.resume=True", "trainer.max_iters=3"]) == 0  # out/run is the default
+    assert [place.name for place in Path("one/run/checkpoints").iterdir()] == ["step-000002"]
+    assert Path("out/run/checkpoints/step-000003").is_dir()
+    shutil.move("one/run", "two")
+    assert main(["train", "system.work_dir=two", "trainer.resume=True", "trainer.max_iters=3"]) == 0
+    assert Path("two/checkpoints/step-000003").is_dir()
+
+
+@pytest.mark.parametrize("damage", ["tokens", "config", "link"])
+def test_a_damaged_run_is_evaluated_all_the_same(damage, capsys):
+    """Whether the text was trained on is unknown then: no reason to throw away what was measured."""
+    shutil.copytree("run", "damaged")
+    tokens = Path("damaged/tokens.bin")
+    if damage == "tokens":
+        tokens.write_bytes(b"\xff" * 200)
+    elif damage == "link":
+        tokens.unlink()
+        tokens.symlink_to(Path("run/tokens.bin").resolve())
+    else:
+        config = Path("damaged/config.yaml")
+        config.write_text(config.read_text().replace("block_size: 13", "block_size: many"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["eval", "damaged", "--data", "text.txt", "--length", "13", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["contains_training_text"] is None
+    assert found["loss"] > 0
+    assert "whether the text was trained on is unknown" in said.err + " ".join(
+        str(one.message) for one in told
+    )

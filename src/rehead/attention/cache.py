@@ -273,8 +273,8 @@ class LayerCache:
         """Make room for `length` positions. Raises UsageError beyond the capacity."""
         self.require_room(length)
         if self.capacity is None and self.window is None and length > self._n_rows:
-            self._n_rows = max(length, 2 * self._n_rows, FIRST_ROWS)
+            n_rows, grown = max(length, 2 * self._n_rows, FIRST_ROWS), {}
             for name, store in self._store.items():
-                grown = store.new_zeros(*store.shape[:-2], self._n_rows, store.shape[-1])
-                grown[..., : store.shape[-2], :] = store
-                self._store[name] = grown
+                grown[name] = store.new_zeros(*store.shape[:-2], n_rows, store.shape[-1])
+                grown[name][..., : store.shape[-2], :] = store
+            self._store, self._n_rows = grown, n_rows  # together: without memory for all, nothing has changed

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from rehead.checkpoint.files.shards import strict_json, text_of
+from rehead.checkpoint.files.strict import strict_json, text_of
 from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
 
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from rehead.checkpoint import hub
-from rehead.checkpoint.files.publish import standing, verify
-from rehead.checkpoint.files.shards import require_regular
+from rehead.checkpoint.files.opened import changed
+from rehead.checkpoint.files.publish import READ, standing, verify
+from rehead.checkpoint.files.strict import require_regular
 from rehead.config import DataOptions
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
@@ -21,6 +22,8 @@ GROUPS = ("system", "data", "model", "trainer")
 """Sections of a run's config.yaml."""
 CONFIG = 1 << 20
 """Characters of a config.yaml, at most."""
+READINGS = 5
+"""Attempts to read a folder that is there and changes."""
 LISTINGS = 5
 """Attempts to list a run's checkpoints, since a listing may miss folders that are renamed at the same time."""
 SETTLED = 2_000_000_000
@@ -53,9 +56,10 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
     """Return `read(folder)` for the model folder that `path` refers to.
 
     If a run in training deletes that checkpoint in the meantime, the next one is read; if the folder is replaced, it is
-    read again, since its files may have been those of two models.
+    read again, since its files may have been those of two models. Raises IntegrityError if it changes every time.
     """
-    while True:
+    attempts = 0
+    while attempts < READINGS:
         folder = resolve(path)
         before = _identity(folder)
         try:
@@ -66,6 +70,8 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
         else:
             if _identity(folder) in (before, None):
                 return result
+        attempts += folder.exists()
+    raise changed(path)
 
 
 def read_without_weights(path: Path, read: Callable[[Path], T]) -> T:
@@ -74,13 +80,14 @@ def read_without_weights(path: Path, read: Callable[[Path], T]) -> T:
     return read_at(path, read) if file is None else read(file)
 
 
-def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Return what tells a folder from another of its name; None if there is none."""
+def _identity(folder: Path) -> tuple[object, ...] | None:
+    """Return what tells the files of a model from those of another in a folder of its name; None if there is none."""
     try:
         found = folder.stat()
+        files = sorted((file.name, file.inode()) for file in os.scandir(folder) if file.name.endswith(READ))
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return found.st_dev, found.st_ino, *files
 
 
 def _resolve(path: Path) -> Path:

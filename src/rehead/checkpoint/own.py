@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.checkpoint.files.publish import MANIFEST, publish, verify
-from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, Shards, require_names, strict_json
+from rehead.checkpoint.files.shards import DTYPES, INDEX, SINGLE, Shards, require_names
+from rehead.checkpoint.files.strict import strict_json
 from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock

@@ -44,7 +44,7 @@ def train(
     options = reader.read(list(flags), config)
     resumed = Path(options.system.work_dir) / "config.yaml"
     if options.trainer.resume and resumed.is_file():
-        options = reader.read(list(flags), (resumed, *config))
+        options = reader.read(list(flags), (resumed, *config)).at(options.system.work_dir)
         options.refuse_unused(reader.read([], (resumed,)))
     else:
         options.refuse_unused()

@@ -3,7 +3,7 @@
 Names and defaults are those of CMU 10-423's first homework (document B in docs/sources.md).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rehead.config.model_options import ModelOptions
@@ -187,6 +187,10 @@ class RunOptions:
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+    def at(self, work_dir: str) -> "RunOptions":
+        """Return the same options for a run in `work_dir`, which may have been moved since they were written."""
+        return replace(self, system=replace(self.system, work_dir=work_dir))
 
     def unused(self) -> dict[str, str]:
         """Return the flags that a run would not use, each with why, and the way out."""

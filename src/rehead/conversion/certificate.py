@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rehead.checkpoint.files.shards import strict_json
+from rehead.checkpoint.files.strict import strict_json
 from rehead.config import GPTConfig, encode
 from rehead.conversion.base import Converted, Step
 from rehead.conversion.bounds import bounded

@@ -63,9 +63,11 @@ class FolderConverter:
         self.read, self.earlier = Source(opened.model, opened.folder), earlier_of(opened.folder)
         window = text_length(require_heads(opened.model), length, source)
         self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test)
+        files = fingerprint(opened.folder)
+        opened.require_standing()
         self.named = bool(calibration)
         made_of = {
-            "source": fingerprint(opened.folder),
+            "source": files,
             "weights": list(self.read.digests.values()),
             "texts": [asdict(Text.of(text, len(text.ids))) for text in self.texts.calibration],
             "length": window,

@@ -3,16 +3,20 @@
 The keys are those of a Hugging Face model card (https://huggingface.co/docs/hub/model-cards).
 """
 
+import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.hub import COMMIT, pinned
 from rehead.config.strict_yaml import dump, parse
 from rehead.conversion.page import escaped
+from rehead.errors import InvalidInput
 
 CARD = "README.md"
 FRONT = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
@@ -115,11 +119,19 @@ def _line(value: Any) -> str:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """Return the table at the head of a model's card; empty if there is none that can be read."""
+    """Return the table at the head of a model's card; empty if there is none that can be read.
+
+    Warns of a pipe or a link out of the folder, which no manifest refuses.
+    """
     try:
+        if os.path.lexists(file):
+            require_regular(file)
         with file.open(encoding="utf-8") as text:
             head = FRONT.match(text.read(MOST))
         table = parse(head[1], plain=False) if head else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    except InvalidInput as error:
+        warnings.warn(f"licence and base model are not passed on: {error}", stacklevel=2)
         return {}
     return table if isinstance(table, dict) else {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rehead.checkpoint.files.shards import require_regular
+from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.find import is_run, run_data
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.certificate import Text, require_different

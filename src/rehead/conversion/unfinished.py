@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,12 +13,14 @@ from rehead.checkpoint.files.publish import READ, recorded, require_folders
 from rehead.conversion.certificate import CERTIFICATE
 from rehead.data.files import write_whole
 from rehead.data.hold import LOCK, hold
-from rehead.errors import IntegrityError, ReheadError, UsageError
+from rehead.errors import IntegrityError, InvalidInput, ReheadError, UsageError
 from rehead.system.aside import ASIDE, discard
 from rehead.system.open_files import allow_open_files
 
 log = logging.getLogger("rehead")
 SUFFIX = ".unfinished"
+OWN = re.compile(rf"\{LOCK}|result|passes|text(-\d+)?|[0-9a-f]{{16}}|\{ASIDE}.*")
+"""Names of what is kept in such a folder."""
 RESULT = "result"
 """The file, in the folder of an unfinished conversion, that has the sha256 of its certificate."""
 
@@ -44,6 +47,7 @@ def unfinished(
     allow_open_files()  # every layer that is kept has one
     _sweep(destination.parent)
     folder = destination.with_name(destination.name + SUFFIX)
+    _require_own(folder, choose)
     if resume and not folder.is_dir():
         raise UsageError(f"{folder} does not exist: there is nothing to resume. Leave {flag} out.")
     keep = True
@@ -69,6 +73,17 @@ def unfinished(
     if not keep:
         with suppress(OSError):
             folder.rmdir()
+
+
+def _require_own(folder: Path, choose: str) -> None:
+    """Refuse a folder with anything that no conversion or teaching keeps: it would be removed at the end."""
+    held = (place.name for place in folder.iterdir()) if folder.is_dir() else ()
+    for name in held:
+        if not OWN.fullmatch(name):
+            raise InvalidInput(
+                f"{folder} holds {name}, which is no unfinished work: it would be removed. Move it away, or choose "
+                f"another {choose}."
+            )
 
 
 def fingerprint(folder: Path) -> list[tuple[str, int, int]]:

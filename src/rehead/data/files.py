@@ -9,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from rehead.errors import InvalidInput, ReheadError, ResourceError
-from rehead.system.aside import aside
+from rehead.system.aside import aside, sync
 
 
 def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
@@ -90,9 +90,9 @@ def resource(what: str, remedy: str) -> Iterator[None]:
 
 
 def write_whole(file: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file atomically, and remove what killed processes left of it.
+    """Write a file atomically and flush it to disk, and remove what killed processes left of it.
 
-    Raises InvalidInput if the name is a device or a pipe.
+    After a power cut the name has the old content or the new. Raises InvalidInput if the name is a device or a pipe.
     """
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise InvalidInput(f"{file} exists and is not a regular file: choose another name.")
@@ -100,4 +100,7 @@ def write_whole(file: Path, blocks: Iterable[bytes]) -> None:
     with aside(file.parent, file.name) as folder:
         with (folder / file.name).open("wb") as out:
             out.writelines(blocks)
+            out.flush()
+            os.fsync(out.fileno())
         os.replace(folder / file.name, file)
+        sync(file.parent)

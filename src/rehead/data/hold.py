@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TextIO
 
 from rehead.checkpoint.files.publish import require_folders
 from rehead.data.files import resource
-from rehead.errors import Busy
+from rehead.errors import Busy, InvalidInput
 from rehead.system.aside import ASIDE, sweep
 
 LOCK = ".lock"
@@ -51,7 +52,7 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
     try:  # before anything is created: an interrupt may come anywhere
         with resource(f"cannot write in {folder}", f"choose another {choose}"):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / LOCK).open("a+")
+            lock = _opened(folder / LOCK)
         with lock:
             _claim(folder, lock, choose)
             held = Held(folder, lock, os.stat(folder))
@@ -68,12 +69,26 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
 def _remove(folder: Path, created: list[Path], choose: str) -> None:
     """Remove the lock file and the created folders, unless another process holds the lock."""
     if (folder / LOCK).exists():
-        with (folder / LOCK).open("a+") as lock:
+        with _opened(folder / LOCK) as lock:
             _claim(folder, lock, choose)
             (folder / LOCK).unlink()
     sweep(folder.glob(f"{ASIDE}*"))  # left by an interrupt
     for place in created:
         place.rmdir()
+
+
+def _opened(file: Path) -> TextIO:
+    """Open the lock file, whose content is replaced: a link, in a folder that somebody else made, may lead anywhere."""
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if file.is_symlink():
+            raise InvalidInput(f"{file} is a link, and it would be written to. Remove it.") from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise InvalidInput(f"{file} is not a regular file, and it would be written to. Remove it.")
+    return os.fdopen(handle, "a+", encoding="utf-8")
 
 
 def _claim(folder: Path, lock: TextIO, choose: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rehead.errors import ResourceError
 from rehead.native import switch
 from rehead.system.aside import aside
-from rehead.system.folders import cache_folder, require_private
+from rehead.system.folders import cache_folder, require_own, require_private
 from rehead.system.machine import instruction_sets
 
 HERE = Path(__file__).parent
@@ -123,6 +123,7 @@ def _built_by(compiler: str, name: str, end: float) -> Path:
     made_of = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
     folder = cache_folder() / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    require_own(folder.parent.resolve())  # its owner could put another in the place of `folder`
     require_private(folder)
     for path in folder.glob(f"{name}-{made_of}-*.so"):
         require_private(path)

@@ -38,7 +38,10 @@ def require_same(jobs: Sequence[Job]) -> None:
         )
     for job in jobs:
         before = _begun(job)
-        changes = [] if before is None else list(_changes(before, job.description()))
+        try:
+            changes = [] if before is None else list(_changes(before, job.description()))
+        except (TypeError, AttributeError, KeyError) as error:
+            raise InvalidInput(f"{job.folder / BEGUN} is not what a study writes: remove it.") from error
         if changes:
             raise InvalidInput(
                 f"{job.folder} was made with {'; '.join(changes[:3])}. Nothing was changed: give the same options "
@@ -71,11 +74,12 @@ def note(job: Job) -> None:
 
 
 def read(file: Path) -> Record | None:
-    """Read a table that a study wrote; None if it is missing or incomplete."""
+    """Read a table that a study wrote; None if it is missing, incomplete or no table."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def _sources(job: Job) -> list[Source]:

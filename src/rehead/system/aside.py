@@ -1,4 +1,4 @@
-"""Folders that are written aside, locked by their writer, and swept once it has died."""
+"""Folders that are written aside, locked by their writer, flushed to disk, and swept once it has died."""
 
 import fcntl
 import os
@@ -29,6 +29,15 @@ def aside(parent: Path, name: str) -> Iterator[Path]:
             os.close(handle)
 
 
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def discard(folder: Path) -> None:
     """Remove a folder, for others at once. What a kill leaves of it has another name, and is swept by `aside`."""
     gone = folder.with_name(f"{ASIDE}{folder.name}")
@@ -44,16 +53,29 @@ def sweep(places: Iterable[Path]) -> None:
     A place whose file system has no locks stays.
     """
     for place in places:
-        with suppress(OSError):
-            handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if place.is_dir():
-                    shutil.rmtree(place, ignore_errors=True)
-                else:
-                    place.unlink()
-            finally:
-                os.close(handle)
+        with suppress(OSError), locked(place):
+            if place.is_dir():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.unlink()
+
+
+@contextmanager
+def locked(place: Path, *, shared: bool = False, needed: bool = True) -> Iterator[None]:
+    """Lock a file or folder for this process: for its writer `shared`, as NFS grants no other lock on a folder.
+
+    Raises BlockingIOError if a living process has locked it and, if a lock is `needed`, OSError where there is none.
+    """
+    handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if needed or isinstance(error, BlockingIOError):
+                raise
+        yield
+    finally:
+        os.close(handle)
 
 
 def _locked(parent: Path, name: str) -> tuple[Path, int]:

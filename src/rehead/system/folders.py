@@ -21,12 +21,18 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"rehead-{os.geteuid()}"
 
 
-def require_private(path: Path) -> None:
-    """Raise PermissionError if another user can change `path`, a file or folder that code is loaded from."""
+def require_own(path: Path) -> os.stat_result:
+    """Return what `lstat` says of `path`. Raises PermissionError for a link, and for what belongs to another user."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
         raise PermissionError(f"{path} is a link")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")
+    return found
+
+
+def require_private(path: Path) -> None:
+    """Raise PermissionError if another user can change `path`, a file or folder that code is loaded from."""
+    found = require_own(path)
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} can be changed by other users")

@@ -1,4 +1,4 @@
-"""Bounds what the steps of a tokenizer.json may make of a text: how much longer, and by which patterns.
+"""Bounds what a tokenizer.json may make of a text: how much longer, and by which patterns.
 
 The `tokenizers` library ends the process when it has no memory for a result, and cannot be stopped while it searches.
 """
@@ -7,6 +7,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from rehead.errors import InvalidInput
@@ -16,14 +17,20 @@ MOST_GROWTH, MOST_BEFORE = 128, 1024
 """Characters that one may become, and characters put before a text; files in use stay far below both."""
 LONGEST_PATTERN, MOST_NESTED = 4096, 8
 """Characters of a regular expression, and groups in groups; backtracking through 200 of them takes minutes."""
+LONGEST_TOKEN, LONGEST_WORD = 65_536, 1_000
+"""Characters of a token, and of a word that WordPiece takes apart."""
+MOST_PIECES = 64
+"""Places for a text or a special token in a template."""
 INNER = ("normalizers", "pretokenizers", "decoders")
 EACH = {"ByteLevel": 5, "Metaspace": 2, "BertNormalizer": 3}
 """Characters that one may become: four bytes and a blank; a blank before a word; a blank on both sides."""
 
 
 def require_modest(text: str, name: str) -> None:
-    """Refuse a tokenizer.json whose steps make gigabytes of a short text, or that may search one for ever."""
+    """Refuse a tokenizer.json that makes gigabytes of a short text, or that may search one for ever."""
     table = json.loads(text)
+    _require_modest_model(table, name)
+    _require_modest_template(table.get("post_processor"), name)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         steps = list(_steps(table.get(part)))
         growth, before = 1, 0
@@ -38,6 +45,8 @@ def require_modest(text: str, name: str) -> None:
                 f"characters before it: rehead allows {MOST_GROWTH} times and {MOST_BEFORE:,}."
             )
         for step in steps:
+            if step.get("type") == "FixedLength" and not step.get("length"):
+                raise InvalidInput(f"{name}: its {part} cuts a text into parts of no length.")
             pattern = _pattern(step, "Regex") or ""
             if len(pattern) > LONGEST_PATTERN or _nested(pattern) > MOST_NESTED:
                 raise InvalidInput(
@@ -46,14 +55,42 @@ def require_modest(text: str, name: str) -> None:
                 )
 
 
-def _steps(step: Any) -> Iterator[dict[str, Any]]:
+def _require_modest_model(table: dict[str, Any], name: str) -> None:
+    """Refuse a token of many characters, and words that a search takes minutes for."""
+    model = table["model"]
+    vocab = model.get("vocab") or ()
+    tokens = vocab if isinstance(vocab, dict) else (token for token, _ in vocab)
+    added = (token["content"] for token in table.get("added_tokens") or ())
+    longest = max(map(len, chain(tokens, added)), default=0)
+    if longest > LONGEST_TOKEN:
+        raise InvalidInput(f"{name}: a token has {longest:,} characters: rehead allows {LONGEST_TOKEN:,}.")
+    if (word := model.get("max_input_chars_per_word", 0)) > LONGEST_WORD:
+        raise InvalidInput(
+            f"{name}: max_input_chars_per_word={_shown(word)}, whose cube it may take: rehead allows {LONGEST_WORD:,}."
+        )
+
+
+def _require_modest_template(step: Any, name: str) -> None:
+    """Refuse a template that repeats a text, or puts very many special tokens around it."""
+    for part in _steps(step, ("processors",)):
+        pieces = max(len(part.get(which) or ()) for which in ("single", "pair"))
+        special = part.get("special_tokens")
+        n_id = sum(len(one["ids"]) for one in special.values()) if isinstance(special, dict) else 0
+        if pieces > MOST_PIECES or n_id > MOST_BEFORE:
+            raise InvalidInput(
+                f"{name}: its template has {pieces:,} pieces and {n_id:,} ids: rehead allows {MOST_PIECES} and "
+                f"{MOST_BEFORE:,}."
+            )
+
+
+def _steps(step: Any, inside: tuple[str, ...] = INNER) -> Iterator[dict[str, Any]]:
     """Yield the steps in order; each has been read by the library before."""
     if isinstance(step, dict):
-        inner = [part for name in INNER for part in step.get(name) or ()]
+        inner = [part for name in inside for part in step.get(name) or ()]
         if not inner:
             yield step
         for part in inner:
-            yield from _steps(part)
+            yield from _steps(part, inside)
 
 
 def _growth(step: dict[str, Any]) -> int:

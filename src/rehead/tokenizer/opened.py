@@ -10,6 +10,7 @@ import torch
 
 from rehead.checkpoint import load, read_at
 from rehead.checkpoint.companions import MARKS, TOKENIZER_CONFIG, companions, json_table
+from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.find import path_of
 from rehead.checkpoint.huggingface.stock import special_ids
 from rehead.model import LanguageModel
@@ -34,6 +35,14 @@ class OpenedModel:
         if self.tokenizer is None:
             raise missing(self.folder / FILE)
         return self.tokenizer
+
+    def require_standing(self) -> None:
+        """Raise IntegrityError if the folder is gone, dropped by its run: what was not found may have been there.
+
+        The weights can still be read.
+        """
+        if not self.folder.exists():
+            raise changed(self.folder)
 
     def tell_unread(self) -> None:
         """Warn of a tokenizer in files that rehead does not read, which a model made of this one will lack."""
@@ -92,9 +101,9 @@ def open_model(
         model = load(folder, device=device, dtype=dtype, in_memory=in_memory)
         tokenizer = Tokenizer.load(folder) if os.path.lexists(folder / FILE) else None
         special = special_ids(folder)
-        if not folder.exists():  # dropped by its run: what was not found may have been there
-            raise missing(folder / FILE)
-        return OpenedModel(folder=folder, model=model, tokenizer=tokenizer, special=special)
+        opened = OpenedModel(folder=folder, model=model, tokenizer=tokenizer, special=special)
+        opened.require_standing()
+        return opened
 
     return read_at(path_of(path), read)
 

@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from tokenizers import models
 
 from rehead.checkpoint import read_config
-from rehead.checkpoint.files.shards import require_regular
+from rehead.checkpoint.files.strict import require_regular
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 from rehead.tokenizer.growth import require_modest
 from rehead.tokenizer.kinds import KINDS, MAX_VOCAB, UNITS, characters, single_bytes, valid_text

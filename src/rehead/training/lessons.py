@@ -136,6 +136,10 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
         raise ConfigError(
             f"--teach: {folder} was converted exactly, so there is nothing to learn. Leave it out."
         )
+    files = {CARD: carried(folder, opened.folder), **opened.texts()}
+    read_from = [fingerprint(one.folder) for one in (teacher, opened)]
+    for model in (teacher, opened):
+        model.require_standing()
     both = [Source(one.model, one.folder) for one in (teacher, opened)]
     text = tokenize(source_of(options.data), opened.require_tokenizer(), scratch / "text")
     parts = split(text.ids, length, options.data.val_fraction)
@@ -143,7 +147,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     fitted = Passage(name="the training part of the healing text", ids=parts.train, bos=bos)
     work = place_of(
         scratch,
-        folders=[fingerprint(one.folder) for one in (teacher, opened)],
+        folders=read_from,
         weights=[list(one.digests.values()) for one in both],
         text=text.sha256,
         part=len(parts.train),
@@ -170,12 +174,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
             replace(Text.of(fitted, CALIBRATION_TOKENS, length), length=length),
         ],
     )
-    files = {
-        CERTIFICATE: after.to_json(),
-        PAGE: page(after),
-        CARD: carried(folder, opened.folder),
-        **opened.texts(),
-    }
+    files |= {CERTIFICATE: after.to_json(), PAGE: page(after)}
     own.write(result, aside, files)
     for one in both:
         one.require_unchanged()

@@ -10,6 +10,7 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, read_at, resolve
 from rehead.checkpoint.companions import companions
+from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.hub import pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
 from rehead.conversion.origin import CARD, carried
@@ -99,8 +100,10 @@ def carried_files(options: ModelOptions, checkpoint: Path | None) -> dict[str, s
         return {}
     if checkpoint is not None:
         card = checkpoint / CARD
-        texts = {CARD: card.read_text(encoding="utf-8")} if card.is_file() else {}
-        return texts | companions(checkpoint)
+        if not os.path.lexists(card):
+            return companions(checkpoint)
+        require_regular(card)
+        return {CARD: card.read_text(encoding="utf-8"), **companions(checkpoint)}
     source = Path(place)
     return read_at(source, lambda folder: {CARD: carried(source, folder), **companions(folder)})
 

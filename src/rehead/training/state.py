@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rehead.checkpoint.files.shards import read_header, strict_json
+from rehead.checkpoint.files.shards import read_header
+from rehead.checkpoint.files.strict import strict_json
 from rehead.checkpoint.files.writing import write_file
 from rehead.errors import IntegrityError, InvalidInput
 

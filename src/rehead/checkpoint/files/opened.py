@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import weakref
+from io import BufferedReader
 from pathlib import Path
 
 from rehead.errors import IntegrityError
@@ -25,10 +26,12 @@ class OpenedFiles:
         self._lock = threading.Lock()  # one thread must not close what another reads
         weakref.finalize(self, _close, self._handles)
 
-    def add(self, path: Path) -> None:
-        """Open a file for the first time. Raises OSError."""
+    def add(self, path: Path) -> BufferedReader:
+        """Open a file for the first time, and return it as one to read its header from. Raises OSError."""
         with self._lock:
-            self._stamps[path] = _stamp(self._handle(path))
+            handle = self._handle(path)
+            self._stamps[path] = _stamp(handle)
+            return os.fdopen(os.dup(handle), "rb")
 
     def read(self, path: Path, into: memoryview, offset: int) -> None:
         """Fill `into` with the bytes of a file from `offset`. Raises IntegrityError if that cannot be."""

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rehead.checkpoint.files.exchange import exchange
-from rehead.checkpoint.files.shards import LONG, require_regular, strict_json
+from rehead.checkpoint.files.shards import LONG
+from rehead.checkpoint.files.strict import require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput, ReheadError, ResourceError
 from rehead.stages import staged
-from rehead.system.aside import ASIDE, aside, sweep
+from rehead.system.aside import ASIDE, aside, locked, sweep, sync
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -55,8 +57,9 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         with place:
             try:
                 yield written
-                _write_manifest(written)
-                written.chmod(0o777 & ~_umask())
+                allowed = _allowed(written)
+                _write_manifest(written, allowed & 0o666)
+                written.chmod(allowed)
                 _refuse_existing(folder, overwrite)  # another writer may have published it in the meantime
                 if folder.exists():
                     _swap(written, folder)
@@ -65,7 +68,7 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
             except (OSError, SafetensorError) as error:
                 raise error if isinstance(error, ResourceError) else _resource(folder, error) from error
             try:
-                _sync(folder.parent)
+                sync(folder.parent)
             except OSError as error:
                 raise ResourceError(
                     f"{folder} is written, but may be lost if the power fails now: {error.strerror}. Check the disk, "
@@ -84,11 +87,11 @@ def publish_file(file: Path) -> Iterator[Path]:
             _refuse_file(file)
             with aside(file.parent, file.name) as folder:
                 yield folder / file.name
-                (folder / file.name).chmod(0o666 & ~_umask())
-                _sync(folder / file.name)
+                (folder / file.name).chmod(_allowed(folder) & 0o666)
+                sync(folder / file.name)
                 _refuse_file(file)
                 (folder / file.name).rename(file)
-                _sync(file.parent)
+                sync(file.parent)
         except OSError as error:
             raise error if isinstance(error, ResourceError) else _resource(file, error) from error
 
@@ -96,9 +99,9 @@ def publish_file(file: Path) -> Iterator[Path]:
 def settle(written: Path, place: Path) -> None:
     """Flush a folder of files to disk, and rename it to `place`: what is there is whole, also after a power cut."""
     for path in (*written.iterdir(), written):
-        _sync(path)
+        sync(path)
     written.rename(place)
-    _sync(place.parent)
+    sync(place.parent)
 
 
 @contextmanager
@@ -201,11 +204,15 @@ def recover(parent: Path) -> None:
     """Undo what killed processes began in `parent`: give a folder its name back, remove unpublished ones."""
     for old in parent.glob(f"{BEFORE}*"):
         folder = old.with_name(old.name.removeprefix(BEFORE))
-        if os.path.lexists(folder):
-            with aside(parent, folder.name) as gone:
-                old.rename(gone / "old")
-        else:
-            old.rename(folder)
+        with (
+            suppress(PermissionError, BlockingIOError),
+            locked(old, needed=False),
+        ):  # another user's, or its writer lives
+            if os.path.lexists(folder):
+                with aside(parent, folder.name) as gone:
+                    old.rename(gone / "old")
+            else:
+                old.rename(folder)
     sweep(parent.glob(f"{ASIDE}*"))
 
 
@@ -252,42 +259,38 @@ def _swap(written: Path, folder: Path) -> None:
         exchange(written, folder)
     except OSError:
         old = folder.with_name(f"{BEFORE}{folder.name}")
-        folder.rename(old)
-        try:
-            written.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
-        with suppress(OSError):  # then the next call removes it
-            old.rename(written)
+        with locked(folder, shared=True, needed=False):
+            folder.rename(old)
+            try:
+                written.rename(folder)
+            except BaseException:
+                old.rename(folder)
+                raise
+            with suppress(OSError):  # then the next call removes it
+                old.rename(written)
 
 
-def _write_manifest(aside: Path) -> None:
+def _write_manifest(aside: Path, mode: int) -> None:
     files = {}
     for path in sorted(aside.iterdir()):
-        path.chmod(0o666 & ~_umask())
-        _sync(path)
+        path.chmod(mode)
+        sync(path)
         if path.name not in FREE:
             files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest = aside / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
-    _sync(manifest)
-    _sync(aside)
+    sync(manifest)
+    sync(aside)
 
 
-def _sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _allowed(folder: Path) -> int:
+    """Return the permissions of what is created in `folder`. `os.umask` shows them by changing them for all threads."""
+    probe = folder / ".permissions"
     try:
-        os.fsync(handle)
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o777))
+        return stat.S_IMODE(probe.stat().st_mode)
     finally:
-        os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        probe.unlink(missing_ok=True)
 
 
 def _resource(folder: Path, error: Exception) -> ResourceError:

@@ -3,14 +3,13 @@
 Holes, duplicates and absurd sizes are refused: the format allows them, but no writer produces them.
 """
 
-import json
 import math
 import os
 import re
-import stat
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import Deferred
 from rehead.checkpoint.files.opened import OpenedFiles
+from rehead.checkpoint.files.strict import parse_json, require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.stages import staged
 
@@ -118,8 +118,8 @@ class Shards:
 
     def _header(self, path: Path) -> dict[str, Entry]:
         require_regular(path)
-        self._files.add(path)  # before it is read, and before a run deletes the checkpoint
-        return dict(read_header(path))
+        with self._files.add(path) as file:
+            return dict(_entries(path, file))
 
     def _read_index(self, index: Path) -> None:
         table = strict_json(index, LARGEST_INDEX)
@@ -162,23 +162,27 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
     """Yield names and entries of a file's tensors. Raises before yielding any."""
     require_regular(path)
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        begin = file.read(8)
-        rest = file.read(24)
-        if not rest.startswith(b"{"):
-            _refuse_others(path, begin + rest)
-        length = int.from_bytes(begin, "little")
-        if size < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
-            raise IntegrityError(
-                f"{path} is not a safetensors file, or is cut short: {size:,} bytes with a header of {length:,}."
-            )
-        file.seek(8)
-        try:
-            header = json.loads(file.read(length), object_pairs_hook=_once, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(
-                f"{path}: its header is not JSON: {error!s:.200}. Put a whole copy of it there."
-            ) from error
+        yield from _entries(path, file)
+
+
+def _entries(path: Path, file: BufferedReader) -> Iterator[tuple[str, Entry]]:
+    size = os.fstat(file.fileno()).st_size
+    begin = file.read(8)
+    rest = file.read(24)
+    if not rest.startswith(b"{"):
+        _refuse_others(path, begin + rest)
+    length = int.from_bytes(begin, "little")
+    if size < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
+        raise IntegrityError(
+            f"{path} is not a safetensors file, or is cut short: {size:,} bytes with a header of {length:,}."
+        )
+    file.seek(8)
+    try:
+        header = parse_json(file.read(length).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(
+            f"{path}: its header is not JSON: {error!s:.200}. Put a whole copy of it there."
+        ) from error
     if not isinstance(header, dict) or len(header) > MOST_TENSORS:
         raise InvalidInput(f"{path}: its header describes no tensors, or more than {MOST_TENSORS:,}.")
     metadata = header.pop("__metadata__", {})
@@ -187,46 +191,6 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
     entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
     _require_gapless(path, entries, 8 + length, size)
     yield from entries.items()
-
-
-def strict_json(path: Path, largest: int) -> Any:
-    """Read a JSON file of at most `largest` bytes. Raises InvalidInput for a key that appears twice."""
-    text = text_of(path, largest)
-    try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON: {error!s:.200}. Put a whole copy of it there.") from error
-
-
-def text_of(path: Path, largest: int) -> str:
-    """Read a text file of at most `largest` bytes."""
-    require_regular(path)
-    try:
-        if path.stat().st_size > largest:
-            raise InvalidInput(f"{path} has more than {largest:,} bytes, the limit for such a file.")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}: expected a model folder with that file.") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} is not text in UTF-8. Put a whole copy of it there.") from error
-
-
-def require_regular(path: Path) -> None:
-    """Refuse a file that would block or never end (a pipe, a device), and a link out of the folder.
-
-    The Hugging Face cache stores files under blobs/ and links to them from snapshots/; these links are allowed.
-    """
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path}: {getattr(error, 'strerror', error)}: expected a file.") from error
-    if not stat.S_ISREG(mode):
-        raise InvalidInput(f"{path} is not a regular file: put the file itself there.")
-    if path.is_symlink():
-        real, parent = path.resolve(), path.parent.resolve()
-        cached = real.parent.name == "blobs" and parent.parent.name == "snapshots"
-        if real.parent != parent and not (cached and real.parent.parent == parent.parent.parent):
-            raise InvalidInput(f"{path} is a link out of its folder: put the file itself there.")
 
 
 def require_names(where: object, held: Set[str], wanted: Set[str], what: str, by: str) -> None:
@@ -287,14 +251,3 @@ def _require_gapless(path: Path, entries: dict[str, Entry], begin: int, size: in
         raise IntegrityError(
             f"{path} has {size - begin:,} bytes of weights, its header describes {end - begin:,}: download it again."
         )
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key appears twice")
-    return table
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number")

@@ -17,7 +17,7 @@ NAMES = {dtype: name for name, dtype in (DTYPES | OTHERS).items()}
 
 def json_text(table: Mapping[str, Any]) -> str:
     """Return the text of a JSON file of a model folder."""
-    return json.dumps(table, indent=2) + "\n"
+    return json.dumps(table, indent=2, allow_nan=False) + "\n"
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], most_bytes: int = MOST_BYTES) -> None:

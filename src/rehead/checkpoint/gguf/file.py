@@ -8,8 +8,8 @@ import math
 import os
 import re
 import struct
-import weakref
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rehead.checkpoint.files.deferred import Deferred
+from rehead.checkpoint.files.opened import OpenedFiles
 from rehead.checkpoint.files.shards import BEGINNINGS, MOST_TENSORS, NAME
 from rehead.errors import IntegrityError, InvalidInput, UsageError
 
@@ -51,8 +52,8 @@ class Entry:
 class File:
     """An open GGUF file: `facts`, its metadata, and `entries`, its tensors.
 
-    Raises IntegrityError for a file that is damaged or cut short, InvalidInput for one that is not GGUF and for
-    types that cannot be dequantised, UsageError without the package `gguf`.
+    Raises IntegrityError for a file that is damaged, cut short or changed since it was opened, InvalidInput for one
+    that is not GGUF and for types that cannot be dequantised, UsageError without the package `gguf`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,9 +62,9 @@ class File:
             what = "is a folder" if path.is_dir() else "does not exist"
             raise InvalidInput(f"{path} {what}: give a .gguf file.")
         try:
-            self._handle = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._handle)
-            self.facts, self.entries = _Header(path).read()
+            self._files = OpenedFiles()
+            with self._files.add(path) as file:
+                self.facts, self.entries = _Header(path, file).read()
         except OSError as error:
             raise InvalidInput(f"{path}: {error.strerror}: expected a GGUF file.") from error
 
@@ -81,11 +82,10 @@ class File:
         for begin in range(0, entry.n_bytes // entry.n_byte, step):
             part = numbers[begin * entry.block : (begin + step) * entry.block]
             n_byte = part.size // entry.block * entry.n_byte
-            data = os.pread(self._handle, n_byte, entry.offset + begin * entry.n_byte)
-            if len(data) < n_byte:
-                raise IntegrityError(f"{self.path} was cut short while it was read.")
+            data: Any = np.empty(n_byte, np.uint8)
+            self._files.read(self.path, memoryview(data), entry.offset + begin * entry.n_byte)
             with np.errstate(all="ignore"):
-                part[:] = dequantize(np.frombuffer(data, np.uint8)[None], GGMLQuantizationType[entry.type])[0]
+                part[:] = dequantize(data[None], GGMLQuantizationType[entry.type])[0]
         if not np.isfinite(numbers).all():
             raise InvalidInput(
                 f"{self.path}: {name} holds NaN or infinity: it is damaged. Download it again."
@@ -96,25 +96,26 @@ class File:
 class _Header:
     """Reads forward through the header, never past the file's end or the limits above."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        self.path, self.file = path, file
+        self.size = os.fstat(file.fileno()).st_size
+        self.n_item = 0
+        """Items of all arrays so far."""
 
     def read(self) -> tuple[dict[str, Any], dict[str, Entry]]:
         """Read the metadata and the entries of the tensors."""
-        with self.path.open("rb") as self.file:
-            self.size = os.fstat(self.file.fileno()).st_size
-            self._begin()
-            n_tensor = self._count("tensors", MOST_TENSORS)
-            n_key = self._count("keys", MOST_KEYS)
-            facts: dict[str, Any] = {}
-            for _ in range(n_key):
-                key = self._name("key", KEY, facts)
-                facts[key] = self._value(key)
-            tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
-            for _ in range(n_tensor):
-                name = self._name("tensor", NAME, tensors)
-                tensors[name] = self._tensor(name)
-            return facts, self._place(tensors, facts.get("general.alignment", 32))
+        self._begin()
+        n_tensor = self._count("tensors", MOST_TENSORS)
+        n_key = self._count("keys", MOST_KEYS)
+        facts: dict[str, Any] = {}
+        for _ in range(n_key):
+            key = self._name("key", KEY, facts)
+            facts[key] = self._value(key)
+        tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(n_tensor):
+            name = self._name("tensor", NAME, tensors)
+            tensors[name] = self._tensor(name)
+        return facts, self._place(tensors, facts.get("general.alignment", 32))
 
     def _begin(self) -> None:
         begin = self.file.read(4)
@@ -177,11 +178,19 @@ class _Header:
         if kind != ARRAY:
             return self._scalar(key, kind)
         inner, length = self._number("I"), self._number("Q")
-        if length > MOST_ITEMS:
-            self._refuse(f"{key} has {length:,} items: it may have {MOST_ITEMS:,}")
-        if inner in NUMBERS and inner != 7:
+        self.n_item += length
+        if self.n_item > MOST_ITEMS:
+            self._refuse(
+                f"{key} has {length:,} items: all arrays of a file have {MOST_ITEMS:,} together at most"
+            )
+        if inner in NUMBERS:
             code = struct.Struct(f"<{length}{NUMBERS[inner]}")
-            return list(code.unpack(self._take(code.size)))
+            numbers = list(code.unpack(self._take(code.size)))
+            if inner != 7:
+                return numbers
+            if set(numbers) - {0, 1}:
+                self._refuse(f"{key} has a bool of {max(numbers)}: expected 0 or 1")
+            return list(map(bool, numbers))
         return [self._scalar(key, inner) for _ in range(length)]
 
     def _scalar(self, key: str, kind: int) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.files.publish import publish
-from rehead.checkpoint.files.shards import Shards, require_names, strict_json
+from rehead.checkpoint.files.shards import Shards, require_names
+from rehead.checkpoint.files.strict import strict_json
 from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.huggingface.base import Family, Fields, Table, Weight, families, require_plain
 from rehead.config import GPTConfig, ModelConfig

@@ -58,6 +58,13 @@ def export_folder(
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         opened = open_model(source, dtype=dtype, in_memory=False)
         opened.tell_unread()
+        before, origin, texts = (
+            conversion_of(opened.folder),
+            Origin.read(source, opened.folder),
+            opened.texts(),
+        )
+        keys = opened.tokenizer_keys()
+        opened.require_standing()
         require_finite(opened.model)
         if dtype == torch.bfloat16 and read_dtype(opened.folder) != dtype:
             log.warning(
@@ -66,13 +73,12 @@ def export_folder(
         read = Source(opened.model, opened.folder)
         model, family, certificate = as_stock(opened.model, Asked.of(kind, engine), Path(scratch))
         assert isinstance(model.config, GPTConfig)
-        before = conversion_of(opened.folder)
         certificate = None if certificate is None else after(before, certificate)
         card = Card(
             name=name or destination.name,
             architecture=family.architecture,
             config=model.config,
-            origin=Origin.read(source, opened.folder),
+            origin=origin,
             before=before,
             made=certificate,
             identity_norm=has_identity_norm(model),
@@ -80,11 +86,11 @@ def export_folder(
             has_tokenizer=opened.tokenizer is not None,
             dtype=str(model.head.weight.dtype).removeprefix("torch."),
         )
-        files = opened.texts() | {CARD: card.text()}
+        files = texts | {CARD: card.text()}
         files.pop(TOKENIZER_CONFIG, None)  # the class has one of its own
         if (last := certificate or before) is not None:
             files |= {CERTIFICATE: last.to_json(), PAGE: page(last)}
-        stock.write(model, aside, family, files, opened.special, opened.tokenizer_keys())
+        stock.write(model, aside, family, files, opened.special, keys)
         read.require_unchanged()
     return family.architecture, certificate
 

@@ -68,21 +68,21 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
     return_freed_memory()
     with publish_file(file) as place, tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         opened = open_model(source, in_memory=False)
+        passed, before = companions(opened.folder), conversion_of(opened.folder)
+        origin = Origin.read(source, opened.folder)
+        opened.require_standing()
         require_finite(opened.model)
         read = Source(opened.model, opened.folder)
         model, family, certificate = as_stock(opened.model, Asked.of("gguf"), Path(scratch))
         config, kind = model.config, architectures[families.name_of(family)]
         assert isinstance(config, GPTConfig)
         keys = {f"{kind.name}.{name}": value for name, value in kind.keys(config).items()}
-        passed = companions(opened.folder)
         words = _vocabulary(opened, config, passed.get(TEMPLATE))
         asked = STORED.get(model.head.weight.dtype, "F32") if dtype is None else TYPES[dtype]
         tensors, exact = _tensors(model, kind, stock.weights(model, family), _lost(model, asked))
         types = {name: type_of(name, tuple(weight.shape), asked, exact) for name, weight in tensors.items()}
-        about = _about(opened.folder, file, family.architecture, asked, certificate)
-        about |= _origin(Origin.read(source, opened.folder)) | facts_of(
-            json.loads(passed.get(GENERATION, "{}"))
-        )
+        about = _about(before, file, family.architecture, asked, certificate)
+        about |= _origin(origin) | facts_of(json.loads(passed.get(GENERATION, "{}")))
         facts = {"general.architecture": kind.name, **about, **keys, **words}
         write_file(place, facts, tensors, types)
         read.require_unchanged()
@@ -124,7 +124,7 @@ def _vocabulary(opened: OpenedModel, config: GPTConfig, template: str | None) ->
 
 
 def _about(
-    folder: Path, file: Path, architecture: str, asked: Type, made: Certificate | None
+    before: Certificate | None, file: Path, architecture: str, asked: Type, made: Certificate | None
 ) -> dict[str, Any]:
     """Return the keys `general.*`, and the certificate of the last conversion."""
     about = {
@@ -134,7 +134,6 @@ def _about(
         "general.file_type": FILE_TYPES[asked],
         "general.quantization_version": 2,
     }
-    before = conversion_of(folder)
     made = before if made is None else after(before, made)
     return about if made is None else about | {"rehead.certificate": made.to_json()}
 
