@@ -137,6 +137,21 @@ def test_the_token_before_every_text(kind, around, begins):
     assert trained("byte").bos is None
 
 
+@pytest.mark.parametrize(("around", "begins"), [("<s> $A </s>", True), ("$A </s>", False)])
+def test_the_token_before_every_text_where_the_first_one_has_none(around, begins):
+    """A bare "▁", the first piece of many vocabularies, is no text: every special token would be before it."""
+    vocabulary = [("<s>", 0.0), ("</s>", 0.0), ("▁", -1.0), ("a", -1.0), ("b", -1.0)]
+    inner = hf.Tokenizer(models.Unigram(vocabulary, unk_id=0))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single=around, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    found = Tokenizer.from_json(inner.to_str())
+    assert found.decode([2]) == ""
+    assert found.bos == (0 if begins else None)
+
+
 def test_of_several_tokens_before_a_text_none_is_taken():
     """As GLM-4's [gMASK] <sop>: the first alone is a text that the model never sees."""
     inner = hf.Tokenizer.from_str(trained("bpe").to_json())

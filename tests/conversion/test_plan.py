@@ -374,7 +374,13 @@ def test_what_one_of_several_gpus_caches(tmp_path, capsys):
     assert not any("GPUs" in note for note in alone["notes"])
     assert "--kv-fraction 0.5" in alone["advice"]
     assert main([*words, "--tp", "3"]) == 0
-    assert "8 KV heads do not divide among 3 GPUs" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "8 KV heads do not divide among 3 GPUs" in shown
+    assert "32 query heads do not divide among 3 GPUs" in shown
+    weights = alone["rows"][0]["decode_bytes"] - alone["rows"][0]["cache_bytes"]
+    assert present["decode_bytes"] == weights + 4 * present["gpu_cache_bytes"]  # each reads what it holds
+    single = {row["command"]: row for row in alone["rows"]}["--to mla --kv-fraction 0.5"]
+    assert half["decode_bytes"] == single["decode_bytes"] + 3 * half["cache_bytes"]
     for wrong in ("0", "5000"):
         assert main([*words, "--tp", wrong]) == 2
         assert f"--tp {wrong}. Use 1 to 4,096." in capsys.readouterr().err

@@ -7,7 +7,7 @@ import rehead
 from rehead.config import ModelOptions
 from rehead.errors import InvalidInput, ResourceError
 from rehead.measure.answers import Sampling, Writer
-from rehead.measure.forecast import generation_bytes
+from rehead.measure.forecast import MASK_BYTES, generation_bytes
 from rehead.model import build
 from rehead.tokenizer import train
 
@@ -91,7 +91,7 @@ def test_as_many_prompts_at_once_as_suit_the_memory(writer, monkeypatch):
         Writer, "_batch", lambda self, prompts, how: sizes.append(len(prompts)) or batch(self, prompts, how)
     )
     parts = generation_bytes(writer.model.config, 1, LENGTH - NEW, NEW, writer.model.head.weight.dtype)
-    one = sum(parts.values()) + 4 * (LENGTH - NEW) ** 2
+    one = sum(parts.values()) + MASK_BYTES * (LENGTH - NEW) ** 2
     for free, wanted in ((2 * 16 * one, [16, 4]), (2 * 3 * one, [3] * 6 + [2])):
         sizes.clear()
         monkeypatch.setattr("rehead.measure.answers.free_memory", lambda device, free=free: free)
@@ -100,3 +100,13 @@ def test_as_many_prompts_at_once_as_suit_the_memory(writer, monkeypatch):
     monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: one - 1)
     with pytest.raises(ResourceError, match=r"an answer after 15 tokens .*Use a smaller --length"):
         writer.answers(ids(writer), Sampling(max_new_tokens=NEW))
+
+
+def test_a_stop_that_is_a_special_token_ends_a_text(writer):
+    """Its text is never looked at: it has none."""
+    whole = [generated(writer, prompt) for prompt in ids(writer)]
+    stop = whole[1][3]
+    silent = Writer(**{**vars(writer), "silent": frozenset(writer.tokenizer.encode(stop).tolist())})
+    found = silent.answers(ids(writer), Sampling(max_new_tokens=NEW, stops=(stop, "no token")))
+    assert found == [text.partition(stop)[0] for text in whole]
+    assert len(found[1]) <= 3

@@ -330,3 +330,17 @@ def test_cache_of_one_gpu_holds_the_heads_that_its_queries_read():
             most = max(map(len, needed))
         assert layer.kv_numbers(tp) == most * 9, f"{n_kv_head=}, {tp=}"
         assert latent.kv_numbers(tp) == latent.kv_numbers() == 9
+
+
+def test_an_rnn_that_reads_backwards_too_keeps_nothing():
+    """It reads the whole text again for every token, both ways."""
+    rnn = RNNConfig(
+        vocab_size=29, block_size=16, n_embd=5, n_layer=2, n_hidden=7, n_output=14, direction="prefix"
+    )
+    model = build(rnn).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(9)[None])
+    assert counter.get_total_flops() == 9 * forward_flops(rnn, 9)
+    assert decode_flops(rnn, 9) == counter.get_total_flops() - 8 * 2 * rnn.n_hidden * rnn.n_output
+    assert cache_bytes(rnn, 9) == 0
+    assert decode_flops(replace(rnn, direction="forward", n_output=7), 9) < decode_flops(rnn, 9) / 9

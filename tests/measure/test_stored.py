@@ -12,7 +12,8 @@ import transformers
 from gguf import GGMLQuantizationType, quants
 
 import rehead
-from rehead.attention import GroupedConfig
+from rehead.attention import GroupedConfig, LatentConfig
+from rehead.attention.rope import RopeConfig
 from rehead.data import evaluation_blocks
 from rehead.errors import NumericError, ResourceError
 from rehead.measure import stored
@@ -253,3 +254,30 @@ def test_the_comparison_obeys_the_batch_size(monkeypatch):
     model, ids = gpt(), np.arange(120) % 30
     assert changed(model, model, ids, 8, batch_size=1) == pytest.approx(changed(model, model, ids, 8))
     assert rows == [1, 512]
+
+
+@pytest.mark.parametrize("head", [64, 48])
+def test_keys_of_a_latent_are_rounded_as_in_the_file(head):
+    """llama.cpp's file has them transposed: 32 numbers of a head share a scale, not 32 latents."""
+    latent = LatentConfig(
+        n_query_head=2, n_kv_head=2, kv_lora_rank=64, qk_nope_head_dim=head, qk_rope_head_dim=8, v_head_dim=32,
+        rope=RopeConfig(layout="interleaved"),
+    )  # fmt: skip
+    torch.manual_seed(2)
+    config = llama_shaped(latent, vocab_size=31, block_size=16, n_embd=64, n_hidden=32)
+    model = build(config).float()
+    name, weight = "layers.0.self_attn.kv_b_proj.weight", model.layers[0].self_attn.kv_b_proj.weight
+    weight.data *= torch.logspace(0, -6, 64)  # columns, as factoring makes them
+    parts = weight.detach().unflatten(0, (2, head + 32))
+    kinds = {64: GGMLQuantizationType.Q8_0, 48: GGMLQuantizationType.F16}
+
+    def of_file(part, kind):
+        return torch.from_numpy(quants.dequantize(quants.quantize(part.numpy(), kind), kind)).float()
+
+    keys = of_file(parts[:, :head].mT.contiguous(), kinds[head]).mT
+    values = of_file(parts[:, head:].contiguous(), GGMLQuantizationType.Q8_0)
+    found = as_stored(model, "q8_0").state_dict()[name].detach()
+    assert torch.equal(found, torch.cat([keys, values], 1).flatten(0, 1))
+    error = (found - weight.detach()).norm(dim=-1) / weight.detach().norm(dim=-1)
+    lost = lost_rows(model, "q8_0").get("self_attn.kv_b_proj.weight", {}).get("q8_0", 0)
+    assert lost == int((error > 0.1).sum()) / len(error)

@@ -100,3 +100,16 @@ def test_each_way_of_decoding_is_proven():
     for model in (model_of(rope=True), build(ModelOptions(type="rnn", n_embd=12).resolve(29, 16))):
         assert input_lengths(model, 5, use_cache=True) == [1, 1, 1, 1, 1]
         assert input_lengths(model, 5, use_cache=False) == [1, 2, 3, 4, 5]
+
+
+def test_gradients_of_earlier_batches_are_held_in_a_step_that_accumulates():
+    """While the forward pass of the second batch has its activations, too."""
+    model = model_of()
+    objective, optimizer = Objective(model, PLAIN, None), torch.optim.AdamW(model.parameters())
+    ids = torch.randint(29, (5, 17))
+    once = step_memory(model, objective, optimizer, ids)
+    more = step_memory(model, objective, optimizer, ids, accumulates=True)
+    weights = 8 * sum(weight.numel() for weight in model.parameters())
+    assert more["gradients"] == weights
+    assert more["activations"] == once["activations"]
+    assert 0.5 * weights < more["peak"] - once["peak"] <= weights

@@ -1,5 +1,6 @@
 """From a preset and flags to jobs: lists, seeds, variants made from variants, and what is refused."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -308,3 +309,13 @@ def test_a_variant_has_no_place_of_its_own():
         ConfigError, match=r"a: system\.work_dir=z: a variant is written to a subfolder of the study"
     ):
         jobs(preset(variants={"a": {"system": {"work_dir": "z"}}}), [])
+
+
+def test_a_long_list_of_layers_has_a_folder():
+    """Its title has all of them; a file's name has 255 bytes."""
+    layers = [{"window": 1024, "n_kv_head": 2}, {"n_kv_head": 3}] * 8
+    several = json.dumps([layers, [{}, *layers[1:]]])
+    found = jobs(preset(), ["model.n_layer=16", "data.path=text.txt", f"model.layers={several}"])
+    folders = [job.folder.parent.name for job in found]
+    assert len(set(folders)) == len(folders) == 2
+    assert set(map(len, folders)) == {109}

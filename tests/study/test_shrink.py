@@ -212,16 +212,18 @@ def test_a_model_that_is_there_is_studied_untouched(demo, here, capsys):
 
 
 def test_sizes_of_a_source_in_bfloat16_are_its_own(here, capsys):
-    """In the costs, the plan and the chart of weights: two bytes a number, as predicted so held."""
+    """In the costs, the plan and the chart of weights: two bytes a number, as predicted so held; healed or not."""
     tokenizer = train("char", Path("input.txt").read_text())
     model = build(ModelOptions(n_layer=2, n_embd=12, n_query_head=2).resolve(tokenizer.vocab_size, 16))
     rehead.save(model.bfloat16(), "low", files={"tokenizer.json": tokenizer.to_json()})
     variants = "  Source: {source: low}\n  MQA: {from: Source, convert: {to: mqa}}\n"
-    run = "run: {data: {path: input.txt, block_size: 16}, trainer: {batch_size: 2, eval_batches: 1}}\n"
+    variants += "  Healed: {from: MQA, heal: true}\n"
+    trainer = "{batch_size: 2, eval_batches: 1, max_iters: 1}"
+    run = f"run: {{data: {{path: input.txt, block_size: 16}}, trainer: {trainer}}}\n"
     Path("low.yaml").write_text(f"about: Low.\n{run}variants:\n{variants}prompt: O God\nnew_tokens: 2\n")
     assert main(["study", "--preset", "low.yaml", "system.work_dir=low-study", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    for one, width in zip(document["variants"], (12, 6), strict=True):
+    for one, width in zip(document["variants"], (12, 6, 6), strict=True):
         costs = one["costs"]
         assert costs["kv_bytes_per_token"] == 2 * 2 * width * 2
         assert costs["cache_bytes"] == costs["cache_bytes_held"] == 16 * costs["kv_bytes_per_token"]

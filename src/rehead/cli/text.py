@@ -39,7 +39,10 @@ def evaluate_data(
 
     chosen = choose_device(device)
     with tempfile.TemporaryDirectory() as scratch, Board():
-        opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
+        computed = dtype or (
+            "fp32" if stored_as is not None else None
+        )  # else rounding of its own would count
+        opened = open_model(folder, device=chosen, dtype=None if computed is None else torch_dtype(computed))
         model, tokenizer = opened.model, opened.require_tokenizer()
         length = text_length(model.config, length, folder)
         tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")

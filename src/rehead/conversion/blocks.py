@@ -46,12 +46,14 @@ def blocks_of(
     return list(evaluation_blocks(ids, length, _at_once(length), many, bos=bos))
 
 
-def measured_blocks(model: LanguageModel, text: Passage, length: int) -> list[Batch]:
-    """Return the blocks that a conversion is measured on.
+def measured_blocks(
+    model: LanguageModel, text: Passage, length: int, limit: int = TEST_TOKENS
+) -> list[Batch]:
+    """Return the blocks that a conversion is measured on, at most `limit` tokens.
 
     A text sampled from a model is one window after another: the token after a window does not follow from it.
     """
-    blocks = blocks_of(model, text.ids, TEST_TOKENS, length, text.bos)
+    blocks = blocks_of(model, text.ids, limit, length, text.bos)
     for _, targets in blocks if text.name == SELF else ():
         targets[:, -1] = IGNORE
     return blocks

@@ -9,7 +9,7 @@ import torch
 from rehead.attention import GroupedConfig, LatentConfig
 from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
-from rehead.conversion.base import summary
+from rehead.conversion.base import heads_of, summary
 from rehead.conversion.export.fit import lacks_class
 from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.target import Target
@@ -153,7 +153,7 @@ def _row(
         gpu_kv_bytes_per_token=kv_bytes_per_token(config, kept, tp),
         gpu_cache_bytes=cache_bytes(config, context, batch_size, kept, tp),
         decode_flops=decode_flops(config, context) * batch_size,
-        decode_bytes=decode_bytes(config, context, batch_size, dtype, kind),
+        decode_bytes=decode_bytes(config, context, batch_size, dtype, kind, tp),
         layer=None if layer is None else parts(layer, config.n_embd, context),
         verdict=variant.verdict,
         why=variant.why,
@@ -259,6 +259,13 @@ def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]
         yield (
             f"{' and '.join(map(str, uneven))} KV heads do not divide among {tp} GPUs, which engines refuse. The "
             "figures are those of the fullest GPU."
+        )
+    if queries := sorted(
+        {heads_of(layer).n_query_head for layer in layers if heads_of(layer).n_query_head % tp}
+    ):
+        yield (
+            f"{' and '.join(map(str, queries))} query heads do not divide among {tp} GPUs, which engines refuse, for "
+            "every variant."
         )
 
 

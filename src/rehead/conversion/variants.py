@@ -15,6 +15,7 @@ from rehead.conversion.search import path
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.measure import kv_bytes_per_token
+from rehead.measure.size import is_recomputed
 
 Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
 FRACTIONS = (Fraction(1, 2), Fraction(3, 8), Fraction(1, 4), Fraction(3, 16))
@@ -50,10 +51,8 @@ class Variant:
 def others(config: ModelConfig) -> Iterator[Variant]:
     """Yield what else the model could be."""
     if not isinstance(config, GPTConfig):
-        raise ConfigError(
-            f"a model of type {config.model_type} has no heads to convert: its state is as large after any number of "
-            "tokens."
-        )
+        state = "" if is_recomputed(config) else ": its state is as large after any number of tokens"
+        raise ConfigError(f"a model of type {config.model_type} has no heads to convert{state}.")
     seen = {config.attention}
     for candidate in _candidates(config):
         try:

@@ -8,7 +8,7 @@ import torch
 from rehead.decoding import prepare
 from rehead.errors import InvalidInput
 from rehead.generation import stream
-from rehead.measure.forecast import generation_bytes
+from rehead.measure.forecast import MASK_BYTES, generation_bytes
 from rehead.model import LanguageModel
 from rehead.stages import staged
 from rehead.system.device import free_memory
@@ -75,7 +75,7 @@ class Writer:
         """Return how many prompts are continued at once: what half of the free memory holds, 16 at most."""
         device, dtype = self.model.device, self.model.head.weight.dtype
         parts = generation_bytes(self.model.config, 1, longest, new, dtype)
-        parts["mask"] = 4 * longest**2  # of prompts of different lengths
+        parts["mask"] = MASK_BYTES * longest**2  # of prompts of different lengths
         require_memory(f"an answer after {longest:,} tokens", parts, "Use a smaller --length.", device)
         return max(1, min(TOGETHER, free_memory(device) // 2 // sum(parts.values())))
 
@@ -83,6 +83,7 @@ class Writer:
         """Continue several prompts until each has ended."""
         rows: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
+        ends = self.ends | {self.tokenizer.id_of(stop) for stop in how.stops} & self.silent
         recent = max((len(stop.encode()) for stop in how.stops), default=0) + PARTIAL
         for tokens in stream(
             self.model,
@@ -95,7 +96,7 @@ class Writer:
             new = tokens.tolist()
             for row in list(going):
                 token = new[row]
-                if token in self.ends:
+                if token in ends:
                     going.remove(row)
                     continue
                 rows[row].append(token)

@@ -15,6 +15,8 @@ FLOAT = 4
 """Bytes of a number in float32, in which kernels and losses compute."""
 DRAW = 2
 """Bytes of a random number that decides about an attention weight."""
+MASK_BYTES = 5
+"""Bytes per prompt and pair of tokens of the mask of prompts of different lengths: bools, and what they become."""
 KEPT = 1.5
 """What a process takes, relative to its tensors: an allocator keeps some of what was freed."""
 MOST_BLOCKS, MOST_TOKENS, MOST_FLOPS = 32, 8192, 2**42

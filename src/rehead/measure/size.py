@@ -89,6 +89,8 @@ def prefill_flops(config: ModelConfig, n_token: int) -> int | float:
 def decode_flops(config: ModelConfig, n_token: int) -> int:
     """Return FLOPs of the step that decodes token number `n_token`, with the others in the cache."""
     if not isinstance(config, GPTConfig):
+        if is_recomputed(config):
+            return int(prefill_flops(config, n_token))
         return int(forward_flops(config, 1))
     attention = sum(
         layer.decode_flops(config.n_embd, min(n_token, layer.window or n_token)) for layer in config.attention
@@ -102,10 +104,12 @@ def decode_bytes(
     batch_size: int = 1,
     dtype: torch.dtype = torch.float32,
     kv_dtype: KVDtype | None = None,
+    tp: int = 1,
 ) -> int:
     """Return the bytes that a decoding step reads: weights once, and the cache of every sequence.
 
-    The cache has the weights' `dtype` unless it has a `kv_dtype`.
+    The cache has the weights' `dtype` unless it has a `kv_dtype`. Of `tp` GPUs under tensor parallelism each reads its
+    part of the weights and the cache it holds; this is what they read together.
 
     Of the experts, only those chosen count, as if every sequence chose different ones.
     """
@@ -114,7 +118,12 @@ def decode_bytes(
         tables *= not config.tie_embeddings
         tables += config.block_size * config.n_embd * config.learned_positions
     weights = (active_parameters(config, batch_size) - tables) * dtype.itemsize
-    return weights + cache_bytes(config, n_token, batch_size, kv_dtype or dtype)
+    return weights + tp * cache_bytes(config, n_token, batch_size, kv_dtype or dtype, tp)
+
+
+def is_recomputed(config: ModelConfig) -> bool:
+    """Whether a model reads the whole text again for every token: an RNN that also reads it backwards."""
+    return isinstance(config, RNNConfig) and config.direction != "forward"
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype | KVDtype = torch.float32, tp: int = 1) -> int:
@@ -145,6 +154,8 @@ def cache_bytes(
         )
     assert isinstance(config, RNNConfig)
     assert isinstance(dtype, torch.dtype), "an RNN has no KV cache"
+    if is_recomputed(config):
+        return 0
     return config.n_layer * config.n_hidden * batch_size * dtype.itemsize
 
 

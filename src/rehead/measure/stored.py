@@ -1,5 +1,6 @@
 """What a model loses when its weights are stored in a smaller number format, as engines and quantisers do."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
@@ -7,7 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rehead.attention import LatentConfig
 from rehead.checkpoint.files.deferred import Deferred, map_deferred, materialise
+from rehead.config import GPTConfig, ModelConfig
 from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
 from rehead.measure.fidelity import Caches, Comparison, compare
@@ -22,6 +25,8 @@ LOST = 0.1
 """Relative error of a row from which on it counts as lost; rounding to 8 bits changes one by about 0.01."""
 BLOCK, STEPS = 32, 127
 """q8_0: numbers that share a scale, and whole numbers on either side of 0."""
+KEYS_AND_VALUES = ".kv_b_proj.weight"
+"""End of the name of the matrix that a latent's keys and values come from."""
 WHOLE = ("embed_positions.weight", ".gate.weight")
 """Ends of the names of matrices that llama.cpp keeps in float32."""
 BATCH = 4096
@@ -46,6 +51,18 @@ def rounded(weight: Float[Tensor, "*N E"], kind: Storage) -> Float[Tensor, "*N E
     return by_rows(lambda rows: rows.to(torch.bfloat16 if kind == "bf16" else torch.float16), weight)
 
 
+def as_in_file(
+    name: str, weight: Float[Tensor, "M E"], kind: Storage, config: ModelConfig
+) -> Float[Tensor, "M E"]:
+    """Return a weight as read back from storage, where llama.cpp's files have those of a latent's keys transposed."""
+    layer = config.attention[0] if isinstance(config, GPTConfig) else None
+    if kind != "q8_0" or not name.endswith(KEYS_AND_VALUES) or not isinstance(layer, LatentConfig):
+        return rounded(weight, kind)
+    sizes = (layer.qk_nope_head_dim, layer.v_head_dim)
+    keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    return torch.cat([rounded(keys.mT.contiguous(), kind).mT, rounded(values, kind)], dim=1).flatten(0, 1)
+
+
 def q8_0(weight: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
     """Return rows as read back from llama.cpp's format: 32 numbers are whole numbers times one scale, a float16."""
     blocks = weight.float().unflatten(-1, (-1, BLOCK))
@@ -63,12 +80,14 @@ def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
     held = sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, Deferred))
     require_memory(f"the weights as {kind}", {"copy": held}, "Use a smaller model.", model.device)
     for name, weight in model.named_parameters():
-        if not keeps(name, kind) and not rounded(materialise(weight.detach()), kind).isfinite().all():
+        if keeps(name, kind):
+            continue
+        if not as_in_file(name, materialise(weight.detach()), kind, model.config).isfinite().all():
             raise NumericError(f"{name} leaves the range of {kind}: keep this model in bf16 or fp32.")
     state = {
         name: weight.detach()
         if keeps(name, kind)
-        else map_deferred(partial(rounded, kind=kind), weight.detach())
+        else map_deferred(partial(as_in_file, name, kind=kind, config=model.config), weight.detach())
         for name, weight in model.state_dict().items()
     }
     return assembled(model.config, state)
@@ -115,15 +134,30 @@ def lost_rows(model: LanguageModel, *kinds: Storage) -> dict[str, dict[Storage, 
     for name, weight in staged(weights, "checking number formats", len(weights), "tensors"):
         kind_of = name.split(".", 2)[2] if name.startswith("layers.") else name
         whole = materialise(weight)
-        for _, part in row_parts(whole[None] if whole.ndim < 2 else whole.flatten(0, -2)):
+        for part in _parts(name, whole, model.config):
             exact = part.float()
             size = exact.norm(dim=-1)
             rows[kind_of] = rows.get(kind_of, 0) + int((size > 0).sum())
             for kind in kinds:
                 if keeps(name, kind):
                     continue
-                error = (rounded(exact if weight.ndim > 1 else exact[0], kind) - exact).norm(dim=-1)
+                stored = (
+                    rounded(exact[0], kind)
+                    if weight.ndim < 2
+                    else as_in_file(name, exact, kind, model.config)
+                )
+                error = (stored - exact).norm(dim=-1)
                 count = int((~(error <= LOST * size)).sum())  # also those that are NaN
                 if count:
                     lost.setdefault(kind_of, dict.fromkeys(kinds, 0))[kind] += count
     return {name: {kind: count / rows[name] for kind, count in found.items()} for name, found in lost.items()}
+
+
+def _parts(name: str, weight: Tensor, config: ModelConfig) -> Iterator[Tensor]:
+    """Yield the rows of a weight in parts, those of a latent's keys and values head by head."""
+    layer = config.attention[0] if isinstance(config, GPTConfig) else None
+    if name.endswith(KEYS_AND_VALUES) and isinstance(layer, LatentConfig):
+        yield from weight.unflatten(0, (layer.n_kv_head, -1))
+        return
+    for _, part in row_parts(weight[None] if weight.ndim < 2 else weight.flatten(0, -2)):
+        yield part

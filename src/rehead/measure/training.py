@@ -17,18 +17,22 @@ def step_memory(
     loss_of: Callable[[Tensor, Tensor], Tensor],
     optimizer: Optimizer,
     ids: Tensor,
+    *,
+    accumulates: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of tensors at the `peak` of a training step on `ids` (B, L + 1), and their parts.
 
     The step minimises `loss_of` inputs and targets, both (B, L), in the mode of the model, whose weights it changes.
     `weights`, also those of a teacher, `gradients` and `optimizer` (its moments) are those at the peak; `activations`
     is what the forward pass has saved when it ends, of which the backward pass may free a part before the peak. Only
-    allocated tensors count, not the memory of Python and torch.
+    allocated tensors count, not the memory of Python and torch. A step that `accumulates` has the gradients of another
+    batch already.
     """
     inputs, targets = ids[:, :-1].to(model.device), ids[:, 1:].to(model.device)
 
     def step(forward_ends: Callable[[], None]) -> None:
-        optimizer.zero_grad(set_to_none=True)
+        if not accumulates:
+            optimizer.zero_grad(set_to_none=True)
         loss = loss_of(inputs, targets)
         forward_ends()
         loss.backward()

@@ -47,6 +47,8 @@ def present_parts(plan: Plan) -> None:
         for row in plan.rows
         if row.layer is not None
     ]
+    if not rows:
+        return
     notes = "Per sequence. A multiply-add is 2 FLOPs; the causal mask is ignored."
     show(f"One layer's attention over {plan.context:,} tokens", PARTS, rows, notes)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rehead.attention import LatentConfig
 from rehead.config import GPTConfig
+from rehead.conversion.folder import plannable_dtype
 from rehead.data.files import write_whole
 from rehead.measure import cache_bytes, decode_speed, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.attention_cost import AttentionCost, attention_cost
@@ -32,7 +33,7 @@ from rehead.training.loop import Trainer
 from rehead.training.start import read_teacher
 
 Record = dict[str, Any]
-FILE, FORMAT = "costs.json", 4
+FILE, FORMAT = "costs.json", 5
 """Costs of another format are measured again."""
 ROUNDS = 3
 SHOWN_LENGTHS = 8
@@ -67,20 +68,29 @@ def costs(jobs: Sequence[Job], *, serving: bool = False) -> dict[str, Record]:
 
     A training step has the variant's own batch size and length, on random tokens; converted models are not
     trained. Decoding is greedy, one sequence, from one token to the end of the context. The cost of attention
-    alone is that of `measure.attention_cost`. `serving` leaves out training and decoding without a cache.
+    alone is that of `measure.attention_cost`. `serving` leaves out training and decoding without a cache; all models
+    then have the dtype of the first one's source, since healing leaves weights in float32.
     """
     sized = staged(jobs, "measuring sizes", len(jobs), "variants")
-    by_variant = {job.variant: _Subject(job, serving).sizes() for job in sized}
+    dtype = _dtype_of(jobs[0]) if serving else None
+    by_variant = {job.variant: _Subject(job, dtype).sizes() for job in sized}
     times: dict[str, dict[str, list[float]]] = {job.variant: {} for job in jobs}
     turns = staged(list(jobs) * ROUNDS, "timing all variants in turns", len(jobs) * ROUNDS, "measurements")
     for job in turns:
-        for key, value in _Subject(job, serving).times().items():
+        for key, value in _Subject(job, dtype).times().items():
             times[job.variant].setdefault(key, []).append(value)
     for name, measured in times.items():
         by_variant[name] |= {
             key: [median(several), min(several), max(several)] for key, several in measured.items()
         }
     return by_variant
+
+
+def _dtype_of(job: Job) -> torch.dtype:
+    """Return the dtype of the model that a job was made from."""
+    while job.parent is not None:
+        job = job.parent
+    return plannable_dtype(job.model)
 
 
 def _trainer(job: Job, model: LanguageModel) -> Trainer:
@@ -92,9 +102,11 @@ def _trainer(job: Job, model: LanguageModel) -> Trainer:
 class _Subject:
     """A model to measure, and its trainer; the changed weights are not saved. Only one is in memory at a time."""
 
-    def __init__(self, job: Job, serving: bool) -> None:
-        self.job, self.model, self.serving = job, load(job), serving
-        self.trainer = _trainer(job, self.model) if job.is_trained and not serving else None
+    def __init__(self, job: Job, served_in: torch.dtype | None) -> None:
+        self.job, self.model, self.serving = job, load(job), served_in is not None
+        if served_in is not None:
+            self.model = self.model.to(served_in)
+        self.trainer = _trainer(job, self.model) if job.is_trained and not self.serving else None
         self.n_token = job.options.data.block_size
 
     def sizes(self) -> Record:
@@ -106,7 +118,13 @@ class _Subject:
             teacher = self.trainer.teacher
             with modes_kept(model):
                 model.train(self.trainer.teacher is None)
-                memory = step_memory(model, self.trainer.objective, self.trainer.optimizer, self._ids())
+                memory = step_memory(
+                    model,
+                    self.trainer.objective,
+                    self.trainer.optimizer,
+                    self._ids(),
+                    accumulates=self.job.options.trainer.grad_accumulation > 1,
+                )
             memory |= {key: cost.kept_bytes for key, cost in self._attention().items()}
         return {
             "context": n_token,
@@ -138,7 +156,10 @@ class _Subject:
             for _ in range(2):  # the first step also allocates the optimizer's state
                 step = self.trainer.advance(lambda: (ids[:, :-1], ids[:, 1:]))
             figures["seconds_per_step"] = step["seconds"]
-            figures |= {f"seconds_of_{key}": cost.seconds for key, cost in self._attention().items()}
+            n_batch = self.job.options.trainer.grad_accumulation
+            figures |= {
+                f"seconds_of_{key}": n_batch * cost.seconds for key, cost in self._attention().items()
+            }
         return figures
 
     def _attention(self) -> dict[str, AttentionCost]:

@@ -1,5 +1,6 @@
 """Turns a preset and a user's flags into a list of jobs, each one run of one variant."""
 
+import hashlib
 import math
 import os
 import re
@@ -22,6 +23,8 @@ from rehead.study.job import Job, written
 from rehead.study.preset import Flags, Preset, Variant
 from rehead.training.heal import DEFAULTS
 
+LONGEST = 100
+"""Characters of a folder's name, at most."""
 SEED, PLACE, FOLDER = "system.seed", "system.work_dir", "model.folder"
 
 
@@ -197,6 +200,8 @@ def _check(job: Job) -> None:
     options = job.options
     if not options.data.val_fraction:
         raise ConfigError("data.val_fraction=0 leaves a study without a loss to compare. Use 0.1.")
+    if options.data.block_size < 2:
+        raise ConfigError("data.block_size=1 leaves nothing to decode. Use 2 or more.")
     if job.convert is not None:
         method = job.convert.get("method")
         if method not in (None, *methods()):
@@ -235,5 +240,8 @@ def config_of(job: Job | None) -> ModelConfig | None:
 
 
 def _folder(title: str) -> str:
-    """Return a title as the name of a folder."""
-    return re.sub(r"[^\w.=]+", "-", title.lower()).strip("-.") or "variant"
+    """Return a title as the name of a folder; of a long one its beginning, and what tells it from others."""
+    name = re.sub(r"[^\w.=]+", "-", title.lower()).strip("-.") or "variant"
+    return (
+        name if len(name) <= LONGEST else f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rehead.conversion.blocks import blocks_of
+from rehead.conversion.blocks import measured_blocks
 from rehead.conversion.reading import Reader
 from rehead.conversion.texts import SELF
 from rehead.data import Batch
@@ -120,4 +120,4 @@ def _blocks_of(conversion: Job) -> list[Batch]:
         reader = Reader(source, opened, length, conversion.seed, Path(scratch))
         held = reader.texts(files if test is None else (), test).test
         assert held is not None, "the study has a text"
-        return blocks_of(opened.model, held.ids, TOKENS, length, held.bos)
+        return measured_blocks(opened.model, held, length, TOKENS)

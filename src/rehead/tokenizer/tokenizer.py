@@ -112,7 +112,9 @@ class Tokenizer:
     @property
     def bos(self) -> int | None:
         """The id that the file puts before a text (`encode(..., special_tokens=True)`); None for none or several."""
-        encoding = self._encoding(self._text(self.ordinary_ids[:1].tolist()), True)
+        # A bare "▁" has an empty text, of which every special token would be one before it.
+        texts = (self._text([id]) for id in self.ordinary_ids.tolist())
+        encoding = self._encoding(next((text for text in texts if len(self.encode(text))), ""), True)
         begins = list(takewhile(lambda part: part is None, encoding.sequence_ids))
         if len(begins) > 1:
             tokens = " ".join(encoding.tokens[: len(begins)])
