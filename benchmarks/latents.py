@@ -28,6 +28,7 @@ from rehead.attention import GroupedConfig
 from rehead.config import GPTConfig
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.converter import Converter
+from rehead.conversion.measured import measured_layers
 from rehead.conversion.page import markdown
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.target import Kind, Target
@@ -40,10 +41,15 @@ from rehead.tokenizer import open_model
 Made = Callable[[], LanguageModel]
 
 
-def ours(converter: Converter, target: Kind, method: str, share: float, teach: int = 0) -> LanguageModel:
-    """Return the model converted by rehead, its attentions taught in `teach` passes over the texts it is fitted to."""
+def ours(
+    converter: Converter, target: Kind, method: str, share: float, teach: int = 0, *, measured: bool = False
+) -> LanguageModel:
+    """Return the model converted by rehead, its attentions taught in `teach` passes over the texts it is fitted to.
+
+    `measured` is `--measured-ranks`.
+    """
     converter.method = method
-    to = converter.attentions(Target(to="mla", target=target, kv_fraction=share))
+    to = measured_layers(converter, Target(to="mla", target=target, kv_fraction=share), measured, None)
     return converter.convert(to, teach=teach)[0]
 
 
@@ -94,6 +100,9 @@ def arms(
             for passes in sorted({0, teach}):
                 name = f"rehead, {target}" + f", taught in {passes} passes" * bool(passes)
                 yield name, "", partial(ours, converter, target, "weighted", share, passes)
+            if target == "uneven":
+                name = "rehead, uneven, its width measured"
+                yield name, "", partial(ours, converter, target, "weighted", share, measured=True)
 
 
 class Bench:

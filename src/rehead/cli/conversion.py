@@ -104,7 +104,12 @@ def convert(
         ),
     ] = None,
     measured_ranks: Annotated[
-        bool, Parameter(negative="", help="with --kv-fraction: measure which layers need a wider latent")
+        bool,
+        Parameter(
+            negative="",
+            help="with --kv-fraction: measure which layers need a wider latent or, with --target uneven, how "
+            "many numbers should rotate",
+        ),
     ] = False,
     method: Annotated[
         Literal["weighted", "whitened", "svd", "procrustes", "mean", "first"] | None,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from rehead.attention import AttentionConfig
 from rehead.checkpoint import own, publish, read_at, read_without_weights
 from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.arguments import require_apart, require_passes, require_seed
@@ -17,9 +16,9 @@ from rehead.conversion.converter import Converter, require_heads
 from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
+from rehead.conversion.measured import measured_layers, require_measurable
 from rehead.conversion.origin import CARD, carried
 from rehead.conversion.page import PAGE, page
-from rehead.conversion.ranks import Allocation, require_loss
 from rehead.conversion.reading import Reader
 from rehead.conversion.search import path
 from rehead.conversion.source import Source
@@ -100,7 +99,7 @@ class FolderConverter:
         """
         self.converter.require_lessons(teach)
         _tell_classless(self.converter.config, target)
-        to = _layers(self.converter, target, measured_ranks, max_loss)
+        to = measured_layers(self.converter, target, measured_ranks, max_loss)
         ranked = measured_ranks or max_loss is not None
         kept = self.converter.kept(to, n_process)
         result, certificate = self.converter.convert(
@@ -161,7 +160,7 @@ def convert_folder(
             if str(text) != SELF:
                 named(text, option).require()
     if measured_ranks or max_loss is not None:
-        _require_measurable(target, max_loss)
+        require_measurable(target, max_loss)
     _require_sensible(source, target, length, method)
     return_freed_memory()
     with unfinished(destination, resume=resume) as scratch, publish(destination) as aside:
@@ -219,36 +218,6 @@ def _require_sensible(source: Path, target: Target, length: int | None, method: 
         layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
         paths = [path(layer, to, config.n_embd) for layer, to in layers.items()]
         require_method(method, [step for steps in paths for step in steps])
-
-
-def _require_measurable(target: Target, max_loss: float | None) -> None:
-    """Refuse a target that leaves no ranks to measure, or sets them twice."""
-    if target.target in ("uneven", "canonical"):
-        raise UsageError(
-            f"ranks can only be measured for latents with rebuilt keys. Leave out --target {target.target}, "
-            "or give --kv-fraction alone."
-        )
-    if max_loss is not None:
-        require_loss(max_loss)
-    if target.to != "mla" or target.kv_rank is not None or (target.kv_fraction is None) == (max_loss is None):
-        raise UsageError(
-            "ranks are measured for --to mla with either --kv-fraction or --max-loss. Give one of them."
-        )
-
-
-def _layers(
-    converter: Converter, target: Target, measured: bool, max_loss: float | None
-) -> Sequence[AttentionConfig]:
-    """Return the attention of each layer: all alike, or each with a rank of its own."""
-    if not measured and max_loss is None:
-        return converter.attentions(target)
-    if not converter.calibration:
-        raise UsageError("ranks are measured on a text: give --calibration TEXT.")
-    allocation = Allocation(converter, replace(target, kv_fraction=None))
-    if max_loss is not None:
-        return allocation.at_loss(max_loss)
-    assert target.kv_fraction is not None
-    return allocation.within(target.kv_fraction)
 
 
 def _tell_classless(config: GPTConfig, target: Target) -> None:
