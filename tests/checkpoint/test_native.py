@@ -220,7 +220,10 @@ CONFIG_FILES = {  # config.json, as a function of the good one; what the message
     "key twice, inside": (replaced('"head_dim": 4', '"head_dim": 4, "head_dim": 4'), "a key appears twice"),
     "NaN": (replaced('"norm_eps": 1e-05', '"norm_eps": NaN'), "NaN is not a number"),
     "Infinity": (replaced('"norm_eps": 1e-05', '"norm_eps": -Infinity'), "-Infinity is not a number"),
-    "too large a float": (replaced('"norm_eps": 1e-05', '"norm_eps": 1e400'), "1e400 is not a number that float64 can hold"),
+    "too large a float": (
+        replaced('"norm_eps": 1e-05', '"norm_eps": 1e400'),
+        "1e400 is not a number that float64 can hold",
+    ),
     "5000 digits": (replaced('"n_embd": 30', f'"n_embd": {"3" * 5000}'), "is not JSON"),
     "400 digits": (replaced('"norm_eps": 1e-05', f'"norm_eps": {"3" * 400}'), "norm_eps=333"),
     "deep": (lambda text: "[" * 100_000, "is not JSON"),
