@@ -121,8 +121,8 @@ def test_eval_says_that_it_reads_what_was_trained_on(model, capfd):
         assert main(["eval", folder, "--data", data, "--json"]) == 0
         printed = capfd.readouterr()
         assert json.loads(printed.out)["contains_training_text"] is seen
-        said = f"rehead: warning: {data} contains text that {folder} was trained on: expect a higher loss on "
-        said += "other text.\n"
+        said = f"rehead: warning: {data} contains text that {folder} was trained on or fitted to: "
+        said += "expect a higher loss on other text.\n"
         assert printed.err == (said if seen else "")
 
 

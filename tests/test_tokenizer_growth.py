@@ -148,3 +148,15 @@ def test_what_takes_gigabytes_or_minutes_is_refused(name):
     parts, words = TOO_MUCH[name]
     with pytest.raises(InvalidInput, match=words):
         Tokenizer.from_json(json.dumps(BASE | {"added_tokens": []} | parts), "it")
+
+
+def test_a_file_of_empty_tables_is_refused():
+    with pytest.raises(InvalidInput, match="tables and lists, more than 1,000,000"):
+        Tokenizer.from_json(
+            json.dumps(BASE).replace('"version"', '"x": [' + "{}," * 10**6 + '1], "version"', 1), "it"
+        )
+
+
+def test_defaults_and_other_models_are_none_of_these():
+    assert read(**cut({"type": "FixedLength", "length": 5}))
+    assert read(model=BASE["model"] | {"max_input_chars_per_word": None})

@@ -250,6 +250,29 @@ def test_a_new_file_beside_a_model_is_no_reason_to_read_it_again(run):
     assert read_at(run / "checkpoints" / "step-000200", read) == 1
 
 
+def test_a_model_that_is_removed_and_written_anew_is_read_anew(tmp_path):
+    """Its files may get the numbers of the removed ones, which a file system uses again."""
+    save(tmp_path / "model", 1.0)
+    save(tmp_path / "other", 2.0)
+    for name in ("model", "other"):
+        (tmp_path / name / "MANIFEST.json").unlink()
+    readings = []
+
+    def read(folder):
+        readings.append(folder)
+        first = (folder / "config.json").read_bytes()
+        if len(readings) == 1:
+            for file in list(folder.iterdir()):
+                file.unlink()
+            for file in (tmp_path / "other").iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+        return first, (folder / "model.safetensors").read_bytes()
+
+    _, weights = read_at(tmp_path / "model", read)
+    assert len(readings) == 2
+    assert weights == (tmp_path / "other" / "model.safetensors").read_bytes()
+
+
 def test_a_model_that_changes_whenever_it_is_read_is_an_error(run):
     readings = []
 

@@ -150,7 +150,8 @@ def test_a_pinned_model_is_taken_by_every_command_and_nothing_else_is(run, folde
         path.unlink()
     assert list(begun.glob("snapshots/*/config.json"))
     (alone,), _ = run(lines[0], HF_HUB_OFFLINE="1")
-    assert alone[0] == 3
+    assert alone[0] == 5
+    assert "is not in the cache and cannot be fetched" in alone[2]
     (again,), asked = run(lines[0])
     assert again == results[0]
     assert any(path.endswith(".safetensors") for path in asked)
@@ -172,12 +173,23 @@ def test_a_plan_fetches_no_weights(run, folder):
     )
     assert not [path for path in asked if "org/model" in path]
     assert json.loads(again[1])["rows"] == json.loads(local[1])["rows"]
+    (alone,), _ = run(["generate", MODEL, *GENERATE], cache="planned", endpoint="http://127.0.0.1:9")
+    assert alone[0] == 5  # not "no weights there"
+    assert "is not in the cache and cannot be fetched" in alone[2]
     (whole,), asked = run(["generate", MODEL, *GENERATE], cache="planned")
     assert whole[0] == 0
     assert any(path.endswith(".safetensors") for path in asked)
     unplugged, _ = run(["plan", f"org/model@{OTHER}"], endpoint="http://127.0.0.1:9", cache="planned")
     assert unplugged[0][0] == 5
     assert "cannot be fetched" in unplugged[0][2]
+    Hub.files, kept = (
+        {name: content for name, content in Hub.files.items() if name != "config.json"},
+        Hub.files,
+    )
+    (nothing,), _ = run(["plan", MODEL], cache="without")
+    Hub.files = kept
+    assert nothing[0] == 3
+    assert "has no config.json, so it cannot be planned" in nothing[2]
     wrong, _ = run(*(["plan", name] for name in SAID), cache="planned")
     for (code, _, message), words in zip(wrong, SAID.values(), strict=True):
         assert code == 3

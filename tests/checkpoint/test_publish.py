@@ -1,6 +1,7 @@
 """Folders appear whole or not at all, whatever happens while they are written."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -459,16 +460,25 @@ def test_the_slower_of_two_writers_hears_that_the_folder_exists(tmp_path):
     assert [place.name for place in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_writer_of_another_model_leaves_a_folder_that_is_being_replaced(tmp_path, monkeypatch):
+@pytest.mark.parametrize("shared_only", [False, True], ids=["locks", "shared locks, as on NFS"])
+def test_a_writer_of_another_model_leaves_a_folder_that_is_being_replaced(shared_only, tmp_path, monkeypatch):
     """On a file system without exchange: between two renames the old folder has another name, and its writer lives."""
     put(tmp_path / "model")
     monkeypatch.setattr(publishing, "exchange", cannot)
-    rename, seen = Path.rename, []
+    flock, rename, seen = fcntl.flock, Path.rename, []
+
+    def on_nfs(handle, how):
+        if how & fcntl.LOCK_EX:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(handle, how)
+
+    if shared_only:
+        monkeypatch.setattr(fcntl, "flock", on_nfs)
 
     def beside(path, target):
         if path.name.startswith(ASIDE) and Path(target).name == "model":
             seen.append(os.listdir(tmp_path))
-            publishing.recover(tmp_path)
+            publishing.recover(tmp_path, "another")
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", beside)
@@ -480,6 +490,8 @@ def test_a_writer_of_another_model_leaves_a_folder_that_is_being_replaced(tmp_pa
 
 def test_what_another_user_left_stops_nobody(tmp_path, monkeypatch):
     (tmp_path / f"{BEFORE}theirs").mkdir()
+    (tmp_path / f"{BEFORE}link").symlink_to("nowhere")
+    (tmp_path / BEFORE).mkdir()
     rename = Path.rename
 
     def refused(path, target):

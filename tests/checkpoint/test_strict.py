@@ -71,7 +71,7 @@ try:
     Shards(Path(sys.argv[1]))
 except ReheadError as error:
     print(error)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // (2**20 if sys.platform == "darwin" else 1024))
 """
 
 

@@ -146,7 +146,7 @@ def test_a_model_folder_without_tokenizer(model, capfd):
     printed = capfd.readouterr()
     assert "on random tokens" in printed.out
     assert printed.err.startswith(
-        "rehead: warning: compared on random tokens, which say little about text: give"
+        "rehead: warning: compared on random tokens, which say little about text. Give"
     )
     assert "tokenizer.json" not in os.listdir("new")
     certificate = Certificate.read(Path("new"))

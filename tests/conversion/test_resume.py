@@ -290,8 +290,12 @@ def test_a_folder_of_that_name_with_other_things_is_left_alone(resume, source, c
         before = sorted(place.iterdir())
         assert main(words(kind, *["--resume"] * resume)) == 3
         assert f"{place} holds " in (said := capsys.readouterr().err)
-        assert "which is no unfinished work: it would be removed" in said
+        assert "which is not part of unfinished work and would be removed" in said
         assert sorted(place.iterdir()) == before
+    Path("seen.unfinished").mkdir()
+    Path("seen.unfinished/.DS_Store").write_text("a file browser's")
+    assert main(words("seen")) == 0
+    assert Path("seen.unfinished/.DS_Store").exists()
     assert main(words("other.unfinished")) == 0  # a name like any other
     assert main(words("other")) == 3
 

@@ -140,6 +140,11 @@ def test_as_typed(model, tmp_path, monkeypatch, capsys):
         line = base if "canonical" not in more else [word for word in base if word != "--target"]
         assert main(["convert", "model", "other", *line, *more]) == 2
         assert said in capsys.readouterr().err
+    Path("short.txt").write_text("the quick brown f")
+    short = ["short.txt" if word == "fit.txt" else word for word in words]
+    capsys.readouterr()
+    assert main(["convert", "model", "other", *short, "--measured-ranks", "--test", "fit.txt"]) == 2
+    assert "measured on half of the text, which has one window" in capsys.readouterr().err
     words[words.index("--kv-fraction")] = "--max-loss"
     assert main(["convert", "model", "other", *words]) == 2
     assert "--max-loss is for latents with rebuilt keys. Leave out --target uneven" in capsys.readouterr().err

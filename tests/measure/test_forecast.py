@@ -15,6 +15,7 @@ from rehead.config import ExpertsConfig, ModelOptions, RNNConfig, TrainerOptions
 from rehead.measure import evaluate_text
 from rehead.measure.attention_maps import attention_maps
 from rehead.measure.forecast import (
+    MASK_BYTES,
     batch_of,
     forward_bytes,
     generation_bytes,
@@ -229,3 +230,20 @@ def test_the_numbers_that_drop_attention_weights_are_counted():
         < step_bytes(config, 2, 1024, draws=True) * WITHIN
     )
     assert kept > step_bytes(config, 2, 1024) * WITHIN  # what is tested can be told
+
+
+def test_prompts_of_different_lengths_have_a_mask():
+    """Of the distinct ones where a cache is read once; of all, and as long as they become, where it is read again."""
+    config = ModelOptions(n_layer=2, n_embd=24).resolve(29, 100)
+    plain = generation_bytes(config, 6, 40, 5, torch.float32, n_distinct=2)
+    ragged = generation_bytes(config, 6, 40, 5, torch.float32, n_distinct=2, ragged=True)
+    assert ragged == plain | {"mask": MASK_BYTES * 2 * 40**2}
+    whole = generation_bytes(config, 6, 40, 5, torch.float32, use_cache=False, ragged=True)
+    assert whole["mask"] == MASK_BYTES * 6 * 45**2
+    full = generation_bytes(config, 6, 40, 500, torch.float32, n_distinct=2, ragged=True)
+    assert full["mask"] == MASK_BYTES * 6 * 100**2
+    assert (
+        full["activations"] > generation_bytes(config, 6, 40, 500, torch.float32, n_distinct=2)["activations"]
+    )
+    rnn = RNNConfig(vocab_size=29, block_size=100, n_embd=5, n_layer=1, n_hidden=7, n_output=7)
+    assert "mask" not in generation_bytes(rnn, 6, 40, 5, torch.float32, ragged=True)

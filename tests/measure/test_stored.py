@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -264,9 +265,10 @@ def test_keys_of_a_latent_are_rounded_as_in_the_file(head):
         rope=RopeConfig(layout="interleaved"),
     )  # fmt: skip
     torch.manual_seed(2)
-    config = llama_shaped(latent, vocab_size=31, block_size=16, n_embd=64, n_hidden=32)
+    other = replace(latent, n_kv_head=1, qk_nope_head_dim=96)
+    config = llama_shaped(HEADS, other, latent, vocab_size=31, block_size=16, n_embd=64, n_hidden=32)
     model = build(config).float()
-    name, weight = "layers.0.self_attn.kv_b_proj.weight", model.layers[0].self_attn.kv_b_proj.weight
+    name, weight = "layers.2.self_attn.kv_b_proj.weight", model.layers[2].self_attn.kv_b_proj.weight
     weight.data *= torch.logspace(0, -6, 64)  # columns, as factoring makes them
     parts = weight.detach().unflatten(0, (2, head + 32))
     kinds = {64: GGMLQuantizationType.Q8_0, 48: GGMLQuantizationType.F16}
@@ -280,4 +282,4 @@ def test_keys_of_a_latent_are_rounded_as_in_the_file(head):
     assert torch.equal(found, torch.cat([keys, values], 1).flatten(0, 1))
     error = (found - weight.detach()).norm(dim=-1) / weight.detach().norm(dim=-1)
     lost = lost_rows(model, "q8_0").get("self_attn.kv_b_proj.weight", {}).get("q8_0", 0)
-    assert lost == int((error > 0.1).sum()) / len(error)
+    assert lost == int((error > 0.1).sum()) / (len(error) + 128)  # the other latent has 128 rows

@@ -319,3 +319,7 @@ def test_a_long_list_of_layers_has_a_folder():
     folders = [job.folder.parent.name for job in found]
     assert len(set(folders)) == len(folders) == 2
     assert set(map(len, folders)) == {109}
+    (other,) = jobs(preset(variants={"模型" * 60: {}}), ["data.path=text.txt"])
+    assert 50 < len(other.folder.parent.name.encode()) < 150
+    (usual,) = jobs(preset(variants={"a" * 200: {}}), ["data.path=text.txt"])
+    assert usual.folder.parent.name == "a" * 200

@@ -1,6 +1,7 @@
 """Going on after a stop: what is not in tests/training/test_run.py."""
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rehead.checkpoint.files.publish import _write_manifest
 from rehead.cli import main
 from rehead.config.flags import read
-from rehead.errors import IntegrityError
+from rehead.errors import IntegrityError, InvalidInput
 from rehead.training import train
 
 TINY = [
@@ -146,6 +147,33 @@ def test_a_damaged_run_is_evaluated_all_the_same(damage, capsys):
     found = json.loads(said.out)
     assert found["contains_training_text"] is None
     assert found["loss"] > 0
-    assert "whether the text was trained on is unknown" in said.err + " ".join(
+    assert "it is unknown whether the model was trained on this text" in said.err + " ".join(
         str(one.message) for one in told
     )
+
+
+@pytest.mark.filterwarnings("ignore:licence and base model are not passed on")
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_a_card_that_is_no_file_stops_nothing(kind):
+    place = Path("started")
+    run("from", f"model.pretrained_folder={Path('run').resolve()}", "trainer.max_iters=1")
+    shutil.move("from", place)
+    card = place / "checkpoints/step-000001/README.md"
+    card.unlink()
+    {"pipe": os.mkfifo, "link": lambda path: path.symlink_to("nowhere"), "folder": Path.mkdir}[kind](card)
+    run(
+        place,
+        f"model.pretrained_folder={Path('run').resolve()}",
+        "trainer.max_iters=2",
+        "trainer.resume=True",
+    )
+    assert (place / "checkpoints/step-000002").is_dir()
+
+
+def test_samples_are_not_written_through_a_link(tmp_path):
+    Path("elsewhere").mkdir()
+    Path("linked").mkdir()
+    Path("linked/samples").symlink_to(Path("elsewhere").resolve())
+    with pytest.raises(InvalidInput, match="linked/samples is a link"):
+        run("linked", "trainer.max_iters=1", "trainer.sample_every=1")
+    assert not list(Path("elsewhere").iterdir())

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rehead.checkpoint import hub
 from rehead.checkpoint.files.opened import changed
@@ -65,10 +65,10 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
         try:
             result = read(folder)
         except (InvalidInput, IntegrityError):
-            if before is not None and _identity(folder) == before:
+            if before is not None and before.is_that_of(folder):
                 raise
         else:
-            if _identity(folder) in (before, None):
+            if before is None or before.is_that_of(folder) in (True, None):
                 return result
         attempts += folder.exists()
     raise changed(path)
@@ -80,14 +80,31 @@ def read_without_weights(path: Path, read: Callable[[Path], T]) -> T:
     return read_at(path, read) if file is None else read(file)
 
 
-def _identity(folder: Path) -> tuple[object, ...] | None:
-    """Return what tells the files of a model from those of another in a folder of its name; None if there is none."""
+class _Identity(NamedTuple):
+    """What tells the model in a folder from another that takes its place."""
+
+    place: tuple[int, int]
+    changed: int
+    files: list[tuple[str, int, int, int]]
+
+    def is_that_of(self, folder: Path) -> bool | None:
+        """Whether the folder has the same model still: the same files, or changed ones in place. None if it is gone.
+
+        A file that is written anew may get the number of one that was removed, but another time.
+        """
+        now = _identity(folder)
+        if now is None:
+            return None
+        return self.place == now.place and (self.changed == now.changed or self.files == now.files)
+
+
+def _identity(folder: Path) -> _Identity | None:
     try:
         found = folder.stat()
-        files = sorted((file.name, file.inode()) for file in os.scandir(folder) if file.name.endswith(READ))
     except OSError:
         return None
-    return found.st_dev, found.st_ino, *files
+    files = [one for one in _stamp(folder) if one[0].endswith((*READ, hub.TEMPLATES[1:]))]
+    return _Identity((found.st_dev, found.st_ino), found.st_mtime_ns, files)
 
 
 def _resolve(path: Path) -> Path:

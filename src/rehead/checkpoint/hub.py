@@ -59,7 +59,9 @@ def snapshot(path: Path) -> Path | None:
         for fetched in (FETCHED, [pattern for pattern in FETCHED if pattern != TEMPLATES]):
             wanted["allow_patterns"] = fetched
             with suppress(errors.LocalEntryNotFoundError):
-                return Path(snapshot_download(name, local_files_only=True, **wanted))
+                folder = Path(snapshot_download(name, local_files_only=True, **wanted))
+                if any(folder.glob("*.safetensors")):  # `config_file` fetches none
+                    return folder
         raise _reason(name, revision, error) from error
 
 
@@ -80,10 +82,8 @@ def config_file(path: Path) -> Path | None:
     try:
         HfApi().model_info(name, revision=revision, timeout=PATIENCE)
         return Path(fetch())
-    except errors.EntryNotFoundError as error:
-        raise InvalidInput(
-            f"{name}@{revision} has no config.json, so it is no model that can be planned."
-        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise InvalidInput(f"{name}@{revision} has no config.json, so it cannot be planned.") from error
     except Exception as error:
         raise _reason(name, revision, error) from error
 

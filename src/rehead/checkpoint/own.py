@@ -120,8 +120,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype that config.json names or, without one, the widest of the weights; None without weights."""
+    """Return the dtype that config.json names or, without one, the widest of the weights; None without weights.
+
+    `folder` may be the config.json in it.
+    """
     path = folder if folder.is_file() else folder / "config.json"
+    folder = path.parent
     table = _table(path)
     named = table.get("dtype") or table.get("torch_dtype")
     if named is not None:

@@ -95,7 +95,7 @@ def _text(
         own = Reader(folder, opened, length, 0, scratch).texts((), None)
         text = own.test or next(iter(own.calibration), None)
         if text is not None:
-            return f"the {text.name}", text.ids
+            return text.name, text.ids
     name = EMBEDDED if data is None else str(data)
     try:
         return name, tokenize(named(name, "--data"), tokenizer, scratch / "tokens.bin").ids

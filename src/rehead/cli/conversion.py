@@ -128,7 +128,7 @@ def convert(
         Parameter(
             negative="",
             help="text to fit to, a corpus (python-docs, shakespeare), or self: sampled from the model; "
-            "several are mixed. Without --test a text's last tenth is held out",
+            "may be repeated: several are mixed. Without --test a text's last tenth is held out",
         ),
     ] = (),
     teach: Annotated[
@@ -214,7 +214,7 @@ def convert(
         warn(f"{source} already is what is asked for: {destination} is a copy in rehead's format.")
     if certificate.test is None:
         warn(
-            "compared on random tokens, which say little about text: give --test TEXT where the model reads one."
+            "compared on random tokens, which say little about text. Give --test TEXT, if the model has a tokenizer."
         )
     if json:
         say(asdict(certificate), "", json)

@@ -89,7 +89,8 @@ def _run(argv: list[str], debug: bool) -> int:
         return 0
     except OSError as error:
         _discard_stdout()
-        return _fail(ResourceError(f"{error}: check the path, its permissions and free space."), debug)
+        where = "the path" if error.filename is not None else "where the output goes"
+        return _fail(ResourceError(f"{error}: check {where}, its permissions and free space."), debug)
     except Exception as error:
         if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
             wanted = WANTED.search(str(error))
@@ -221,5 +222,6 @@ def _fail(error: ReheadError, debug: bool, argv: Sequence[str] = ()) -> int:
         traceback.print_exc()
     place = of_torchrun()
     who = f"rank {place.rank}: " if place is not None and place.rank else ""
-    tell(who + " ".join(map(_short, as_typed(str(error), argv).split())))
+    message = re.sub(r"\s*\n\s*", " ", as_typed(str(error), argv))
+    tell(who + re.sub(r"\S+", lambda word: _short(word[0]), message))
     return error.exit_code

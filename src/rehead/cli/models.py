@@ -58,7 +58,7 @@ def generate(
 
     from rehead.decoding import prepare
     from rehead.generation import stream, until
-    from rehead.measure.forecast import MASK_BYTES, generation_bytes
+    from rehead.measure.forecast import generation_bytes
     from rehead.report.progress import Board
     from rehead.stages import staged
     from rehead.system.device import choose_device
@@ -88,9 +88,8 @@ def generate(
         model.head.weight.dtype,
         use_cache=cache,
         n_distinct=len({tuple(each.tolist()) for each in ids}),
+        ragged=len(set(map(len, ids))) > 1,
     )
-    if len(set(map(len, ids))) > 1:
-        parts["mask"] = MASK_BYTES * len(ids) * longest**2
     work = f"{len(ids)} texts of {longest:,} tokens and {max_new_tokens:,} new ones"
     require_memory(work, parts, "Use fewer prompts, or a smaller --max-new-tokens.", model.device)
     prepare(model)

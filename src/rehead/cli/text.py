@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rehead.cli.app import Dtype, KVFormat, say, torch_dtype, warn
+from rehead.errors import UsageError
 
 if TYPE_CHECKING:
     from rehead.measure.stored import Storage
@@ -37,6 +38,12 @@ def evaluate_data(
     from rehead.tokenizer import open_model
     from rehead.training.seen import contains_training_text
 
+    source = Source(path=data, option="--data")
+    if folder.is_dir():  # else that is named first
+        source.require()
+    for name, number in (("length", length), ("stride", stride), ("batch_size", batch_size)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name}={number}. Use 1 or more.")
     chosen = choose_device(device)
     with tempfile.TemporaryDirectory() as scratch, Board():
         computed = dtype or (
@@ -45,7 +52,7 @@ def evaluate_data(
         opened = open_model(folder, device=chosen, dtype=None if computed is None else torch_dtype(computed))
         model, tokenizer = opened.model, opened.require_tokenizer()
         length = text_length(model.config, length, folder)
-        tokens = tokenize(Source(path=data, option="--data"), tokenizer, Path(scratch) / "tokens.bin")
+        tokens = tokenize(source, tokenizer, Path(scratch) / "tokens.bin")
         exact = model
         if stored_as is not None:
             model = as_stored(exact, stored_as)
@@ -67,7 +74,9 @@ def evaluate_data(
         **({} if stored_as is None else {"stored_as": stored_as, **change}),
     }
     if trained_on:
-        warn(f"{data} contains text that {folder} was trained on: expect a higher loss on other text.")
+        warn(
+            f"{data} contains text that {folder} was trained on or fitted to: expect a higher loss on other text."
+        )
     lines = (
         f"{name:14} {value if isinstance(value, str) else format(value, ',' if isinstance(value, int) else ',.6g')}"
         for name, value in result.items()

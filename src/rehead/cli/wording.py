@@ -19,6 +19,8 @@ from cyclopts.exceptions import (
 
 from rehead.registry import nearest
 
+TAKING_FLAGS = ("train", "heal", "study")
+"""Commands with options of a run, group.key=value."""
 KINDS: dict[type | None, str] = {int: "a whole number", float: "a number"}
 
 
@@ -48,6 +50,10 @@ def worded(error: CycloptsError, argv: Sequence[str]) -> str:
                 if name.startswith("--")
             ]
             word = token.keyword or token.value
+            from rehead.config.flags import of_a_run  # needs PyYAML, which most commands do without
+
+            if command in TAKING_FLAGS and (like := of_a_run(word.removeprefix("--").replace("-", "_"))):
+                return f"unknown option {word!r}. Did you mean {like}?"
             return f"unknown option {word!r}.{nearest(word, options)}"
         case CoercionError(token=token, target_type=kind) if token is not None:
             if get_origin(kind) is Literal:

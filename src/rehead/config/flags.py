@@ -148,6 +148,13 @@ def _unknown_option(key: str, where: str) -> str:
     return f"{where}: unknown option {key!r:.80}.{hint} `rehead train --help` lists all."
 
 
+def of_a_run(word: str) -> str:
+    """Return the option of a run that has this name, or the first of the group that has it; empty for neither."""
+    if word in GROUPS:
+        return f"{word}.{next(iter(OPTIONS[word]))}"
+    return next((f"{group}.{word}" for group, names in OPTIONS.items() if word in names), "")
+
+
 def _like(group: str) -> str:
     name, option = next(iter(OPTIONS[group].items()))
     return f"like {group}.{name}={example(option)}"

@@ -27,7 +27,7 @@ def require_apart(source: Path, destination: Path) -> None:
             if there in here.parents
             else f"{destination} is inside {source}"
         )
-        found = f"{destination} is {source}" if here == there else both
+        found = f"{destination} is the source itself" if here == there else both
         raise UsageError(f"{found}: the source is never touched. Choose another folder for the result.")
     if destination.name in ("", ".."):
         raise InvalidInput(f"{destination} exists: choose another name.")

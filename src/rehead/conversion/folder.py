@@ -26,7 +26,7 @@ from rehead.conversion.target import Target
 from rehead.conversion.texts import SELF
 from rehead.conversion.unfinished import fingerprint, note_result, place_of, unfinished
 from rehead.data import named
-from rehead.errors import InvalidInput, ReheadError, UsageError
+from rehead.errors import ConfigError, InvalidInput, ReheadError, UsageError
 from rehead.measure.environment import environment
 from rehead.measure.length import text_length
 from rehead.system.allocator import return_freed_memory
@@ -59,11 +59,11 @@ class FolderConverter:
         opened.tell_unread()
         self.source, self.tokenizer = source, opened.tokenizer
         self.carried = opened.texts() | {CARD: carried(source, opened.folder)}
-        self.read, self.earlier = Source(opened.model, opened.folder), earlier_of(opened.folder)
+        self.earlier, files = earlier_of(opened.folder), fingerprint(opened.folder)
+        opened.require_standing()
+        self.read = Source(opened.model, opened.folder)
         window = text_length(require_heads(opened.model), length, source)
         self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test)
-        files = fingerprint(opened.folder)
-        opened.require_standing()
         self.named = bool(calibration)
         made_of = {
             "source": files,
@@ -214,7 +214,8 @@ def _require_sensible(source: Path, target: Target, length: int | None, method: 
     """Refuse what the source's config refuses, before its weights are looked over, and a text is sampled."""
     config = read_at(source, own.read_config)
     if isinstance(config, GPTConfig):
-        text_length(config, length, source)
+        if text_length(config, length, source) < 2:
+            raise ConfigError("length=1: no token of such a window has another before it. Use 2 or more.")
         layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
         paths = [path(layer, to, config.n_embd) for layer, to in layers.items()]
         require_method(method, [step for steps in paths for step in steps])

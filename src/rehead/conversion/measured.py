@@ -21,11 +21,13 @@ def require_measurable(target: Target, max_loss: float | None) -> None:
         )
     if max_loss is not None:
         require_loss(max_loss)
+    if target.target == "uneven" and target.kv_fraction is None:
+        raise UsageError("with --target uneven, --measured-ranks needs --kv-fraction. Give it alone.")
     if target.to != "mla" or target.kv_rank is not None or (target.kv_fraction is None) == (max_loss is None):
         raise UsageError(
             "ranks are measured for --to mla with either --kv-fraction or --max-loss. Give one of them."
         )
-    if target.rope_dim is not None:
+    if target.target == "uneven" and target.rope_dim is not None:
         raise UsageError(
             f"--measured-ranks finds how many numbers rotate. Leave it out, or --rope-dim {target.rope_dim}."
         )

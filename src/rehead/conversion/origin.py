@@ -28,6 +28,8 @@ UNKNOWN = "unknown"
 """The Hub's word for a licence that is not known."""
 LONGEST = 200
 """Length of a value in characters, at most; a longer one is left out."""
+LARGEST = 4 << 20
+"""Characters of a card that are kept, at most."""
 MOST = 64 << 10
 """Characters of a card that are read, at most."""
 
@@ -107,6 +109,12 @@ def carried(source: Path, folder: Path) -> str:
     )
 
 
+def kept_card(folder: Path) -> dict[str, str]:
+    """Return the card of a checkpoint as it is, as a file by name, if it has one."""
+    text = _text(folder / CARD, LARGEST)
+    return {CARD: text} if text else {}
+
+
 def front(facts: dict[str, Any]) -> str:
     """Return the head of a card: YAML between two lines of dashes."""
     return f"---\n{dump(facts)}---\n"
@@ -119,19 +127,28 @@ def _line(value: Any) -> str:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """Return the table at the head of a model's card; empty if there is none that can be read.
+    """Return the table at the head of a model's card; empty if there is none that can be read."""
+    try:
+        head = FRONT.match(_text(file, MOST))
+        table = parse(head[1], plain=False) if head else {}
+    except yaml.YAMLError:
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _text(file: Path, most: int) -> str:
+    """Return the beginning of a card; empty if there is none that can be read.
 
     Warns of a pipe or a link out of the folder, which no manifest refuses.
     """
+    if not os.path.lexists(file):
+        return ""
     try:
-        if os.path.lexists(file):
-            require_regular(file)
+        require_regular(file)
         with file.open(encoding="utf-8") as text:
-            head = FRONT.match(text.read(MOST))
-        table = parse(head[1], plain=False) if head else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
+            return text.read(most)
     except InvalidInput as error:
         warnings.warn(f"licence and base model are not passed on: {error}", stacklevel=2)
-        return {}
-    return table if isinstance(table, dict) else {}
+    except (OSError, UnicodeDecodeError):
+        pass
+    return ""

@@ -51,7 +51,7 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
     obstacles = _obstacles(source, target, set(done), d_model)
     texts = [f"{step}: {why}" if step else why for step, why in obstacles[:MOST_OBSTACLES]]
     message, reason = (
-        f"no conversion leads from {source.name} to {target.name}: {'; '.join(texts)}.",
+        f"no conversion leads from {source.name} to {_called(target)}: {'; '.join(texts)}.",
         texts[0],
     )
     has_scores = not isinstance(getattr(source, "score", ScaledDot()), ScaledDot)
@@ -61,6 +61,11 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
     if isinstance(source, LatentConfig) and source.latent_norm and obstacles[0][0]:
         message, reason = f"an MLA with {NORMED} cannot be narrowed or expanded. {STAYS}", NORMED
     raise CannotConvert(message, reason=reason, step=obstacles[0][0])
+
+
+def _called(target: AttentionConfig) -> str:
+    """Return what messages call a target."""
+    return "the reduced form of a latent" if getattr(target, "tie_kv", False) else target.name
 
 
 def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:

@@ -1,4 +1,4 @@
-"""How many numbers of an uneven cache should rotate: the width that changes the predictions least, as measured."""
+"""How many numbers of an uneven cache should rotate: the best of a few widths, as measured."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from rehead.conversion.converter import Converter
 from rehead.conversion.frequencies import are_open
 from rehead.conversion.target import Target
 from rehead.data import Batch
-from rehead.errors import ConfigError
+from rehead.errors import ConfigError, UsageError
 from rehead.measure.fidelity import compare
 from rehead.stages import staged
 
@@ -21,13 +21,20 @@ TRIAL_TOKENS = 16_384
 
 
 def best_split(converter: Converter, target: Target) -> Sequence[AttentionConfig]:
-    """Return the attentions of an uneven `target` with the rotary width that changes the predictions least.
+    """Return the attentions of an uneven `target` with a rotary width that changes the predictions little.
 
     Widths are tried from the usual one upwards, then downwards, as long as the KL to the source falls. For each, the
-    model is converted on one half of the windows and measured on the other.
+    model is converted on one half of the windows and measured on the other. Raises UsageError for a single window.
     """
     usual, widths = _widths(converter, target)
     fit, measured = _halves(converter.read(TRIAL_TOKENS))
+    if not measured:
+        raise UsageError(
+            "a rotary width is measured on half of the text, which has one window. Give a longer --calibration, or a "
+            "smaller --length."
+        )
+    if len(widths) == 1:
+        return converter.attentions(target)
     with tempfile.TemporaryDirectory(dir=converter.scratch, ignore_cleanup_errors=True) as folder:
         trial = Converter(
             converter.model,

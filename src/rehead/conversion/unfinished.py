@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.files.publish import READ, recorded, require_folders
 from rehead.conversion.certificate import CERTIFICATE
 from rehead.data.files import write_whole
@@ -79,17 +80,20 @@ def _require_own(folder: Path, choose: str) -> None:
     """Refuse a folder with anything that no conversion or teaching keeps: it would be removed at the end."""
     held = (place.name for place in folder.iterdir()) if folder.is_dir() else ()
     for name in held:
-        if not OWN.fullmatch(name):
+        if not (OWN.fullmatch(name) or name.startswith(".")):  # such as .DS_Store, which is left where it is
             raise InvalidInput(
-                f"{folder} holds {name}, which is no unfinished work: it would be removed. Move it away, or choose "
-                f"another {choose}."
+                f"{folder} holds {name}, which is not part of unfinished work and would be removed. Move it away, or "
+                f"choose another {choose}."
             )
 
 
 def fingerprint(folder: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of the files that a model is read from."""
-    files = sorted(place for place in folder.iterdir() if place.suffix in READ)
-    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    """Return name, size and time of the files that a model is read from. Raises IntegrityError if they are gone."""
+    try:
+        files = sorted(place for place in folder.iterdir() if place.suffix in READ)
+        return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    except OSError as error:
+        raise changed(folder) from error
 
 
 def place_of(folder: Path, **made_of: object) -> Path:
@@ -135,7 +139,9 @@ def _clear(folder: Path) -> None:
     for place in sorted(folder.iterdir(), key=lambda place: place.name == RESULT):
         if place.name.startswith(ASIDE):
             shutil.rmtree(place, ignore_errors=True)
+        elif place.name == LOCK or not OWN.fullmatch(place.name):
+            continue
         elif place.is_dir():
             discard(place)
-        elif place.name != LOCK:
+        else:
             place.unlink()

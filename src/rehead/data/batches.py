@@ -89,7 +89,9 @@ def evaluation_blocks(
         raise ConfigError(f"batch_size={batch_size}. Use 1 or more.")
     stride = block_size if stride is None else stride
     if not 1 <= stride <= block_size:
-        raise ConfigError(f"stride={stride}: blocks of {block_size} tokens move by 1 to {block_size}.")
+        raise ConfigError(
+            f"stride={stride}: blocks of {block_size} tokens would leave some out. Use 1 to {block_size}."
+        )
     starts = np.arange(0, max(1, len(ids) - 1 - (block_size - stride)), stride)
     if limit is not None and limit < len(starts):
         starts = starts[np.arange(limit) * len(starts) // limit]

@@ -4,7 +4,7 @@ import codecs
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -103,4 +103,5 @@ def write_whole(file: Path, blocks: Iterable[bytes]) -> None:
             out.flush()
             os.fsync(out.fileno())
         os.replace(folder / file.name, file)
-        sync(file.parent)
+        with suppress(OSError):  # the file is there; some file systems cannot flush a folder
+            sync(file.parent)

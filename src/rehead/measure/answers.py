@@ -8,7 +8,7 @@ import torch
 from rehead.decoding import prepare
 from rehead.errors import InvalidInput
 from rehead.generation import stream
-from rehead.measure.forecast import MASK_BYTES, generation_bytes
+from rehead.measure.forecast import generation_bytes
 from rehead.model import LanguageModel
 from rehead.stages import staged
 from rehead.system.device import free_memory
@@ -74,8 +74,7 @@ class Writer:
     def _together(self, longest: int, new: int) -> int:
         """Return how many prompts are continued at once: what half of the free memory holds, 16 at most."""
         device, dtype = self.model.device, self.model.head.weight.dtype
-        parts = generation_bytes(self.model.config, 1, longest, new, dtype)
-        parts["mask"] = MASK_BYTES * longest**2  # of prompts of different lengths
+        parts = generation_bytes(self.model.config, 1, longest, new, dtype, ragged=True)
         require_memory(f"an answer after {longest:,} tokens", parts, "Use a smaller --length.", device)
         return max(1, min(TOGETHER, free_memory(device) // 2 // sum(parts.values())))
 

@@ -119,8 +119,8 @@ def require_sizes(
     limit, whole = model.config.context_limit, prompt_length + new_tokens
     if limit is not None and whole > limit:
         raise UsageError(
-            f"prompt_length={prompt_length} and new_tokens={new_tokens} make {whole} tokens, the model's context is "
-            f"{limit}: beyond it the cache is rebuilt. Use {limit} or fewer in total."
+            f"prompt_length={prompt_length} and new_tokens={new_tokens} make {whole} tokens, more than the model's "
+            f"context of {limit}. Use {limit} or fewer in total."
         )
     config, device, dtype = model.config, model.device, model.head.weight.dtype
     parts = {

@@ -86,21 +86,26 @@ def generation_bytes(
     *,
     use_cache: bool = True,
     n_distinct: int | None = None,
+    ragged: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of generating `new` tokens after a prompt, beside the weights, by what holds them.
 
     With a cache, equal prompts are read once: there are `n_distinct`, by default all. A full context is read again from
-    its later half on, in every row.
+    its later half on, in every row. Of `ragged` prompts, whose lengths differ, the longest has `prompt` tokens; all
+    that are read at once have a mask, and a full context is read again as a whole.
     """
     limit = config.context_limit or prompt + new
     whole = min(prompt + new, limit)
     passes = [forward_bytes(config, batch_size, whole, dtype)]
     if use_cache:
         passes = [forward_bytes(config, n_distinct or batch_size, prompt, dtype)]
-        passes += (
-            [forward_bytes(config, batch_size, limit - limit // 2 + 1, dtype)] if prompt + new > limit else []
-        )
+        again = limit if ragged else limit - limit // 2 + 1
+        passes += [forward_bytes(config, batch_size, again, dtype)] if prompt + new > limit else []
+    rows = (n_distinct or batch_size) * prompt**2
+    if not use_cache or prompt + new > limit:
+        rows = max(rows, batch_size * whole**2)
     return {
+        **({"mask": MASK_BYTES * rows} if ragged and isinstance(config, GPTConfig) else {}),
         "activations": max(passes),
         "cache": cache_bytes(config, whole, batch_size, dtype) if use_cache else 0,
         "logits": batch_size * config.vocab_size * (dtype.itemsize + 5 * FLOAT),  # two copies in float64

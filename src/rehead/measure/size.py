@@ -109,7 +109,7 @@ def decode_bytes(
     """Return the bytes that a decoding step reads: weights once, and the cache of every sequence.
 
     The cache has the weights' `dtype` unless it has a `kv_dtype`. Of `tp` GPUs under tensor parallelism each reads its
-    part of the weights and the cache it holds; this is what they read together.
+    part of the weights and the cache it holds: together these bytes, or less where heads do not divide.
 
     Of the experts, only those chosen count, as if every sequence chose different ones.
     """

@@ -1,5 +1,6 @@
 """What a model loses when its weights are stored in a smaller number format, as engines and quantisers do."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Literal
@@ -25,8 +26,8 @@ LOST = 0.1
 """Relative error of a row from which on it counts as lost; rounding to 8 bits changes one by about 0.01."""
 BLOCK, STEPS = 32, 127
 """q8_0: numbers that share a scale, and whole numbers on either side of 0."""
-KEYS_AND_VALUES = ".kv_b_proj.weight"
-"""End of the name of the matrix that a latent's keys and values come from."""
+KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.self_attn\.kv_b_proj\.weight")
+"""Name of the matrix that a latent's keys and values come from."""
 WHOLE = ("embed_positions.weight", ".gate.weight")
 """Ends of the names of matrices that llama.cpp keeps in float32."""
 BATCH = 4096
@@ -55,8 +56,8 @@ def as_in_file(
     name: str, weight: Float[Tensor, "M E"], kind: Storage, config: ModelConfig
 ) -> Float[Tensor, "M E"]:
     """Return a weight as read back from storage, where llama.cpp's files have those of a latent's keys transposed."""
-    layer = config.attention[0] if isinstance(config, GPTConfig) else None
-    if kind != "q8_0" or not name.endswith(KEYS_AND_VALUES) or not isinstance(layer, LatentConfig):
+    layer = _latent_of(name, config)
+    if kind != "q8_0" or layer is None:
         return rounded(weight, kind)
     sizes = (layer.qk_nope_head_dim, layer.v_head_dim)
     keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
@@ -78,7 +79,12 @@ def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
     Raises NumericError for a weight that such storage cannot hold, ResourceError if there is no room for a copy.
     """
     held = sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, Deferred))
-    require_memory(f"the weights as {kind}", {"copy": held}, "Use a smaller model.", model.device)
+    require_memory(
+        f"the weights as {kind}",
+        {"copy": held},
+        "Use a smaller model or, with `eval`, --dtype bf16.",
+        model.device,
+    )
     for name, weight in model.named_parameters():
         if keeps(name, kind):
             continue
@@ -153,10 +159,19 @@ def lost_rows(model: LanguageModel, *kinds: Storage) -> dict[str, dict[Storage, 
     return {name: {kind: count / rows[name] for kind, count in found.items()} for name, found in lost.items()}
 
 
+def _latent_of(name: str, config: ModelConfig) -> LatentConfig | None:
+    """Return the latent that a weight expands to keys and values; None for any other weight."""
+    match = KEYS_AND_VALUES.fullmatch(name)
+    if match is None or not isinstance(config, GPTConfig):
+        return None
+    layer = config.attention[int(match[1])]
+    return layer if isinstance(layer, LatentConfig) else None
+
+
 def _parts(name: str, weight: Tensor, config: ModelConfig) -> Iterator[Tensor]:
     """Yield the rows of a weight in parts, those of a latent's keys and values head by head."""
-    layer = config.attention[0] if isinstance(config, GPTConfig) else None
-    if name.endswith(KEYS_AND_VALUES) and isinstance(layer, LatentConfig):
+    layer = _latent_of(name, config)
+    if layer is not None:
         yield from weight.unflatten(0, (layer.n_kv_head, -1))
         return
     for _, part in row_parts(weight[None] if weight.ndim < 2 else weight.flatten(0, -2)):

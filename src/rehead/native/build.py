@@ -122,7 +122,8 @@ def _built_by(compiler: str, name: str, end: float) -> Path:
     inputs = [source.read_bytes(), HEADER.read_bytes(), command_line.encode(), instruction_sets().encode()]
     made_of = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
     folder = cache_folder() / "native"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
     require_own(folder.parent.resolve())  # its owner could put another in the place of `folder`
     require_private(folder)
     for path in folder.glob(f"{name}-{made_of}-*.so"):

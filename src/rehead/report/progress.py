@@ -68,6 +68,6 @@ def _event(record: Record) -> str:
     windows = f", each window begins with {record['bos']}" if "bos" in record else ""
     return (
         f"text: {record['text']}{windows}; "
-        f"{begin}{record['parameters']:,} parameters, {record['vocab_size']} symbols, "
+        f"{begin}{record['parameters']:,} parameters, {record['vocab_size']:,} tokens of vocabulary, "
         f"{record['train_tokens']:,} tokens to train on, {record['val_tokens']:,} to validate, {record['device']}"
     )

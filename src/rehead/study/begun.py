@@ -49,6 +49,18 @@ def require_same(jobs: Sequence[Job]) -> None:
             )
 
 
+def require_no_others(jobs: Sequence[Job]) -> None:
+    """Raise InvalidInput for the folder of a study with other jobs than these, which are all of one study."""
+    place = jobs[0].place
+    known = {job.folder for job in jobs}
+    if others := sorted({file.parent for file in place.glob(f"*/*/{BEGUN}")} - known):
+        names = ", ".join(str(folder.relative_to(place)) for folder in others[:3])
+        raise InvalidInput(
+            f"{place} has a study of other runs ({names}{', ...' if len(others) > 3 else ''}), whose report would be "
+            "replaced. Nothing was changed: give all its variants and seeds again, or choose another system.work_dir."
+        )
+
+
 def require_same_texts(jobs: Sequence[Job]) -> None:
     """Raise InvalidInput if a job's text has changed since the job began: what is made now would use the new text."""
     now: dict[Source, str | None] = {}

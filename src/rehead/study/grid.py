@@ -23,8 +23,8 @@ from rehead.study.job import Job, written
 from rehead.study.preset import Flags, Preset, Variant
 from rehead.training.heal import DEFAULTS
 
-LONGEST = 100
-"""Characters of a folder's name, at most."""
+LONGEST, BEGINNING = 255, 100
+"""Bytes of a folder's name, at most, and what is left of a longer one."""
 SEED, PLACE, FOLDER = "system.seed", "system.work_dir", "model.folder"
 
 
@@ -242,6 +242,7 @@ def config_of(job: Job | None) -> ModelConfig | None:
 def _folder(title: str) -> str:
     """Return a title as the name of a folder; of a long one its beginning, and what tells it from others."""
     name = re.sub(r"[^\w.=]+", "-", title.lower()).strip("-.") or "variant"
-    return (
-        name if len(name) <= LONGEST else f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    )
+    whole = name.encode()
+    if len(whole) <= LONGEST:
+        return name
+    return f"{whole[:BEGINNING].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"

@@ -12,7 +12,7 @@ from rehead.errors import Interrupted, UsageError
 from rehead.registry import nearest
 from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
-from rehead.study.begun import require_same, require_same_texts
+from rehead.study.begun import require_no_others, require_same, require_same_texts
 from rehead.study.costs import known_costs, measure_costs
 from rehead.study.job import Job, one_source
 from rehead.study.kv_dtype import known_formats, measure_formats
@@ -43,6 +43,7 @@ def study(
     when it is called again. Raises Busy if another process writes to its folder.
     """
     require_same(jobs)
+    require_no_others(jobs)
     place = jobs[0].place
     with hold(place, lambda: any(file.name != LOCK for file in place.iterdir()), "system.work_dir"):
         return _run(preset, jobs, watch, command, n_process, fraction)
@@ -80,6 +81,7 @@ def unfinished(preset: Preset, jobs: Sequence[Job], whole: Sequence[Job] = ()) -
     `whole` are all jobs of the study, if these are only some of them.
     """
     require_same(jobs)
+    require_no_others(whole or jobs)
     missing = [job for job in jobs if not is_done(job, preset)]
     if missing:  # what is finished keeps its texts
         require_same_texts(whole or jobs)

@@ -45,7 +45,7 @@ def require_modest(text: str, name: str) -> None:
                 f"characters before it: rehead allows {MOST_GROWTH} times and {MOST_BEFORE:,}."
             )
         for step in steps:
-            if step.get("type") == "FixedLength" and not step.get("length"):
+            if step.get("type") == "FixedLength" and step.get("length", 1) == 0:
                 raise InvalidInput(f"{name}: its {part} cuts a text into parts of no length.")
             pattern = _pattern(step, "Regex") or ""
             if len(pattern) > LONGEST_PATTERN or _nested(pattern) > MOST_NESTED:
@@ -64,7 +64,8 @@ def _require_modest_model(table: dict[str, Any], name: str) -> None:
     longest = max(map(len, chain(tokens, added)), default=0)
     if longest > LONGEST_TOKEN:
         raise InvalidInput(f"{name}: a token has {longest:,} characters: rehead allows {LONGEST_TOKEN:,}.")
-    if (word := model.get("max_input_chars_per_word", 0)) > LONGEST_WORD:
+    word = model.get("max_input_chars_per_word", 0) if model.get("type") == "WordPiece" else 0
+    if word > LONGEST_WORD:
         raise InvalidInput(
             f"{name}: max_input_chars_per_word={_shown(word)}, whose cube it may take: rehead allows {LONGEST_WORD:,}."
         )

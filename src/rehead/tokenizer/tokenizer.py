@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from tokenizers import models
 
 from rehead.checkpoint import read_config
-from rehead.checkpoint.files.strict import require_regular
+from rehead.checkpoint.files.strict import require_few_tables, require_regular
 from rehead.errors import ConfigError, InvalidInput, ReheadError
 from rehead.tokenizer.growth import require_modest
 from rehead.tokenizer.kinds import KINDS, MAX_VOCAB, UNITS, characters, single_bytes, valid_text
@@ -211,6 +211,7 @@ class Tokenizer:
         Raises InvalidInput when it is not one, or would cut the same text differently each time.
         """
         with _guard(f"{name} is not a usable {FILE}", AGAIN):
+            require_few_tables(text)
             inner = hf.Tokenizer.from_str(text)
             require_modest(text, name)
             vocab = inner.get_vocab()

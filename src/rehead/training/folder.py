@@ -51,6 +51,9 @@ class RunFolder:
         """
         if resume and not self.begun:
             raise InvalidInput(self._nothing_to_resume())
+        for name in ("samples", "reports"):
+            if (self.path / name).is_symlink():
+                raise InvalidInput(f"{self.path / name} is a link, and would be written through. Remove it.")
         with hold(self.path, lambda: self.begun, "system.work_dir") as self._held:
             is_new = not self.checkpoints.exists()
             try:
@@ -58,7 +61,7 @@ class RunFolder:
                     self._require_free(is_new=is_new)
                 with resource(f"cannot write in {self.path}", "choose another system.work_dir"):
                     self.checkpoints.mkdir(exist_ok=True)
-                recover(self.checkpoints)
+                recover(self.checkpoints, sole=True)
                 newest = newest_step(self.path)
                 if newest is not None and not resume:
                     raise InvalidInput(

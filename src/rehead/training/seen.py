@@ -1,12 +1,16 @@
-"""Checks whether a text contains training text of a run: its loss then says little about other texts."""
+"""Checks whether a text contains what a model was trained on or fitted to: its loss says little about other texts."""
 
 import warnings
 from pathlib import Path
 
 import numpy as np
 
+from rehead.checkpoint import read_at
 from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.find import run_data, run_of
+from rehead.conversion.certificate import Certificate
+from rehead.conversion.history import conversion_of
+from rehead.conversion.texts import Passage
 from rehead.data import TOKENS, Ids, read_ids, split
 from rehead.errors import ReheadError
 from rehead.tokenizer import Tokenizer
@@ -16,23 +20,36 @@ WINDOW, PLACES = 256, 16
 
 
 def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool | None:
-    """Return whether `ids` contain a part of the training text; None if no run folder has that text.
+    """Return whether `ids` contain a part of a run's training text, or begin with what a conversion was fitted to.
+
+    None if no run folder has that text, and no certificate names this one.
 
     Warns if the run's options or tokens are there and cannot be read.
     """
     try:
+        if _was_fitted(read_at(folder, conversion_of), ids):
+            return True
         run, data = run_of(folder), run_data(folder)
         if run is None or data is None or not (run / TOKENS).is_file():
             return None
         require_regular(run / TOKENS)
         trained = split(read_ids(run / TOKENS, tokenizer), data.block_size, data.val_fraction).train
     except ReheadError as error:
-        warnings.warn(f"whether the text was trained on is unknown: {error}", stacklevel=2)
+        warnings.warn(f"it is unknown whether the model was trained on this text: {error}", stacklevel=2)
         return None
     size = min(WINDOW, len(trained))
     text = ids.astype(trained.dtype).tobytes()
     starts = np.linspace(0, len(trained) - size, PLACES, dtype=np.int64)
     return any(_holds(text, trained[start : start + size]) for start in starts)
+
+
+def _was_fitted(certificate: Certificate | None, ids: Ids) -> bool:
+    """Return whether `ids` begin with a text that the conversion was fitted to: all of it, or what was not held out."""
+    texts = () if certificate is None else certificate.calibration
+    return any(
+        text.tokens <= len(ids) and Passage(name=text.name, ids=ids[: text.tokens]).sha256 == text.sha256
+        for text in texts
+    )
 
 
 def _holds(text: bytes, part: Ids) -> bool:

@@ -10,10 +10,9 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, read_at, resolve
 from rehead.checkpoint.companions import companions
-from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.hub import pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
-from rehead.conversion.origin import CARD, carried
+from rehead.conversion.origin import CARD, carried, kept_card
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError
 from rehead.measure import parameters
@@ -99,11 +98,7 @@ def carried_files(options: ModelOptions, checkpoint: Path | None) -> dict[str, s
     if place is None:
         return {}
     if checkpoint is not None:
-        card = checkpoint / CARD
-        if not os.path.lexists(card):
-            return companions(checkpoint)
-        require_regular(card)
-        return {CARD: card.read_text(encoding="utf-8"), **companions(checkpoint)}
+        return kept_card(checkpoint) | companions(checkpoint)
     source = Path(place)
     return read_at(source, lambda folder: {CARD: carried(source, folder), **companions(folder)})
 

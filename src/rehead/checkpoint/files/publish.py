@@ -48,7 +48,7 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     with _parents_of(folder):
         try:
-            recover(folder.parent)
+            recover(folder.parent, folder.name)
             _refuse_existing(folder, overwrite)
             place = ExitStack()
             written = place.enter_context(aside(folder.parent, folder.name))
@@ -200,14 +200,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def recover(parent: Path) -> None:
-    """Undo what killed processes began in `parent`: give a folder its name back, remove unpublished ones."""
-    for old in parent.glob(f"{BEFORE}*"):
+def recover(parent: Path, own: str = "", *, sole: bool = False) -> None:
+    """Undo what killed processes began in `parent`: give a folder its name back, remove unpublished ones.
+
+    A folder of another name than `own` is left alone where it cannot be locked, as its writer may live, unless this
+    process is the `sole` writer; so is what another user left.
+    """
+    for old in parent.glob(f"{BEFORE}?*"):
         folder = old.with_name(old.name.removeprefix(BEFORE))
-        with (
-            suppress(PermissionError, BlockingIOError),
-            locked(old, needed=False),
-        ):  # another user's, or its writer lives
+        with suppress(OSError), locked(old, needed=not (sole or folder.name == own)):
             if os.path.lexists(folder):
                 with aside(parent, folder.name) as gone:
                     old.rename(gone / "old")
@@ -283,14 +284,14 @@ def _write_manifest(aside: Path, mode: int) -> None:
     sync(aside)
 
 
-def _allowed(folder: Path) -> int:
-    """Return the permissions of what is created in `folder`. `os.umask` shows them by changing them for all threads."""
-    probe = folder / ".permissions"
+def _allowed(parent: Path) -> int:
+    """Return the permissions of folders created in `parent`. `os.umask` shows them by changing them for all threads."""
+    probe = parent / f"{ASIDE}probe"
+    probe.mkdir()
     try:
-        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o777))
-        return stat.S_IMODE(probe.stat().st_mode)
+        return stat.S_IMODE(probe.stat().st_mode) & 0o777
     finally:
-        probe.unlink(missing_ok=True)
+        probe.rmdir()
 
 
 def _resource(folder: Path, error: Exception) -> ResourceError:

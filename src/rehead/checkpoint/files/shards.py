@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rehead.checkpoint.files.deferred import Deferred
 from rehead.checkpoint.files.opened import OpenedFiles
-from rehead.checkpoint.files.strict import parse_json, require_regular, strict_json
+from rehead.checkpoint.files.strict import natural, parse_json, require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput
 from rehead.stages import staged
 
@@ -178,7 +178,7 @@ def _entries(path: Path, file: BufferedReader) -> Iterator[tuple[str, Entry]]:
         )
     file.seek(8)
     try:
-        header = parse_json(file.read(length).decode("utf-8"))
+        header = parse_json(file.read(length).decode("utf-8"), natural)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
             f"{path}: its header is not JSON: {error!s:.200}. Put a whole copy of it there."

@@ -4,13 +4,14 @@ import json
 import math
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rehead.errors import InvalidInput
 
 MOST_TABLES = 10**6
-"""Tables and lists in a JSON text, at most: an empty one takes 64 bytes of memory and three in the file."""
+"""Brackets in a JSON text, at most: an empty table takes 64 bytes of memory and three in the file."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -23,19 +24,24 @@ def strict_json(path: Path, largest: int) -> Any:
         raise InvalidInput(f"{path} is not JSON: {error!s:.200}. Put a whole copy of it there.") from error
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, whole: Callable[[str], int] = int) -> Any:
     """Return the value of a JSON text. Raises ValueError for what strict parsers refuse, or that takes much memory.
 
-    That is a key that appears twice, a number beyond float64, -0, half a surrogate pair, a million tables and lists.
+    That is a key that appears twice, a number beyond float64, half a surrogate pair, a million tables and lists.
     """
-    if (n_table := text.count("{") + text.count("[")) > MOST_TABLES:
-        raise ValueError(f"{n_table:,} tables and lists, more than {MOST_TABLES:,}")
+    require_few_tables(text)
     found = json.loads(
-        text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole
+        text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite, parse_int=whole
     )
     if SURROGATE.search(text):
         json.dumps(found, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return found
+
+
+def require_few_tables(text: str) -> None:
+    """Raise ValueError for a JSON text with more tables and lists than any file in use has."""
+    if (n_table := text.count("{") + text.count("[")) > MOST_TABLES:
+        raise ValueError(f"{n_table:,} tables and lists, more than {MOST_TABLES:,}")
 
 
 def text_of(path: Path, largest: int) -> str:
@@ -76,9 +82,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _whole(text: str) -> int:
-    if text == "-0":
-        raise ValueError("-0 is not a whole number")
+def natural(text: str) -> int:
+    """Return a whole number of a header, which is written without a sign."""
+    if text.startswith("-"):
+        raise ValueError(f"{text:.40} has a sign")
     return int(text)
 
 

@@ -233,8 +233,8 @@ class _Header:
         here = self.file.tell()
         if n_byte > self.size - here:
             raise IntegrityError(
-                f"{self.path} has {self.size:,} bytes, its header asks for {n_byte:,} at byte {here:,}: it was cut "
-                "short or is damaged. Download it again."
+                f"{self.path} has {self.size:,} bytes, but its header asks for {n_byte:,} at byte {here:,}: it was "
+                "cut short or is damaged. Download it again."
             )
         if here + n_byte > LARGEST_HEADER:
             self._refuse(f"its header has more than {LARGEST_HEADER:,} bytes")

@@ -10,6 +10,7 @@ from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.files.writing import json_text
 from rehead.checkpoint.gguf.file import File
 from rehead.checkpoint.gguf.names import read_config, read_weights
+from rehead.checkpoint.gguf.origin import card_of
 from rehead.checkpoint.gguf.sampling import generation_of
 from rehead.checkpoint.gguf.tokenizer import Vocabulary
 from rehead.checkpoint.huggingface import stock
@@ -49,7 +50,7 @@ def import_file(path: Path, folder: Path, dtype: torch.dtype = torch.float32) ->
         for name, weight in read_weights(file, config, shapes).items()
     }
     assign(model, weights, str(path), in_memory=False)
-    files, special = vocabulary.files(config.block_size), vocabulary.special_ids()
+    files, special = vocabulary.files(config.block_size) | card_of(file.facts), vocabulary.special_ids()
     if sampling := generation_of(file.facts):
         files["generation_config.json"] = json_text(sampling | special)
     stock.export(model, folder, families[table["model_type"]], files, special)

@@ -16,13 +16,15 @@ from rehead.conversion.export.computed import require_computed
 from rehead.conversion.export.deepseek import deepseek_layers
 from rehead.conversion.export.engines import Engine, require_served
 from rehead.conversion.search import path
-from rehead.conversion.target import Target
+from rehead.conversion.target import Kind, Target
 from rehead.errors import ConfigError
 
 DEEPSEEK = "deepseek_v3"
 KEPT = "use it with rehead (generate, eval)"
 """The way out of a model that no class can hold."""
 ANY = "--for transformers"
+SERVED_BY: tuple[Engine, ...] = ("vllm", "sglang")
+"""Engines that serve `--target canonical`."""
 AS_GGUF = {"mistral": "llama"}
 """Families that llama.cpp's converter takes for another one."""
 
@@ -153,23 +155,26 @@ def _ways_out(config: GPTConfig, asked: Asked) -> Iterator[str]:
 
 def _last_ways(config: GPTConfig, asked: Asked) -> Iterator[str]:
     """Yield what the source of this model can become instead."""
-    if decoupled := _decoupled(config):
-        way = "convert its source with --to mla --target uneven, which rebuilds no keys"
-        if _fits(decoupled, asked):
-            yield way
-        elif _fits(decoupled, ALL):
-            yield f"{way}, and use --format {DEEPSEEK} {ANY}"
+    kinds: tuple[Kind, ...] = ("uneven", "canonical")
+    made = {kind: one for kind in kinds if (one := _decoupled(config, kind))}
+    ways = {
+        kind: f"convert its source with --to mla --target {kind}, which rebuilds no keys" for kind in made
+    }
+    if fitting := next((kind for kind in made if _fits(made[kind], asked)), None):
+        yield ways[fitting]
+    elif fitting := next((kind for kind in made if _fits(made[kind], ALL)), None):
+        yield f"{ways[fitting]}, and use --format {DEEPSEEK} {ANY}"
 
 
-def _decoupled(config: GPTConfig) -> GPTConfig | None:
-    """Return what `--target uneven` makes of the heads that a latent with rebuilt keys was made from."""
+def _decoupled(config: GPTConfig, kind: Kind) -> GPTConfig | None:
+    """Return what a target with a rotary part makes of the heads that a latent with rebuilt keys was made from."""
     layers = []
     for layer in config.attention:
         if not isinstance(layer, LatentConfig) or not layer.rebuilds_keys:
             return None
         heads = GroupedConfig(**common(layer), n_kv_head=layer.n_kv_head, head_dim=layer.qk_nope_head_dim)
         try:
-            layers.append(Target(to="mla", target="uneven").attention(heads, config.n_embd))
+            layers.append(Target(to="mla", target=kind).attention(heads, config.n_embd))
         except ConfigError:
             return None
     return replace(config, attention=tuple(layers))
@@ -187,9 +192,12 @@ def _like_llama(config: GPTConfig) -> GPTConfig:
 def _converted(config: GPTConfig, asked: Asked, engine: str = "") -> Iterator[str]:
     """Yield conversions after which a model is as asked, the exact ones first; `engine` names another one for it."""
     lossy = []
-    for to in ("gqa", "mha", "mqa"):
+    targets = {f"--to {to}": Target(to=to) for to in ("gqa", "mha", "mqa")}
+    if asked.engine in SERVED_BY:
+        targets = {"--to mla --target canonical": Target(to="mla", target="canonical")} | targets
+    for to, target in targets.items():
         try:
-            layers = [Target(to=to).attention(layer, config.n_embd) for layer in config.attention]
+            layers = [target.attention(layer, config.n_embd) for layer in config.attention]
             pairs = dict.fromkeys(zip(config.attention, layers, strict=True))
             steps = [step for old, new in pairs for step in path(old, new, config.n_embd)]
         except ConfigError:
@@ -199,7 +207,7 @@ def _converted(config: GPTConfig, asked: Asked, engine: str = "") -> Iterator[st
             continue
         form = f" for --format {families.name_of(family)}" if len(asked.kinds) > 1 and not asked.gguf else ""
         if all(step.promise.exact for step in steps):
-            yield f"convert it with --to {to}{form}{engine}"
+            yield f"convert it with {to}{form}{engine}"
         else:
-            lossy.append(f"convert it with --to {to}{form}{engine}, which is not exact, and heal it")
+            lossy.append(f"convert it with {to}{form}{engine}, which is not exact, and heal it")
     yield from lossy
