@@ -111,7 +111,12 @@ def test_eval_says_that_it_reads_what_was_trained_on(model, capfd):
     Path("both/a.txt").write_text(Path("held-out.txt").read_text() + Path("text.txt").read_text())
     Path("copy").mkdir()
     shutil.copytree("out/x/checkpoints/step-000002", "copy/model")
+    convert = ["convert", model, "converted", "--to", "mla", "--kv-fraction", "0.2", "--allow-loss", "--json"]
+    assert main(convert) == 0  # fitted to the training part of the run's own text
+    capfd.readouterr()
     for folder, data, seen in (
+        ("converted", "text.txt", True),
+        ("converted", "held-out.txt", None),
         (model, "text.txt", True),
         (model, "both", True),
         ("out/x/checkpoints/step-000002", "text.txt", True),

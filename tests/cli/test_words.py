@@ -226,6 +226,39 @@ def test_measured_ranks_are_refused_before_the_model_is_read(words, said, capfd,
     assert refused(capfd, "convert", "run", "new", *words.split()).startswith(f"rehead: {said}")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train --data text.txt", "unknown option '--data'. Did you mean data.path? See"),
+        ("heal run --teacher run --data text.txt", "unknown option '--data'. Did you mean data.path? See"),
+        ("train --batch-size 3", "unknown option '--batch-size'. Did you mean trainer.batch_size? See"),
+        ("train --jsn", "unknown option '--jsn'. Did you mean '--json'?"),
+    ],
+)
+def test_an_option_of_a_run_is_named_for_its_flag(words, said, capfd):
+    assert refused(capfd, *words.split()).startswith(f"rehead: {said}")
+
+
+def test_a_name_is_shown_as_it_was_typed(capfd):
+    """Two blanks are two blanks: another folder may have one."""
+    assert "two  blanks does not exist" in refused(capfd, "generate", "two  blanks", "--prompt", "x")
+
+
+def test_a_window_of_one_token_is_refused(run, capfd):
+    words = ["convert", run, "new", "--to", "mla", "--kv-fraction", "0.5", "--length", "1"]
+    assert "no token of such a window has another before it. Use 2 or more." in refused(capfd, *words)
+
+
+@pytest.mark.parametrize("option", ["--length", "--stride", "--batch-size"])
+def test_eval_refuses_a_number_before_it_reads_a_model(option, run, capfd, monkeypatch):
+    monkeypatch.setattr(
+        "rehead.tokenizer.open_model", lambda *given, **more: pytest.fail("the model was read")
+    )
+    Path("some.txt").write_text("some")
+    said = refused(capfd, "eval", run, "--data", "some.txt", option, "0")
+    assert said == f"rehead: {option} 0. Use 1 or more.\n"
+
+
 def test_a_conversion_that_changes_nothing_says_so(run, capfd):
     said = f"rehead: warning: {run} already is what is asked for: same is a copy in rehead's format.\n"
     assert main(["convert", run, "same", "--to", "gqa"]) == 0

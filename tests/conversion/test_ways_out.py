@@ -9,6 +9,7 @@ import torch
 from families_corpus import GOOD, SMALL
 
 import rehead
+from rehead.attention import GroupedConfig
 from rehead.attention.score import ScaledDot
 from rehead.checkpoint import families
 from rehead.checkpoint.huggingface import stock
@@ -18,6 +19,7 @@ from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.model import build
 from rehead.tokenizer import train
+from small import llama_shaped
 
 pytestmark = pytest.mark.heavy
 
@@ -159,3 +161,21 @@ def test_what_an_export_says(kind, form, format, said, tmp_path, monkeypatch, ca
     assert main(["export", "model", "out", "--format", format]) == 2
     assert said in capfd.readouterr().err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "way"), [("vllm", "canonical"), ("sglang", "canonical"), ("transformers", "uneven")]
+)
+def test_rebuilt_keys_are_sent_to_a_target_that_the_engine_serves(engine, way):
+    heads = GroupedConfig(n_query_head=16, n_kv_head=8, head_dim=64, rope=True)
+    shape = {"vocab_size": 29, "block_size": 64, "n_embd": 1024, "n_hidden": 32}
+    latent = Target(to="mla", kv_fraction=0.5).attention(heads, 1024)
+    said = f"[Cc]onvert its source with --to mla --target {way}, which rebuilds no keys"
+    with pytest.raises(ConfigError, match=said) as caught:
+        require_fit(llama_shaped(latent, **shape), Asked.of("auto", engine))
+    assert "--for transformers" not in str(caught.value)
+    if engine != "transformers":
+        with pytest.raises(
+            ConfigError, match="convert it with --to mla --target canonical, which is not exact"
+        ):
+            require_fit(llama_shaped(heads, **shape), Asked.of("deepseek_v3", engine))

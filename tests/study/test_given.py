@@ -201,3 +201,19 @@ def test_home_is_home_in_paths_only(monkeypatch, tmp_path):
     assert planned({"variants": {"a": {}}}, "system.work_dir=~/other")["a"].place == tmp_path / "other"
     calibrated = {"a": {}, "b": {"from": "a", "convert": {"to": "mla", "calibration": "~/input.txt"}}}
     assert planned({"variants": calibrated})["b"].reading["calibration"] == [str(tmp_path / "input.txt")]
+
+
+def test_a_study_of_other_runs_is_not_replaced(capsys):
+    """Its report would be; more variants and seeds of the same study are added."""
+    one = {"variants": {"a": {}, "b": {"model": {"n_kv_head": 1}}}}
+    run(one)
+    before = Path("study/results.json").read_bytes()
+    run({"variants": {"c": {"model": {"n_layer": 2}}}}, status=3)
+    said = capsys.readouterr().err
+    assert "study has a study of other runs (a/seed-" in said
+    assert "Nothing was changed" in said
+    run({"variants": {"a": {}}}, status=3)  # less of it
+    assert Path("study/results.json").read_bytes() == before
+    assert not Path("study/c").exists()
+    more = run(one | {"variants": one["variants"] | {"c": {"model": {"n_layer": 2}}}})
+    assert len(more["variants"]) == 3
