@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,16 @@ def aside(parent: Path, name: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
         finally:  # an interrupt comes anywhere
             os.close(handle)
+
+
+def allowed(parent: Path) -> int:
+    """Return the permissions of folders created in `parent`. `os.umask` shows them by changing them for all threads."""
+    probe = parent / f"{ASIDE}probe"
+    probe.mkdir()
+    try:
+        return stat.S_IMODE(probe.stat().st_mode) & 0o777
+    finally:
+        probe.rmdir()
 
 
 def sync(path: Path) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from rehead.checkpoint.files.shards import LONG
 from rehead.checkpoint.files.strict import require_regular, strict_json
 from rehead.errors import IntegrityError, InvalidInput, ReheadError, ResourceError
 from rehead.stages import staged
-from rehead.system.aside import ASIDE, aside, locked, sweep, sync
+from rehead.system.aside import ASIDE, allowed, aside, locked, sweep, sync
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -57,9 +56,9 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         with place:
             try:
                 yield written
-                allowed = _allowed(written)
-                _write_manifest(written, allowed & 0o666)
-                written.chmod(allowed)
+                mode = allowed(written)
+                _write_manifest(written, mode & 0o666)
+                written.chmod(mode)
                 _refuse_existing(folder, overwrite)  # another writer may have published it in the meantime
                 if folder.exists():
                     _swap(written, folder)
@@ -87,7 +86,7 @@ def publish_file(file: Path) -> Iterator[Path]:
             _refuse_file(file)
             with aside(file.parent, file.name) as folder:
                 yield folder / file.name
-                (folder / file.name).chmod(_allowed(folder) & 0o666)
+                (folder / file.name).chmod(allowed(folder) & 0o666)
                 sync(folder / file.name)
                 _refuse_file(file)
                 (folder / file.name).rename(file)
@@ -282,16 +281,6 @@ def _write_manifest(aside: Path, mode: int) -> None:
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
     sync(manifest)
     sync(aside)
-
-
-def _allowed(parent: Path) -> int:
-    """Return the permissions of folders created in `parent`. `os.umask` shows them by changing them for all threads."""
-    probe = parent / f"{ASIDE}probe"
-    probe.mkdir()
-    try:
-        return stat.S_IMODE(probe.stat().st_mode) & 0o777
-    finally:
-        probe.rmdir()
 
 
 def _resource(folder: Path, error: Exception) -> ResourceError:
