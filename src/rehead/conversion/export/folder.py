@@ -58,12 +58,8 @@ def export_folder(
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
         opened = open_model(source, dtype=dtype, in_memory=False)
         opened.tell_unread()
-        before, origin, texts = (
-            conversion_of(opened.folder),
-            Origin.read(source, opened.folder),
-            opened.texts(),
-        )
-        keys = opened.tokenizer_keys()
+        before, origin = conversion_of(opened.folder), Origin.read(source, opened.folder)
+        texts, keys = opened.texts(), opened.tokenizer_keys()
         opened.require_standing()
         require_finite(opened.model)
         if dtype == torch.bfloat16 and read_dtype(opened.folder) != dtype:
