@@ -117,7 +117,7 @@ def test_what_is_no_measurement():
         "batch_size=0": {"prompt_length": 3, "batch_size": 0},
         "new_tokens=1. Use 2": {"prompt_length": 3, "new_tokens": 1},
         "rounds=0": {"prompt_length": 3, "rounds": 0},
-        "prompt_length=9 and new_tokens=8 make 17 tokens, the model's context is 16": {
+        "prompt_length=9 and new_tokens=8 make 17 tokens, more than the model's context of 16": {
             "prompt_length": 9,
             "new_tokens": 8,
         },

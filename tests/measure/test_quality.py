@@ -178,7 +178,9 @@ def test_a_stride_predicts_every_token_once_from_the_first_block_that_has_it(mod
 
 def test_what_is_no_stride_or_no_text_of_the_model(model):
     for stride in (0, 6):
-        with pytest.raises(ConfigError, match=rf"stride={stride}: blocks of 5 tokens move by 1 to 5"):
+        with pytest.raises(
+            ConfigError, match=rf"stride={stride}: blocks of 5 tokens would leave some out. Use 1 to 5"
+        ):
             evaluate_text(model, TEXT, length=5, stride=stride)
     with pytest.raises(InvalidInput, match=f"vocab_size={V}"):
         evaluate_text(model, [1, V])

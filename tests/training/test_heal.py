@@ -510,7 +510,7 @@ def test_lessons_that_make_no_sense(latent, capsys):
     shutil.move("first", "mla")
     shutil.rmtree("one-taught")
     assert taught("system.work_dir=mla-taught") == 2
-    assert "mla-taught is mla-taught: the source is never touched" in capsys.readouterr().err
+    assert "mla-taught is the source itself: the source is never touched" in capsys.readouterr().err
     assert taught("system.work_dir=one") == 3
     assert "one already holds a run" in capsys.readouterr().err
     assert not Path("one-taught").exists()

@@ -2,8 +2,8 @@
 
 import fcntl
 import os
+import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,14 +30,14 @@ def aside(parent: Path, name: str) -> Iterator[Path]:
             os.close(handle)
 
 
-def allowed(parent: Path) -> int:
-    """Return the permissions of folders created in `parent`. `os.umask` shows them by changing them for all threads."""
-    probe = parent / f"{ASIDE}probe"
-    probe.mkdir()
-    try:
-        return stat.S_IMODE(probe.stat().st_mode) & 0o777
-    finally:
-        probe.rmdir()
+def allowed() -> int:
+    """Return the permissions of new folders. `os.umask` shows them by changing them, for all threads of the process."""
+    with suppress(OSError):
+        if found := re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return 0o777 & ~int(found[1], 8)
+    mask = os.umask(0)  # not Linux
+    os.umask(mask)
+    return 0o777 & ~mask
 
 
 def sync(path: Path) -> None:

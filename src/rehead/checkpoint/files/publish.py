@@ -56,7 +56,7 @@ def publish(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         with place:
             try:
                 yield written
-                mode = allowed(written)
+                mode = allowed()
                 _write_manifest(written, mode & 0o666)
                 written.chmod(mode)
                 _refuse_existing(folder, overwrite)  # another writer may have published it in the meantime
@@ -86,7 +86,7 @@ def publish_file(file: Path) -> Iterator[Path]:
             _refuse_file(file)
             with aside(file.parent, file.name) as folder:
                 yield folder / file.name
-                (folder / file.name).chmod(allowed(folder) & 0o666)
+                (folder / file.name).chmod(allowed() & 0o666)
                 sync(folder / file.name)
                 _refuse_file(file)
                 (folder / file.name).rename(file)
