@@ -14,6 +14,9 @@ from rehead.errors import InvalidInput, ReheadError, ResourceError
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB = "https://huggingface.co/"
+CARD = "README.md"
+"""A model's card: its licence, origin and description."""
 TEMPLATES = "*.jinja"
 FETCHED = ["*.json", "*.safetensors", TEMPLATES, "*.md"]
 LEFT = ["*/*", "consolidated*.safetensors", "adapter_model.safetensors", "*.fp16*.safetensors"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from rehead.checkpoint import own, publish, read_at, read_without_weights
+from rehead.checkpoint.hub import CARD
 from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.arguments import require_apart, require_passes, require_seed
 from rehead.conversion.base import require_method
@@ -17,7 +18,7 @@ from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
 from rehead.conversion.measured import measured_layers, require_measurable
-from rehead.conversion.origin import CARD, carried
+from rehead.conversion.origin import carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.reading import Reader
 from rehead.conversion.search import path

@@ -13,14 +13,12 @@ from typing import Any
 import yaml
 
 from rehead.checkpoint.files.strict import require_regular
-from rehead.checkpoint.hub import COMMIT, pinned
+from rehead.checkpoint.hub import CARD, COMMIT, HUB, pinned
 from rehead.config.strict_yaml import dump, parse
 from rehead.conversion.page import escaped
 from rehead.errors import InvalidInput
 
-CARD = "README.md"
 FRONT = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
-HUB = "https://huggingface.co/"
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})")
 """The end of a folder's path in the Hub's cache."""

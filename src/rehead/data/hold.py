@@ -11,7 +11,7 @@ from typing import TextIO
 
 from rehead.checkpoint.files.publish import require_folders
 from rehead.data.files import resource
-from rehead.errors import Busy, InvalidInput
+from rehead.errors import Busy, InvalidInput, ReheadError
 from rehead.system.aside import ASIDE, sweep
 
 LOCK = ".lock"
@@ -62,7 +62,7 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
                 in_place = held.is_valid
     finally:
         if in_place and not keep():
-            with suppress(OSError, Busy):  # not empty, or another process uses it
+            with suppress(OSError, ReheadError):  # not empty, or another process uses it
                 _remove(folder, created, choose)
 
 

@@ -85,8 +85,8 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
     require_apart(folder, Path(options.system.work_dir))
     begun = Path(options.system.work_dir) / "config.yaml"
     if options.trainer.resume and begun.is_file():
-        before = [f"trainer.teacher={teacher}", *changes]
-        options = flags.read(before, (begun,), (table,)).at(options.system.work_dir)
+        given = [f"trainer.teacher={teacher}", *changes]
+        options = flags.read(given, (begun,), (table,)).at(options.system.work_dir)
     elif data is not None and not names_text:
         _require_its_text(teacher, data)
     return options

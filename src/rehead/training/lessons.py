@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rehead.checkpoint import newest_step, own, publish, read_at
+from rehead.checkpoint.hub import CARD
 from rehead.config import RunOptions
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text, output_errors
 from rehead.conversion.fit.teaching import teach
-from rehead.conversion.origin import CARD, carried
+from rehead.conversion.origin import carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
 from rehead.conversion.texts import Passage

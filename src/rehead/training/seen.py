@@ -22,9 +22,8 @@ WINDOW, PLACES = 256, 16
 def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool | None:
     """Return whether `ids` contain a part of a run's training text, or begin with what a conversion was fitted to.
 
-    None if no run folder has that text, and no certificate names this one.
-
-    Warns if the run's options or tokens are there and cannot be read.
+    None if no run folder has that text, and no certificate names this one. Warns if the run's options or tokens cannot
+    be read.
     """
     try:
         if _was_fitted(read_at(folder, conversion_of), ids):

@@ -10,9 +10,9 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, read_at, resolve
 from rehead.checkpoint.companions import companions
-from rehead.checkpoint.hub import pinned
+from rehead.checkpoint.hub import CARD, pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
-from rehead.conversion.origin import CARD, carried, kept_card
+from rehead.conversion.origin import carried, kept_card
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError
 from rehead.measure import parameters

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rehead.checkpoint.hub import CARD, HUB
 from rehead.config.strict_yaml import dump
 
-CARD = "README.md"
-HUB = "https://huggingface.co/"
 KEYS = {
     "license": "general.license",
     "license_name": "general.license.name",

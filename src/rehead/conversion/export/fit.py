@@ -23,8 +23,8 @@ DEEPSEEK = "deepseek_v3"
 KEPT = "use it with rehead (generate, eval)"
 """The way out of a model that no class can hold."""
 ANY = "--for transformers"
-SERVED_BY: tuple[Engine, ...] = ("vllm", "sglang")
-"""Engines that serve `--target canonical`."""
+SERVERS: tuple[Engine, ...] = ("vllm", "sglang")
+"""Engines with kernels for MLA, which serve `--target canonical`."""
 AS_GGUF = {"mistral": "llama"}
 """Families that llama.cpp's converter takes for another one."""
 
@@ -193,7 +193,7 @@ def _converted(config: GPTConfig, asked: Asked, engine: str = "") -> Iterator[st
     """Yield conversions after which a model is as asked, the exact ones first; `engine` names another one for it."""
     lossy = []
     targets = {f"--to {to}": Target(to=to) for to in ("gqa", "mha", "mqa")}
-    if asked.engine in SERVED_BY:
+    if asked.engine in SERVERS:
         targets = {"--to mla --target canonical": Target(to="mla", target="canonical")} | targets
     for to, target in targets.items():
         try:

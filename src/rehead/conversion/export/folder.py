@@ -10,6 +10,7 @@ import torch
 from rehead.attention import LatentConfig
 from rehead.checkpoint import Family, publish
 from rehead.checkpoint.companions import TOKENIZER_CONFIG
+from rehead.checkpoint.hub import CARD
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.gpt2 import GPT2
 from rehead.checkpoint.own import read_dtype
@@ -20,11 +21,11 @@ from rehead.conversion.export.card import Card
 from rehead.conversion.export.computed import not_computed
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import ENGINES, Engine
-from rehead.conversion.export.fit import Asked, architecture_of, require_fit
+from rehead.conversion.export.fit import SERVERS, Asked, architecture_of, require_fit
 from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.history import after, conversion_of
-from rehead.conversion.origin import CARD, Origin
+from rehead.conversion.origin import Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
 from rehead.measure.stored import Storage
@@ -33,8 +34,6 @@ from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
 log = logging.getLogger("rehead")
-SERVERS: tuple[Engine, ...] = ("vllm", "sglang")
-"""Engines that are named in a warning if none was asked for."""
 
 
 def export_folder(

@@ -21,6 +21,7 @@ from rehead.checkpoint.gguf.names import names
 from rehead.checkpoint.gguf.sampling import facts_of
 from rehead.checkpoint.gguf.vocabulary import vocabulary
 from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, type_of, write_file
+from rehead.checkpoint.hub import HUB
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
@@ -31,7 +32,7 @@ from rehead.conversion.export.folder import as_stock
 from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
 from rehead.conversion.history import after, conversion_of
-from rehead.conversion.origin import HUB, REPOSITORY, Origin
+from rehead.conversion.origin import REPOSITORY, Origin
 from rehead.conversion.source import Source
 from rehead.errors import UsageError
 from rehead.model import LanguageModel
