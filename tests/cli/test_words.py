@@ -133,6 +133,10 @@ def test_heal_gives_the_renewed_certificate(run, capfd):
     assert [entry["steps"] for entry in healing] == [2]
     found = json.loads(Path("mla-healed/checkpoints/step-000002/conversion.json").read_text())
     assert found["loss"] == document["certificate"]["loss"]
+    assert main(["heal", "mla", "--teacher", run, *small, "trainer.resume=True"]) == 0
+    shown = capfd.readouterr().out  # one loss, of the whole held-out text: not that of some blocks beside it
+    assert shown.startswith("done: 2 steps\n")
+    assert shown.count("nats per token") == 1
 
 
 UNDER_A_FILE = "cannot be created: input.txt is a file. Choose a path in a folder."

@@ -97,7 +97,8 @@ def heal(
     with Board(f"checking {options.system.work_dir}"):
         healed = resolve(Path(options.system.work_dir))
     certificate = conversion_of(healed)
-    say(last | {"certificate": None if certificate is None else asdict(certificate)}, _ending(last), json)
+    ending = _ending(last) if certificate is None else f"done: {last['step']} steps"  # the loss is in the certificate
+    say(last | {"certificate": None if certificate is None else asdict(certificate)}, ending, json)
     if not json and certificate is not None:
         present_certificate(certificate, healed)
 

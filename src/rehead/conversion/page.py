@@ -8,8 +8,8 @@ from rehead.conversion.texts import SELF
 
 PAGE = "CONVERSION.md"
 
-MARKUP = re.compile(r"[\\`*_\[\]<>|&#~!]")
-"""What means something to Markdown or HTML inside a line."""
+MARKUP = re.compile(r"[\\`*\[\]<>|&#~!]|(?<![^\W_])_|_(?![^\W_])")
+"""What means something to Markdown or HTML inside a line: an underscore only where no word goes on beyond it."""
 
 
 def escaped(text: object) -> str:
