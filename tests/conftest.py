@@ -19,7 +19,8 @@ from hypothesis import settings
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by whoever is first
 for name in ("HF_HOME", "HF_HUB_OFFLINE", "FORCE_COLOR", "REHEAD_NATIVE", "MAKEFLAGS", "MAKELEVEL"):
     os.environ.pop(name, None)  # a user's own, which the tests and the commands they start would follow
-
+for name in ("NO_PROXY", "no_proxy"):  # some tests serve on this machine
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -57,7 +58,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--few", action="store_true", help="contract tests on a few examples of every variant, no long tests"
     )
-    parser.addoption("--nightly", action="store_true", help="reliability tests twenty times as long")
+    parser.addoption("--nightly", action="store_true", help="reliability tests that draw far more faults")
 
 
 @pytest.fixture

@@ -155,11 +155,12 @@ def test_a_fault_is_caught(name, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.reliability
 @pytest.mark.timeout(600)
-def test_without_a_fault_they_pass(tmp_path):
+@pytest.mark.parametrize(("test", "which"), sorted({row[-2:] for row in MUTANTS.values()}))
+def test_without_a_fault_they_pass(test, which, tmp_path):
+    """In the same kind of copy: so it is the fault that they see."""
     shutil.copytree(SOURCE, tmp_path / "rehead", ignore=shutil.ignore_patterns("__pycache__"))
-    status, said = status_of(tmp_path, CONTRACT, "window or future")
+    status, said = status_of(tmp_path, test, which)
     assert status == 0, said
 
 

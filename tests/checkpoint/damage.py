@@ -140,8 +140,57 @@ VALUES = (
 )  # fmt: skip
 
 
+SMALL = ("data.path=text.txt", "trainer.max_iters=0", "trainer.eval_batches=1", "system.work_dir=run")
+GOOD_LINES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("plan", "model"): ("--batch", "--context", "--dtype", "--kv-dtype", "--parts", "--tp"),
+    ("eval", "model", "--data", "text.txt"): (
+        "--batch-size", "--bos", "--device", "--dtype", "--kv-dtype", "--length", "--limit", "--no-bos",
+        "--num-fewshot", "--stored-as", "--stride", "--tasks",
+    ),
+    ("generate", "model", "--prompt", "abc", "--max-new-tokens", "2"): (
+        "--cache", "--device", "--dtype", "--ignore-eos", "--max-new-tokens", "--no-cache", "--prompt",
+        "--samples", "--seed", "--temperature", "--top-k", "--top-p",
+    ),
+    ("inspect", "model", "--text", "abc"): ("--compare", "--head", "--html", "--layer", "--length", "--max-tokens"),
+    ("bench", "model", "--prompt-lengths", "4", "--rounds", "1", "--new-tokens", "2"): (
+        "--batch", "--device", "--dtype", "--explain", "--length", "--new-tokens", "--prompt-lengths",
+    ),
+    ("convert", "model", "made", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"): (
+        "--calibration", "--device", "--head-map", "--kv-fraction", "--kv-rank", "--length", "--max-loss",
+        "--measured-ranks", "--method", "--n-kv-head", "--resume", "--rope-dim", "--rope-layout", "--seed", "--target",
+        "--teach", "--test", "--to",
+    ),
+    ("export", "model", "made"): ("--dtype", "--for", "--format", "--replace"),
+    ("check", "model"): ("--data", "--device", "--dtype", "--length"),
+    ("train", "model.n_layer=1", "model.n_embd=8", "model.n_query_head=2", "data.block_size=8", *SMALL): tuple(
+        f"{flag}=" for flag in FLAGS
+    ),
+}  # fmt: skip
+"""Commands that succeed with these words alone, and more that each understands."""
+BARE = (
+    "--bos", "--cache", "--ignore-eos", "--measured-ranks", "--no-bos", "--no-cache", "--parts", "--replace",
+    "--resume",
+)  # fmt: skip
+"""Options without a value."""
+LIKELY = (
+    "0", "1", "2", "3", "8", "24", "0.5", "0.99", "1e9", "9" * 30, "bf16", "true", "model", "text.txt", ".", "self",
+)  # fmt: skip
+
+
 def command_line(rng: random.Random) -> list[str]:
-    """Draw a command line; what would train does nothing else, and nothing long."""
+    """Draw a command line: mostly one that is good up to a value or two, else words as they come."""
+    if rng.random() < 0.2:
+        return random_words(rng)
+    good = rng.choice(list(GOOD_LINES))
+    words = [*good]
+    for name in rng.choices(GOOD_LINES[good], k=rng.choice((1, 1, 2, 3))):
+        value = rng.choice(LIKELY if rng.random() < 0.7 else VALUES)
+        words += [name] if name in BARE else [name + value] if name.endswith("=") else [name, value]
+    return words
+
+
+def random_words(rng: random.Random) -> list[str]:
+    """Draw a command line from all words there are; what would train does nothing else, and nothing long."""
     words = [rng.choice(COMMANDS)]
     for _ in range(rng.randrange(6)):
         match rng.randrange(4):
@@ -154,12 +203,7 @@ def command_line(rng: random.Random) -> list[str]:
             case _:
                 words.append(f"{rng.choice(('', '', '--'))}{rng.choice(FLAGS)}={rng.choice(VALUES)}")
     if words[0] in ("train", "heal"):
-        words += [
-            "data.path=text.txt",
-            "trainer.max_iters=0",
-            "trainer.eval_batches=1",
-            "system.work_dir=run",
-        ]
+        words += SMALL
     if words[0] == "bench":
         words += ["--prompt-lengths", "4", "--rounds", "1"]
     if words[0] == "study":

@@ -13,6 +13,9 @@ LATENT = {
     "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 9,
 }  # fmt: skip
 GOOD = {
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 6},
     "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [1, 0]},
     "phi3": {"num_key_value_heads": 2},
     "gpt_neox": {"rotary_pct": 0.34},
@@ -30,6 +33,8 @@ GOOD = {
     },
     "deepseek_v2": LATENT | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT | {"n_group": 2, "topk_group": 1},
+    "youtu": {key: LATENT[key] for key in list(LATENT)[:5]},
+    "minicpm3": {key: LATENT[key] for key in list(LATENT)[:5]} | {"q_lora_rank": 8},
 }
 SIZES = (0, -1, 2.5, "x", None, 10**6, 10**30)
 EXPERTS = {

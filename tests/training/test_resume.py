@@ -98,6 +98,7 @@ STATES = {
     "a pickle": lambda folder: (folder / "state.safetensors").write_bytes(b"\x80\x02." + bytes(60)),
     "a step before 0": numbers(step=-1),
     "a step of text": numbers(step="7"),
+    "a step that is true": numbers(step=True),
     "no numbers": lambda folder: (folder / "state.json").unlink(),
 }
 

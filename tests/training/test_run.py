@@ -916,6 +916,22 @@ def test_a_compiled_step_holds_all_logits(monkeypatch):
         require_step(options, model, torch.device("cpu"))
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler")
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own
+def test_a_compiled_run_learns_the_same_and_is_saved_and_resumed_under_the_same_names():
+    losses = {}
+    for name in ("plain", "compiled"):
+        flags = [f"trainer.compile={name == 'compiled'}", "model.n_layer=1", "trainer.sample_every=0"]
+        flags += ["model.embd_pdrop=0", "model.attn_pdrop=0", "model.resid_pdrop=0"]
+        run(name, *flags, "trainer.max_iters=2")
+        losses[name] = resume(name, *flags, "trainer.max_iters=4")[-1]["val_loss"]
+    assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-6)
+    plain, compiled = (rehead.load(name).state_dict() for name in losses)
+    assert plain.keys() == compiled.keys()
+
+
 def test_a_teacher_with_other_tokens_is_refused(tmp_path, monkeypatch, capsys):
     """Of as many, so that no size tells."""
     monkeypatch.chdir(tmp_path)

@@ -97,7 +97,9 @@ def heal(
     with Board(f"checking {options.system.work_dir}"):
         healed = resolve(Path(options.system.work_dir))
     certificate = conversion_of(healed)
-    ending = _ending(last) if certificate is None else f"done: {last['step']} steps"  # the loss is in the certificate
+    ending = (
+        _ending(last) if certificate is None else f"done: {last['step']} steps"
+    )  # its loss is of more text
     say(last | {"certificate": None if certificate is None else asdict(certificate)}, ending, json)
     if not json and certificate is not None:
         present_certificate(certificate, healed)
