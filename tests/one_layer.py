@@ -33,8 +33,8 @@ def one_layer(module):
     run, layers = TorchProgram(program), stored_layers(program)
 
     def decode(x, cache):
-        token = next_token(torch.zeros(len(x), dtype=torch.long), [cache], layers)
-        token.x = x
-        return run(token)
+        with next_token(torch.zeros(len(x), dtype=torch.long), [cache], layers) as token:
+            token.x = x
+            return run(token)
 
     return decode

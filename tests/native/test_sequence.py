@@ -287,6 +287,23 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.mistyped
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("n_query", "n_key", "window", "dtype"),
+    [(20, 700, None, torch.float64), (600, 600, 8, torch.float32), (600, 600, 8, torch.float64)],
+    ids=["after a long past", "window", "window, float64"],
+)
+def test_one_causal_context_for_several_texts(n_query, n_key, window, dtype):
+    """Kernels that would walk beyond the keys, or pair heads wrongly, refuse it."""
+    query, key, value = (
+        torch.randn(b, n, h, 8, dtype=dtype) for b, n, h in ((3, n_query, 4), (1, n_key, 2), (1, n_key, 2))
+    )
+    mask = Mask(n_query=n_query, n_key=n_key, window=window)
+    wanted = kernels.attend(query, *(x.expand(3, -1, -1, -1) for x in (key, value)), mask)
+    torch.testing.assert_close(kernels.attend(query, key, value, mask), wanted)
+
+
+@pytest.mark.mistyped
 def test_dropped_weights_of_one_context_for_several_texts():
     """Which neither C++ nor blocks take."""
     query, key = torch.randn(3, 40, 4, 8), torch.randn(1, 50, 2, 8)

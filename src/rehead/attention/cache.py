@@ -152,6 +152,15 @@ class LayerCache:
             self._furthest += 1
         return self._n_rows
 
+    @property
+    def count(self) -> tuple[int, int, bool, Tensor | None]:
+        """What `reserve_token` and `commit` change; set to an earlier value, it takes back the tokens counted since."""
+        return self.length, self._furthest, self._in_ring_order, self.positions
+
+    @count.setter
+    def count(self, count: tuple[int, int, bool, Tensor | None]) -> None:
+        self.length, self._furthest, self._in_ring_order, self.positions = count
+
     def commit(self, row: NextRow) -> None:
         """Record which positions the rows hold, the token in `row` included; its numbers may be written later."""
         if row.known is None:

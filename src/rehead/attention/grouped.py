@@ -87,8 +87,10 @@ class GroupedAttention(Attention):
         query, key, *values = program.linear(x, (self.q_proj, H * E), (self.k_proj, K * E), *to_value)
         if self.norms_heads:
             query, key = query.split(H), key.split(K)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = program.add(Norm(query, self.q_norm)), program.add(Norm(key, self.k_norm))
+        if self.q_norm is not None:
+            query = program.add(Norm(query, self.q_norm))
+        if self.k_norm is not None:
+            key = program.add(Norm(key, self.k_norm))
         if not self.norms_heads:
             query, key = query.split(H), key.split(K)
         if self.rotary is not None:

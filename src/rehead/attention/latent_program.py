@@ -28,14 +28,11 @@ def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> S
         (query,) = program.linear(query, (module.q_b_proj, width))
     query = query.split(H)
     if module.q_norm is not None:
-        norm = module.q_norm
-        if module.k_norm is not None and not config.rebuilds_keys:
-            norm = _joined(norm, module.k_norm)
-        query = program.add(Norm(query, norm))
+        query = program.add(Norm(query, module.q_norm))
     if module.q_up_proj is not None:
         query = program.add(PerHead(query, module._query_up(), transposed=True))
     rope, latent = latent.columns(R, P), latent.columns(0, R)
-    if config.latent_norm:
+    if not isinstance(module.kv_a_layernorm, nn.Identity):
         latent = program.add(Norm(latent, module.kv_a_layernorm))
     key_up, value_up = module._ups()
     if config.rebuilds_keys:
@@ -51,6 +48,7 @@ def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> S
             assert module.k_norm.eps is not None
             key = program.add(PerHead(latent.repeated(config.n_kv_head), key_up, transposed=True))
             row = (latent, program.add(InverseRMS(key, module.k_norm.eps)).flat())
+            key_up = (key_up * module.k_norm.weight[:, None]).detach()
         parts: tuple[Slot, ...] = (program.add(PerHead(query.columns(0, N), key_up)),)
         if module.rotary is not None:
             rotated = program.add(Rotate((query.columns(N, P), rope), module.rotary))
@@ -65,11 +63,3 @@ def lower(module: "LatentAttention", program: Program, x: Slot, layer: int) -> S
     values = program.add(PerHead(context, value_up, bias, transposed=True))
     (output,) = program.linear(values.flat(), (module.o_proj, module.d_model))
     return output
-
-
-def _joined(q_norm: nn.RMSNorm, k_norm: nn.RMSNorm) -> nn.RMSNorm:
-    """Return a query norm with the product of both weights, for keys that are then only divided by their RMS."""
-    norm = nn.RMSNorm(q_norm.normalized_shape, eps=q_norm.eps, device="meta")
-    weight = (q_norm.weight * k_norm.weight).detach()
-    norm.weight = nn.Parameter(weight, requires_grad=False)
-    return norm

@@ -69,7 +69,7 @@ class Embed(Op):
     @property
     def shape(self) -> tuple[int, int]:
         """One head of the model's width."""
-        return 1, self.tokens.embedding_dim
+        return 1, self.tokens.weight.shape[1]
 
 
 @dataclass(eq=False)
@@ -267,7 +267,7 @@ class Program:
 
     def linear(self, x: Slot, *layers: tuple[nn.Module, int], gelu: Gelu = "") -> list[Slot]:
         """Append a `Linear` of layers and their widths; return the output of each layer."""
-        widths = tuple(layer.out_features if is_plain(layer) else width for layer, width in layers)
+        widths = tuple(len(layer.weight) if is_plain(layer) else width for layer, width in layers)
         op = Linear(x, tuple(layer for layer, _ in layers), widths, gelu)
         self.add(op)
         return op.parts

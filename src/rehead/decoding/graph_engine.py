@@ -88,9 +88,11 @@ class Graphed:
         is_gapless = self.is_trusted and self._is_gapless(widest(cache))
         if widest(cache).is_full:
             self.bound = None  # it holds the rows that larger ones replace
-        token = next_token(ids, cache, self.layers)
-        if not is_gapless:
-            return self.run(token)
+        with next_token(ids, cache, self.layers) as token:
+            return self._replayed(token, cache) if is_gapless else self.run(token)
+
+    def _replayed(self, token: Token, cache: Sequence[LayerCache]) -> Tensor:
+        """Return the logits by the graph, which is captured where there is none for these rows and positions."""
         self._last_positions = widest(cache).positions
         reach = max(LEAST_REACH, 1 << (cache[0].n_token - 1).bit_length())
         if self.bound is None or not self.bound.fits(cache, reach):

@@ -85,15 +85,15 @@ def native_decoder(model: LanguageModel) -> Decode | None:
         n_position = caches[0].n_token + 1
         if longest.is_full:
             bound.clear()  # it holds the rows that larger ones replace
-        token = next_token(ids, caches, layers)
-        if not bound or not bound[0].fits(caches, n_position):
-            room = max(2 * n_position, widest(caches).n_rows, 64)
-            bound[:] = [BoundProgram(program, caches, room)]
-        if token.positions is None:
-            positions = torch.full((len(ids),), token.start, device="cpu")
-        else:
-            positions = token.positions[:, 0].contiguous()
-        logits = bound[0].run(ids.contiguous(), positions)
+        with next_token(ids, caches, layers) as token:
+            if not bound or not bound[0].fits(caches, n_position):
+                room = max(2 * n_position, widest(caches).n_rows, 64)
+                bound[:] = [BoundProgram(program, caches, room)]
+            if token.positions is None:
+                positions = torch.full((len(ids),), token.start, device="cpu")
+            else:
+                positions = token.positions[:, 0].contiguous()
+            logits = bound[0].run(ids.contiguous(), positions)
         return logits.to(model.head.weight.dtype, copy=True)
 
     return decode

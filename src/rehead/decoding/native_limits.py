@@ -4,7 +4,21 @@ from collections import defaultdict
 
 from torch import nn
 
-from rehead.attention.program import Add, Attend, AttendRebuilt, Call, Embed, Gate, Linear, Norm, Op, Program
+from rehead.attention.program import (
+    Add,
+    Attend,
+    AttendRebuilt,
+    Call,
+    Embed,
+    Gate,
+    Linear,
+    Norm,
+    Op,
+    PerHead,
+    Program,
+    Rotate,
+)
+from rehead.attention.rope import Rotary
 from rehead.attention.slot import Slot
 from rehead.config import ModelConfig
 from rehead.decoding.lowering import only_forward
@@ -52,16 +66,33 @@ def short_table(program: Program, config: ModelConfig) -> str | None:
     for op in program.ops:
         if isinstance(op, Embed):
             tables = (op.tokens, config.vocab_size), (op.positions, config.context_limit)
-            if any(table is not None and table.num_embeddings < (least or 0) for table, least in tables):
+            if any(table is not None and len(table.weight) < (least or 0) for table, least in tables):
                 return "an embedding with fewer rows than the config says"
     return None
 
 
 def _misfit(op: Op) -> str | None:
-    """Return the reason against weights of another size than their input, beyond which C++ would read."""
+    """Return the reason against weights of sizes that do not fit, beyond which C++ would read."""
     match op:
-        case Linear(x=x, layers=layers) if any(layer.in_features != x.width for layer in layers):
+        case Linear(x=x, layers=layers) if any(
+            layer.get_parameter("weight").shape[1] != x.width for layer in layers
+        ):
             return "a linear layer of another width than its input"
+        case Linear(layers=layers) if any(
+            isinstance(layer, nn.Linear) and layer.bias is not None and len(layer.bias) != len(layer.weight)
+            for layer in layers
+        ):
+            return "a bias of another width than its linear layer"
+        case Embed(tokens=tokens, positions=positions) if (
+            positions is not None and positions.weight.shape[1] != tokens.weight.shape[1]
+        ):
+            return "embeddings of different widths"
+        case PerHead(weight=weight, bias=bias, transposed=transposed) if (
+            bias is not None and not transposed
+        ) or weight[0].stride() != (weight.shape[2], 1):
+            return "matrices of heads in an order that C++ does not read"
+        case Rotate(rotary=rotary) | AttendRebuilt(rotary=rotary) if type(rotary) is not Rotary:
+            return "a rotation of its own"
         case Norm(x=x, module=norm) if norm.get_parameter("weight").numel() != x.width:
             return "a norm of another width than its input"
         case AttendRebuilt(key_up=up, key_norm=norm) if (

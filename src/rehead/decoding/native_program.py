@@ -57,7 +57,7 @@ class NativeProgram:
             raise loaded
         self._library, self._stores, self._reach = loaded, stores, reach
         self._batch = len(next(iter(stores[0].values())))
-        self._tables: dict[tuple[object, int], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
         self._ops: list[NativeOp] = []
         self._held: list[Tensor] = []  # the tensors that operations point to
         self._pending: list[tuple[list[Span], list[Span]]] = []  # reads and writes since the last barrier
@@ -190,8 +190,9 @@ class NativeProgram:
     def _(self, op: Linear, *, add: float | None = None) -> None:
         for layer, y in zip(op.layers, op.parts, strict=True):
             assert isinstance(layer, nn.Linear)
+            rows, columns = layer.weight.shape
             self._emit(
-                Kind.LINEAR, op.x, y, w=layer.weight, b=layer.bias, n=layer.out_features, k=layer.in_features,
+                Kind.LINEAR, op.x, y, w=layer.weight, b=layer.bias, n=rows, k=columns,
                 add=add is not None, scale=1.0 if add is None else add, gelu=("", "tanh", "erf").index(op.gelu),
             )  # fmt: skip
 
@@ -229,11 +230,10 @@ class NativeProgram:
             first += x.heads
 
     def _cos_sin(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        key = rotary.config, rotary.width
-        if key not in self._tables:
+        if rotary not in self._tables:
             cos, sin = rotary.cos_sin(self._reach, torch.float32, torch.device("cpu"))
-            self._tables[key] = cos.contiguous(), sin.contiguous()
-        return self._tables[key]
+            self._tables[rotary] = cos.contiguous(), sin.contiguous()
+        return self._tables[rotary]
 
     @_pack.register
     def _(self, op: Store) -> None:

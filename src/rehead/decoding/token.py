@@ -1,6 +1,7 @@
 """One decoding step: the new tokens, their rows in the caches, and what all layers compute from their positions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +21,7 @@ class Tables:
 
     def at(self, rotary: Rotary, dtype: torch.dtype, positions: Int[Tensor, "B S"]) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of `positions`."""
-        key = rotary.config, rotary.width, dtype
+        key = rotary, dtype
         if key not in self._tables:
             self._tables[key] = rotary.cos_sin(self.reach, dtype, positions.device)
         cos, sin = self._tables[key]
@@ -61,7 +62,7 @@ class Token:
 
     def cos_sin(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the token's position, for heads (B, H, E)."""
-        key = rotary.config, rotary.width, dtype
+        key = rotary, dtype
         if key not in self._cos_sin:
             if self._tables is not None:
                 assert self.positions is not None
@@ -74,7 +75,7 @@ class Token:
     def key_cos_sin(self, rotary: Rotary, dtype: torch.dtype, layer: int) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the positions of a layer's rows, for keys (B, S, K, E)."""
         cache, row = self.caches[layer], self.row(layer)
-        key = rotary.config, rotary.width, dtype, cache.n_rows, cache.window
+        key = rotary, dtype, cache.n_rows, cache.window
         if key not in self._cos_sin:
             n_key, device = row.n_used, self.ids.device
             if self._tables is not None:  # row s holds the last position that is s modulo the number of rows
@@ -105,17 +106,27 @@ class Token:
         return self._bias[key]
 
 
-def next_token(ids: Tensor, caches: Sequence[LayerCache], layers: Iterable[int]) -> Token:
-    """Reserve and commit the rows of one more token of every sequence in the caches of `layers`; return the token."""
+@contextmanager
+def next_token(ids: Tensor, caches: Sequence[LayerCache], layers: Iterable[int]) -> Iterator[Token]:
+    """Reserve and commit the rows of one more token of every sequence in the caches of `layers`; give the token.
+
+    If the block fails, no cache has counted the token, and it can be decoded again.
+    """
     start, positions = caches[0].length, caches[0].next(1)
-    rows: dict[tuple[int, int | None], NextRow] = {}
-    for layer in layers:
-        cache = caches[layer]
-        key = cache.reserve_token(), cache.window
-        if key not in rows:
-            rows[key] = cache.next_row(positions)
-        cache.commit(rows[key])
-    return Token(ids, caches, rows, start, positions)
+    counts = [cache.count for cache in caches]
+    try:
+        rows: dict[tuple[int, int | None], NextRow] = {}
+        for layer in layers:
+            cache = caches[layer]
+            key = cache.reserve_token(), cache.window
+            if key not in rows:
+                rows[key] = cache.next_row(positions)
+            cache.commit(rows[key])
+        yield Token(ids, caches, rows, start, positions)
+    except BaseException:
+        for cache, count in zip(caches, counts, strict=True):
+            cache.count = count
+        raise
 
 
 def recorded_token(

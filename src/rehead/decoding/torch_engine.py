@@ -52,7 +52,8 @@ def torch_decoder(model: LanguageModel) -> Decode:
     run, layers, check = TorchProgram(program), stored_layers(program), Check(model)
 
     def decode(ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:
-        return run(next_token(check(ids, caches), caches, layers))
+        with next_token(check(ids, caches), caches, layers) as token:
+            return run(token)
 
     return decode
 
@@ -143,7 +144,13 @@ def _(op: Norm, read: Reader) -> Run:
     module = op.module
     if op.x.heads == 1:
         row = read.one_head(op.x)
-        return lambda values, _: module(row(values))
+
+        def norm(values: Values, _: Token) -> Tensor:
+            x = row(values)
+            y: Tensor = module(x)
+            return y.clone() if y is x else y  # x may be added to before y is read
+
+        return norm
     heads = read.heads(op.x)
     return lambda values, _: module(heads(values)).flatten(1)
 

@@ -4,7 +4,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
-from rehead.attention.program import Add, Norm, Program
+from rehead.attention.program import Add, Norm, Program, Scale
 from rehead.attention.slot import Slot
 from rehead.config import GPTConfig
 from rehead.model.experts import MixtureOfExperts
@@ -57,6 +57,8 @@ class Block(nn.Module):
 
         attention_reads = normed(x, self.input_layernorm)
         mlp_reads = normed(x, self.post_attention_layernorm) if self.is_parallel else None
+        if mlp_reads is x:  # to which the attention's output is added before
+            mlp_reads = program.add(Scale(x, 1.0))
         attended = program.call(self.self_attn, attention_reads, x.width, layer)
         x = program.add(Add(normed(attended, self.post_self_attn_layernorm), x, self.scale))
         hidden = program.call(self.mlp, mlp_reads or normed(x, self.post_attention_layernorm), x.width)

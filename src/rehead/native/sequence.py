@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 
 from rehead.native.build import KernelUnavailable, library, out_of_memory
+from rehead.native.tracing import is_traced
 
 
 class Array(ctypes.Structure):
@@ -59,8 +60,8 @@ def refuses(*tensors: Tensor) -> str | None:
 
     Compiled graphs are refused: torch.compile generates its own kernels.
     """
-    if torch.compiler.is_compiling():
-        return "a compiled graph"
+    if is_traced():
+        return "a compiled graph or a transform of torch.func"
     if any(x.device.type != "cpu" for x in tensors):
         return "not on a CPU"
     if any(unpack_dual(x).tangent is not None for x in tensors):
@@ -211,6 +212,19 @@ for _name, _kernel in (
     ("gelu_backward", _gelu_backward),
 ):
     _OPERATORS.impl(_name, _kernel, "CPU")
+
+
+def _attend_shapes(
+    query: Tensor, key: Tensor, value: Tensor, draws: Tensor | None, *rule: Any
+) -> tuple[Tensor, Tensor]:
+    batch, n_query, n_head, _ = query.shape
+    return query.new_empty(batch, n_query, n_head, value.shape[3]), query.new_empty(batch, n_head, n_query)
+
+
+_OPERATORS.impl("attend", _attend_shapes, "Meta")
+_OPERATORS.impl("attend_backward", lambda *given: tuple(x.new_empty(x.shape) for x in given[:3]), "Meta")
+_OPERATORS.impl("gelu", lambda x: x.new_empty(x.shape), "Meta")
+_OPERATORS.impl("gelu_backward", lambda x, _: x.new_empty(x.shape), "Meta")
 
 
 class _Attend(torch.autograd.Function):

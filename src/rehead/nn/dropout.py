@@ -12,6 +12,8 @@ from jaxtyping import Float, Int16, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rehead.native.tracing import is_traced
+
 STEPS = 1 << 15
 """Probabilities are rounded to multiples of 1 / STEPS; the kept numbers are scaled by the rounded value."""
 WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -66,7 +68,7 @@ def dropout(x: Float[Tensor, "..."], pdrop: float) -> Float[Tensor, "..."]:
 
 def is_ours(x: Tensor) -> bool:
     """Return True on a CPU outside torch.compile, which has a fast dropout of its own and no bit views."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not is_traced()
 
 
 class Dropout(nn.Dropout):

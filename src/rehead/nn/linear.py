@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rehead.native.tracing import is_traced
 from rehead.nn.rows import row_parts
 
 WIDEN_FROM = 64
@@ -60,7 +61,7 @@ def _widens(x: Tensor, weight: Tensor) -> bool:
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not narrow or x.device.type != "cpu" or (x[..., 0].numel() < WIDEN_FROM and not learns):
         return False
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if torch.is_autocast_enabled("cpu") or is_traced():
         return False
     return not _multiplies(x.dtype)
 
@@ -74,7 +75,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 def _has_onednn(x: Tensor) -> bool:
-    if x.device.type != "cpu" or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or torch.is_autocast_enabled("cpu") or is_traced():
         return False
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 

@@ -19,6 +19,8 @@ class Continued(Kernel):
 
     def limit(self, call: Call) -> str | None:
         """Accept causal chunks after a long past, on a CPU without gradients."""
+        if len(call.key) != len(call.query):
+            return "keys are shared by several sequences"
         if call.query.device.type != "cpu" or torch.is_grad_enabled():
             return "not on a CPU without gradients"
         follows = call.mask.is_causal_chunk and call.mask.n_key >= LONG

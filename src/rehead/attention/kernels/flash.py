@@ -37,7 +37,7 @@ class Flash(Kernel):
     def limit(self, call: Call) -> str | None:
         """Refuse unsupported calls, and compiled graphs, which would trace the self-check."""
         query, value = call.query, call.value
-        if (no_window := window_limit(call.mask)) is not None:
+        if (no_window := window_limit(call)) is not None:
             return no_window
         if query.device.type != DEVICE:
             return "not on a GPU"

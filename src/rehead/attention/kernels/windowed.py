@@ -17,10 +17,13 @@ PARTS = (Blocked(), SDPA())
 """The kernels for a chunk, in order of preference."""
 
 
-def window_limit(mask: Mask) -> str | None:
+def window_limit(call: Call) -> str | None:
     """Return the reason against a kernel for windows; None if one applies."""
+    mask = call.mask
     if not mask.is_band:
         return "no window, or positions are given"
+    if len(call.key) != len(call.query):
+        return "keys are shared by several sequences"
     return None if mask.n_key >= max(LONG, 2 * (mask.window or 0)) else "few keys"
 
 
@@ -37,7 +40,7 @@ class Windowed(Kernel):
 
     def limit(self, call: Call) -> str | None:
         """Refuse calls without a window, and those with few keys."""
-        return window_limit(call.mask)
+        return window_limit(call)
 
     def run(self, call: Call) -> Float[Tensor, "B L H V"]:
         """Compute the chunks in one batch."""

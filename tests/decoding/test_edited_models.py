@@ -1,0 +1,205 @@
+"""Models that a user has changed by hand decode what `forward` computes, in every engine, or are refused by C++."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from rehead import decoding
+from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention.program import Embed, PerHead, Program
+from rehead.attention.rope import Rotary
+from rehead.decoding.native_limits import refusal
+from rehead.decoding.native_op import kernel
+from rehead.decoding.native_program import NativeProgram
+from rehead.decoding.torch_engine import TorchProgram
+from rehead.model import build
+from rehead.native import KernelUnavailable
+from small import llama_shaped
+
+B, V, D = 3, 23, 16
+GQA = GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=8, rope=RopeConfig())
+MLA = LatentConfig(n_query_head=4, n_kv_head=2, kv_lora_rank=6, qk_nope_head_dim=8, v_head_dim=5)
+ENGINES = {"torch": decoding.torch_decoder, "C++": decoding.native_decoder}
+HAS_CPP = not isinstance(kernel(), KernelUnavailable)
+
+
+def llama(attention, **other):
+    return llama_shaped(attention, attention, vocab_size=V, n_embd=D, n_hidden=20, norm_eps=1e-5, **other)
+
+
+def made(config):
+    torch.manual_seed(0)
+    model = build(config).eval()
+    for weight in model.parameters():
+        weight.data.add_(torch.randn_like(weight), alpha=0.3)
+    return model.float()
+
+
+def fewer_units(model):
+    for layer in model.layers:
+        mlp = layer.mlp
+        for part in (mlp.gate_proj, mlp.up_proj):
+            part.weight = nn.Parameter(part.weight[::2].contiguous())
+        mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight[:, ::2].contiguous())
+
+
+def fewer_outputs(model):
+    model.head.weight = nn.Parameter(model.head.weight[: V - 4].contiguous())
+
+
+def no_key_norm(model):
+    for layer in model.layers:
+        layer.self_attn.k_norm = None
+
+
+def no_query_norm(model):
+    for layer in model.layers:
+        layer.self_attn.q_norm = None
+
+
+def no_mlp_norm(model):
+    for layer in model.layers:
+        layer.post_attention_layernorm = nn.Identity()
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def same_mlp_norm(model):
+    for layer in model.layers:
+        layer.post_attention_layernorm = Same()
+
+
+def latent_norm(model):
+    for layer in model.layers:
+        layer.self_attn.kv_a_layernorm = nn.RMSNorm(6).float()
+        layer.self_attn.kv_a_layernorm.weight.data += torch.rand(6)
+
+
+class Reversed(Rotary):
+    def apply(self, x, cos, sin):
+        return super().apply(x, cos, -sin)
+
+
+def own_rotation(model):
+    model.layers[1].self_attn.rotary = Reversed(GQA.rope, 8)
+
+
+CHANGES = {
+    "fewer hidden units": (llama(GQA), fewer_units),
+    "a trimmed vocabulary": (llama(GQA), fewer_outputs),
+    "a GQA without a key norm": (llama(replace(GQA, qk_norm_eps=1e-6)), no_key_norm),
+    "a GQA without a query norm": (llama(replace(GQA, qk_norm_eps=1e-6)), no_query_norm),
+    "an MLA without a query norm": (llama(replace(MLA, qk_norm_eps=1e-6)), no_query_norm),
+    "a parallel MLP without a norm": (llama(GQA, parallel_residual=True), no_mlp_norm),
+    "a parallel MLP with a norm that is none": (llama(GQA, parallel_residual=True), same_mlp_norm),
+    "a norm of latents": (llama(replace(MLA, latent_norm=False)), latent_norm),
+    "a rotation of its own": (llama(GQA), own_rotation),
+}
+REFUSED = {
+    "a parallel MLP with a norm that is none": "Same",
+    "a rotation of its own": "a rotation of its own",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_decoded_is_forward(name, engine):
+    config, change = CHANGES[name]
+    model = made(config)
+    change(model)
+    ids = torch.randint(model.head.weight.shape[0], (B, 9))
+    wanted = model(ids)
+    if engine == "C++" and (not HAS_CPP or name in REFUSED):
+        assert REFUSED.get(name, "") in decoding.native_refusal(model)
+        return
+    cache, decode = model.new_cache(B), ENGINES[engine](model)
+    model(ids[:, :3], cache=cache)
+    got = torch.stack([decode(one, cache) for one in ids[:, 3:].T], 1)
+    torch.testing.assert_close(got, wanted[:, 3:], atol=2e-5, rtol=2e-5)
+
+
+def one_bias_for_all(model):
+    model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(1).float())
+
+
+def wider_positions(model):
+    model.embed_positions.weight.data = torch.randn(64, 2 * D).float()
+
+
+def fewer_positions(model):
+    model.embed_positions.weight.data = model.embed_positions.weight.data[:10]
+
+
+@pytest.mark.skipif(not HAS_CPP, reason="no kernel")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (one_bias_for_all, "a bias of another width than its linear layer"),
+        (wider_positions, "embeddings of different widths"),
+        (fewer_positions, "an embedding with fewer rows than the config says"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_cpp(change, why):
+    model = made(llama(replace(GQA, rope=None), learned_positions=True))
+    assert decoding.native_refusal(model) is None
+    change(model)
+    assert decoding.native_refusal(model) == why
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_fails_can_be_repeated(engine, ragged, monkeypatch):
+    """No cache has counted its token."""
+    if engine == "C++" and not HAS_CPP:
+        pytest.skip("no kernel")
+    model = made(llama_shaped(GQA, replace(GQA, window=4), vocab_size=V, n_embd=D, n_hidden=20))
+    ids = torch.randint(V, (B, 12))
+    lengths = torch.tensor([6, 2, 5] if ragged else [6, 6, 6])[:, None]
+    positions = torch.where(torch.arange(6) < lengths, torch.arange(6), EMPTY) if ragged else None
+
+    def steps(failing):
+        cache, decode, rows = model.new_cache(B), ENGINES[engine](model), []
+        model(ids[:, :6], positions, cache)
+        for number, one in enumerate(ids[:, 6:].T):
+            if number in failing:
+                with monkeypatch.context() as patch:
+                    for program in (NativeProgram, TorchProgram):
+                        patch.setattr(program, "__call__", fail)
+                    with pytest.raises(MemoryError):
+                        decode(one, cache)
+            rows.append(decode(one, cache))
+        return torch.stack(rows), [part.n_token for part in cache]
+
+    def fail(*_):
+        raise MemoryError
+
+    (got, counts), (wanted, counted) = steps({0, 3}), steps(set())
+    assert torch.equal(got, wanted)
+    assert counts == counted
+
+
+@pytest.mark.parametrize(
+    ("bias", "transposed", "view", "refused"),
+    [
+        (False, False, False, False),
+        (True, True, False, False),
+        (True, False, False, True),
+        (False, False, True, True),
+        (False, True, True, True),
+    ],
+)
+def test_matrices_of_heads_in_another_order_are_refused_by_cpp(bias, transposed, view, refused):
+    weight = torch.randn(2, 4, 4)
+    program = Program()
+    x = program.add(Embed(nn.Embedding(5, 8), None, 1.0)).split(2)
+    per_head = PerHead(x, weight.mT if view else weight, torch.randn(2, 4) if bias else None, transposed)
+    program.add(per_head)
+    why = "matrices of heads in an order that C++ does not read"
+    assert refusal(program) == (why if refused else None)
