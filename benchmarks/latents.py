@@ -5,13 +5,16 @@
 Losses in nats per token on each test text, over the source's. Of the published conversions every split of the cache is
 tried on the first window of each test text, and the best one is measured on all, which favours them. With --heal, every
 model is then healed on the texts it was fitted to, by each number of steps and each of --seeds; the control is the
-source, trained on them alike. What is done is kept in out/latents/results.json, so that an interrupted run resumes; the
-table is beside it.
+source, trained on them alike. With --decode 4096, the time of a token after so many is measured too, over the source's
+in alternating rounds. What is done is kept in out/latents/results.json, so that an interrupted run resumes; the table
+and a picture are beside it.
 """
 
 import argparse
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from healed import control, healed
+from latents_picture import Measured, draw
 from published import mha2mla, transmla
 
 import rehead
@@ -33,6 +37,7 @@ from rehead.conversion.page import markdown
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.target import Kind, Target
 from rehead.conversion.texts import SELF, Passage
+from rehead.decoding import decoder
 from rehead.errors import ConfigError
 from rehead.measure import evaluate_text
 from rehead.model import LanguageModel
@@ -151,10 +156,23 @@ class Bench:
             return several[0]
         return min(several, key=lambda one: sum(self.losses(f"{key} {one[0]}", one[1], 1)))
 
+    def time(self, key: str, make: Made) -> float | None:
+        """Return the time of a token after --decode tokens over the source's."""
+        if not self.given.decode:
+            return None
+        key = f"{key}, a token after {self.given.decode}"
+        if key not in self.done:
+            with tempfile.TemporaryDirectory() as place:  # whose weights are not those in `scratch`, but in memory
+                rehead.save(make(), Path(place, "model"))
+                self.done[key] = decoded(rehead.load(Path(place, "model")), self.model, self.given.decode)
+            self.file.write_text(json.dumps(self.done, indent=1))
+            print(key, round(self.done[key], 3), flush=True)
+        return float(self.done[key])
+
     def row(
         self, key: str, make: Made, heal: Callable[[LanguageModel, int, list[str]], LanguageModel]
-    ) -> list[str]:
-        """Return the losses over the source's: as made, and after each number of steps."""
+    ) -> tuple[list[list[list[float]]], float | None]:
+        """Return the losses over the source's, as made and after each number of steps, by text and seed; and a time."""
         given, cells = self.given, []
         base = self.losses("source", lambda: self.model)
         kept = cache(make)
@@ -168,15 +186,48 @@ class Bench:
                 flags = [*given.flags, f"system.seed={seed}"]
                 name = f"{key}, healed {steps} steps, seed {seed}"
                 runs.append(self.losses(name, partial(after, steps, flags)))
-            cells.append(" / ".join(map(spread, zip(*runs, strict=True), base)))
-        return cells
+            by_text = zip(zip(*runs, strict=True), base, strict=True)
+            cells.append([[loss - before for loss in losses] for losses, before in by_text])
+        return cells, self.time(key, kept)
 
 
-def spread(runs: Sequence[float], before: float) -> str:
-    """Return the mean of the runs over `before` and, of several, half of their range."""
-    over = [loss - before for loss in runs]
+def spread(over: Sequence[float]) -> str:
+    """Return the mean of the runs and, of several, half of their range."""
     half = (max(over) - min(over)) / 2
     return f"{sum(over) / len(over):+.3f}" + (f" ± {half:.3f}" if len(over) > 1 else "")
+
+
+@torch.no_grad()
+def decoded(
+    one: LanguageModel, source: LanguageModel, n_past: int, rounds: int = 15, n_new: int = 16
+) -> float:
+    """Return the median time of a token after `n_past` random ones, over that of `source`, in alternating rounds."""
+    past = torch.randint(source.config.vocab_size, (1, n_past), generator=torch.Generator().manual_seed(0))
+    arms = []
+    for model in (one, source):
+        kept = model.new_cache(1, n_past + (rounds + 1) * n_new)
+        model(past, cache=kept)
+        arms.append((decoder(model), kept, list[float]()))
+    for _ in range(rounds + 1):  # the first round warms up
+        for step, kept, times in arms:
+            begun = time.perf_counter()
+            for number in range(n_new):
+                step(past[:, number], kept)
+            times.append(time.perf_counter() - begun)
+    ours, theirs = (times[1:] for _, _, times in arms)
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def as_cells(row: Measured) -> list[str]:
+    """Return a row of the table."""
+    losses = [" / ".join(map(spread, by_text)) for by_text in row.losses]
+    return [
+        f"{row.share:.4g}",
+        row.kind,
+        row.split,
+        *losses,
+        *([] if row.time is None else [f"{row.time:.2f}"]),
+    ]
 
 
 def main() -> None:
@@ -194,11 +245,12 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=CALIBRATION_TOKENS, help="of all texts to fit to together"
     )
-    parser.add_argument("--only", nargs="+", default=[], help="conversions whose name has one of these words")
+    parser.add_argument("--only", nargs="+", default=[], help="the conversions of these names, and source")
     parser.add_argument(
         "--teach", type=int, default=0, help="passes: every target of rehead also taught layer by layer"
     )
     parser.add_argument("--heal", type=int, nargs="*", default=[], help="numbers of steps")
+    parser.add_argument("--decode", type=int, default=0, help="tokens before the one that is timed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the healing")
     parser.add_argument("--flags", nargs="*", default=[], help="of the healing, as trainer.batch_size=2")
     given = parser.parse_args()
@@ -217,22 +269,24 @@ def main() -> None:
 
     rows = []
     if not given.only or "source" in given.only:
-        rows.append(["100 %", "source (control)", "", *bench.row("source", lambda: bench.model, trained)])
+        rows.append(Measured(1.0, "source (control)", "", *bench.row("source", lambda: bench.model, trained)))
     with tempfile.TemporaryDirectory() as scratch:
         converter = Converter(bench.model, None, bench.fit, length=given.length, scratch=Path(scratch))
         for share in given.shares:
             candidates: dict[str, list[tuple[str, Made]]] = {}
             for kind, details, make in arms(converter, source, share, given.teach):
-                if given.only and not any(word in kind for word in given.only):
+                if given.only and kind not in given.only:
                     continue
                 candidates.setdefault(kind, []).append((details, make))
             for kind, several in candidates.items():
                 details, make = bench.best(f"{share} {kind}", several)
                 key = f"{share} {kind} {details}".strip()
-                rows.append([f"{share:.2%}", kind, details, *bench.row(key, make, taught)])
+                rows.append(Measured(share, kind, details, *bench.row(key, make, taught)))
     names = " / ".join(Path(name).stem for name in given.test)
     steps = [f"{names}, {steps} steps" for steps in given.heal]
-    table = markdown(["cache", "conversion", "split", names, *steps], rows)
+    timed = [f"token after {given.decode:,}"] if given.decode else []
+    table = markdown(["cache", "conversion", "split", names, *steps, *timed], map(as_cells, rows))
+    draw(rows, [0, *given.heal], given.decode, given.out / "latents.png")
     base = bench.losses("source", lambda: bench.model)
     (given.out / "table.md").write_text(f"Source: {base}\n\n{table}\n\nrehead {rehead.__version__}\n")
     print(table)
