@@ -102,7 +102,7 @@ def made_up():
         ]
         return {
             "study": text, "about": text, "command": f"rehead study {text}", "fraction": 0.5,
-            "temperature": 0.8, "prompt_note": None, "conversion": None, "exports": [],
+            "temperature": 0.8, "prompt": text, "prompt_note": None, "conversion": None, "exports": [],
             "environment": {"processor": text, "cores": 2}, "variants": variants,
             "questions": [
                 {"ask": text, "of": [a, b, c], "show": ["loss", "frontier"], "claims": claims},

@@ -1,5 +1,7 @@
 """Charts as images and as data for a page: names of bars, numbers on axes, gaps."""
 
+from dataclasses import replace
+
 import pytest
 from matplotlib.figure import Figure
 
@@ -67,6 +69,63 @@ def test_so_has_that_of_a_page(tmp_path, opened, sizes, ticks):
     shown.wait_for_selector(".plot .mark")
     texts = shown.locator(".plot > text[text-anchor=middle]").all_text_contents()
     assert texts == [*ticks, "bytes"]
+
+
+def many(kind, n=17):
+    """A chart of one series for each of the first `n` variants."""
+    series = [Series(name=f"v{at}", x=[1.0 + at, 20.0 + at], y=[at, at], look=Look.of(at)) for at in range(n)]
+    return Chart(
+        kind=kind, x="bytes", y="loss", series=[*series, *(replace(one, faint=True) for one in series)]
+    )
+
+
+def test_thirty_two_variants_can_be_told_apart_in_an_image(drawn):
+    (points, lines) = drawn(many("points", 32), many("lines", 32))
+    shown = [line for line in points.get_lines() if not line.get_label().startswith("_")]
+    assert len({(line.get_color(), line.get_marker(), line.get_fillstyle()) for line in shown}) == 32
+    for axes in (points, lines):
+        dotted = [line for line in axes.get_lines() if line.get_linewidth() < 1]
+        assert len({(line.get_color(), str(line._unscaled_dash_pattern)) for line in dotted}) == 32
+
+
+MARKED = """[...document.querySelectorAll('.plot .series')].map((one) => (
+[one.getAttribute('class'), [...one.querySelectorAll('path')].map((path) => (
+  [path.getAttribute('class'), path.getAttribute('stroke-dasharray'), path.getAttribute('transform')?.split(' ')[2]]
+))])).map(JSON.stringify)"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("kind", ["points", "lines"])
+def test_and_on_a_page(tmp_path, opened, kind):
+    path = tmp_path / "chart.html"
+    swatches = "".join(interactive.swatch(Look.of(at)) for at in range(32))
+    path.write_text(page.page("a", interactive.fragment(many(kind, 32)) + swatches, interactive.script()))
+    shown = opened(path, width=900)
+    shown.wait_for_selector(".plot .series path", state="attached")
+    marked = shown.evaluate(MARKED)
+    assert len(marked) == 64
+    faint = [one for one in marked if "faint" in one]
+    assert len(set(faint)) == len(faint) == 32
+    assert len(set(marked) - set(faint)) == 32
+    looks = "[...document.querySelectorAll('.swatch')].map((one) => getComputedStyle(one)).map((one) => "
+    looks += "one.backgroundColor + one.backgroundImage)"
+    assert len(set(shown.evaluate(looks))) == 32
+
+
+@pytest.mark.parametrize("kind", ["lines", "points"])
+def test_names_of_other_scripts_and_with_an_underscore_are_in_an_image(drawn, kind):
+    """Without a warning; matplotlib leaves what begins with an underscore out of legends."""
+    named = [Series(name=name, x=[1, 2], y=[1.0, 2.0]) for name in ("_ref", "模型", "\U0001f680")]
+    (axes,) = drawn(Chart(kind=kind, x="steps", y="loss", series=named))
+    texts = [text.get_text().strip().split()[0] for text in axes.get_legend().get_texts()]
+    assert texts == ["_ref", "模型", "\U0001f680"]
+
+
+def test_what_no_font_has_is_a_box_without_a_warning(tmp_path):
+    one = Series(name="模型 \U0001f680", x=[1, 2], y=[1.0, 2.0])
+    panel = Panel(name="a", title="模", charts=[Chart(kind="lines", x="steps", y="loss", series=[one])])
+    plot.draw(panel, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("kind", ["lines", "points"])

@@ -93,6 +93,125 @@ def test_layer_and_head_are_chosen_on_both_sides(shrunk, attention, tmp_path, op
     assert page.locator(".maps .shown figcaption").text_content() == "C"
 
 
+CHOSEN = (
+    "[...document.querySelectorAll('.before, .shown')].map((side) => side.querySelector('[name={}]').value)"
+)
+
+
+def test_a_cell_of_the_overview_chooses_for_both_sides(shrunk, attention, tmp_path, opened, until):
+    file, document = tmp_path / "report.html", shrunk("")
+    file.write_text(study.html(document, attention([one["variant"] for one in document["variants"][:2]])))
+    page = opened(file)
+    page.locator("#maps").scroll_into_view_if_needed()
+    for side in (".before", ".shown"):
+        until(page, f"{MAP.format(side)} !== undefined")
+    for side, layer, head in ((".before", 1, 2), (".shown", 0, 1)):
+        page.locator(side).get_by_role("button", name=f"layer {layer}, head {head}:").click()
+        for name, value in (("layer", layer), ("head", head)):
+            until(page, f"{CHOSEN.format(name)}.every((one) => one === '{value}')")
+        pressed = page.locator(f"{side} .overview [aria-pressed=true]")
+        assert pressed.evaluate("(one) => one === document.activeElement")
+        assert page.locator(f".pair .map[aria-label*='layer {layer}, head {head}']").count() == 2
+
+
+def test_a_variant_shown_later_has_the_layer_and_head_that_were_chosen(
+    shrunk, attention, tmp_path, opened, until
+):
+    file, document = tmp_path / "report.html", shrunk("")
+    file.write_text(study.html(document, attention([one["variant"] for one in document["variants"][:3]])))
+    page = opened(file)
+    page.locator("#maps").scroll_into_view_if_needed()
+    until(page, f"{MAP.format('.before')} !== undefined")
+    page.select_option(".before [name=layer]", "1")
+    page.select_option(".before [name=head]", "2")
+    page.select_option("#maps > p select[name=variant]", "1")
+    until(page, f"{MAP.format('.shown')} !== undefined")
+    assert [page.evaluate(CHOSEN.format(name)) for name in ("layer", "head")] == [["1"] * 2, ["2"] * 2]
+    assert (
+        page.locator(".shown .map")
+        .get_attribute("aria-label")
+        .startswith("Attention weights of layer 1, head 2")
+    )
+
+
+def test_on_paper_maps_name_their_head_and_details_are_open(shrunk, attention, tmp_path, opened, until):
+    file, document = tmp_path / "report.html", shrunk("")
+    file.write_text(study.html(document, attention([one["variant"] for one in document["variants"][:2]])))
+    page = opened(file)
+    page.locator("#maps").scroll_into_view_if_needed()
+    until(page, f"{MAP.format('.shown')} !== undefined")
+    page.emulate_media(media="print")
+    for side in (".before", ".shown"):
+        for name in ("layer", "head"):
+            chosen = page.locator(f"{side} [name={name}]")
+            assert chosen.is_visible()
+            assert chosen.evaluate("(one) => getComputedStyle(one).appearance") == "none"
+        for gone in ("[name=kind]", ".overview", ".of-heads"):
+            assert not page.locator(f"{side} {gone}").is_visible()
+    closed = "document.querySelectorAll('details:not([open])').length"
+    before = page.evaluate(closed)
+    assert before > 3
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(closed) == 0
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(closed) == before
+
+
+def test_no_browser_keeps_a_choice_over_a_reload(shrunk, attention):
+    """It would say another variant than is shown."""
+    document = shrunk("")
+    names = [one["variant"] for one in document["variants"][:2]]
+    for text in (
+        study.html(document, attention(names)),
+        study.html(document | {"conversion": None}, attention(names)),
+    ):
+        choices = re.findall("<select [^>]*>", text)
+        assert len(choices) == 7
+        assert all('autocomplete="off"' in choice for choice in choices)
+
+
+def test_what_no_text_was_read_for_is_fitted_to_none(shrunk):
+    document = shrunk("")
+    for run in document["variants"][1]["runs"]:
+        run["certificate"]["calibration"] = []
+    fitted = re.findall("<dt>Fitted to</dt><dd>(.*)</dd>", study.html(document, {}))
+    assert [text[:7] for text in fitted] == ["no text", " (64 of", " (64 of"]
+
+
+def test_losses_of_samples_are_those_of_the_certificates(shrunk):
+    """Those of the study's own text would stand beside them without a word."""
+    page = study.html(shrunk(""), {})
+    assert len(re.findall("<figcaption><i class=[^>]*></i>[A-D]</figcaption>", page)) == 4
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.125, "12.5 %"), (0.0123, "1.23 %"), (9.9, "990 %"), (9.996, "1,000 %"), (16, "1,600 %")],
+)
+def test_a_share_is_a_plain_number(share, text):
+    assert shrink.percent(share) == text
+
+
+def test_names_are_whole_on_the_terminal(shrunk, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    document = shrunk("")
+    names = ["A", "MLA of half, fitted to my help", "MLA of half, fitted to my text", "D"]
+    for one, name in zip(document["variants"], names, strict=True):
+        one["variant"] = name
+        one["runs"][0]["sample"] = "word " * 40
+    for one in document["variants"][1:]:
+        one["from"] = "A"
+    document["variants"][3]["kind"] = "converted"
+    document["variants"][3]["convert"] = {"to": "mqa"}
+    shrink.present(document)
+    printed = capsys.readouterr().out
+    assert "more characters" not in printed
+    for name in names[1:3]:
+        assert re.search(f"^{name}  word word", printed, re.MULTILINE)
+        assert " ".join(printed.split()).count(name) >= 2
+    assert all(len(line) <= 80 for line in printed.splitlines() if "word word" in line)
+
+
 def test_one_model_is_not_ranked_and_what_is_slow_is_named(shrunk):
     document = shrunk("")
     document["questions"][0]["show"] = ["loss", "frontier"]

@@ -67,6 +67,27 @@ def test_a_legend_entry_hides_its_series_and_the_pointer_reads_values(made_up, t
     assert "2.05 (2 to 2.1)" in frontier.locator(".tip").text_content()
 
 
+TOUCH = """([kind, x, y]) => document.querySelector('.chart.points .plot').dispatchEvent(
+new PointerEvent(kind, { pointerType: 'touch', clientX: x, clientY: y, bubbles: true }))"""
+
+
+def test_what_a_finger_touched_can_be_read_when_it_has_lifted(made_up, tmp_path, opened, until):
+    file = tmp_path / "report.html"
+    file.write_text(study.html(made_up(), {}))
+    page = opened(file, width=390)
+    until(page, f"{CHARTS}.every(Boolean)")
+    chart = page.locator(".chart.points").first
+    chart.scroll_into_view_if_needed()
+    mark = chart.locator(".plot .mark").first.bounding_box()
+    at = [mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2]
+    for kind in ("pointerdown", "pointerup", "pointerleave"):
+        page.evaluate(TOUCH, [kind, *at])
+    assert chart.locator(".tip").is_visible()
+    assert "2.05 (2 to 2.1)" in chart.locator(".tip").text_content()
+    page.evaluate(TOUCH, ["pointerdown", 2, at[1] + 200])
+    assert not chart.locator(".tip").is_visible()
+
+
 def test_variant_layer_and_head_are_chosen(made_up, attention, tmp_path, opened, until):
     file = tmp_path / "report.html"
     file.write_text(study.html(made_up(), attention()))

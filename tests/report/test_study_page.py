@@ -139,6 +139,89 @@ def test_unlike_models_rank_nothing(made_up):
     ]
 
 
+def test_losses_at_different_lengths_rank_nothing(made_up):
+    """They are compared at a common one, which is not what the cards show."""
+    document = made_up()
+    document["variants"] = document["variants"][:2]
+    document["variants"][1] |= {"length": 32}
+    facts = study.facts(document)
+    assert facts[1][::2] == (
+        "Validation loss", "nats per token; at different block lengths, so none is ranked",
+    )  # fmt: skip
+    assert "On the frontier" not in [name for name, _, _ in facts]
+
+
+def exported(*seeds):
+    """An export of these seeds."""
+    one = {
+        "command": "c",
+        "architecture": "Llama",
+        "reader": "r",
+        "tokens": 9,
+        "max_error": 1e-7,
+        "same_choice": 1.0,
+    }
+    return [{"variant": "Stock", "seed": seed, **one} for seed in seeds]
+
+
+def test_without_scripts_the_page_says_where_the_numbers_are(made_up):
+    """Those of loss curves are in no table."""
+    said = re.findall("<noscript>(This chart.*)</noscript>", study.html(made_up(), {}))
+    assert set(said) == {
+        "This chart needs JavaScript, which is off; the tables, or curves.csv and the images beside this page, have "
+        "the numbers."
+    }
+
+
+def test_exports_of_several_seeds_are_told_apart(made_up, capsys, tmp_path):
+    for seeds, names in (((7,), ["Stock"]), ((7, 8), ["Stock, seed 7", "Stock, seed 8"])):
+        document = made_up() | {"exports": exported(*seeds)}
+        assert re.findall("<b>(Stock.*)</b>: ", study.html(document, {})) == names
+        study.present(document, tmp_path)
+        assert re.findall("^(Stock.*): Llama", capsys.readouterr().out, re.MULTILINE) == names
+
+
+@pytest.mark.parametrize(
+    ("prompt", "note", "said"),
+    [
+        ("O", None, "All continue the same prompt, at"),
+        (None, None, "Each continues the beginning of its validation text, at"),
+        ("ä", "no ä", "Each continues the prompt or, as noted below, its validation text, at"),
+    ],
+)
+def test_samples_say_what_they_continue(made_up, prompt, note, said):
+    text = Seen(study.html(made_up() | {"prompt": prompt, "prompt_note": note}, {})).text
+    assert said in text
+    assert "A 2.0500 (2.0000 to 2.1000)\n" in text
+
+
+def test_a_model_that_no_step_made_has_no_training_loss(made_up):
+    document = made_up()
+    for run in document["variants"][2]["runs"]:
+        run["steps"] = 0
+    text = Seen(study.html(document, {})).text
+    assert text.count("training loss 2.0500") == 0
+    assert "Seed 0: loss 2.0500 on the end of the study's text, 2.0500 on the rest,\nnot exact" in text
+    assert "Seed 0: validation loss 2.0000, training loss 2.0000" in text
+
+
+def test_images_of_an_earlier_report_are_replaced(made_up, tmp_path):
+    document = made_up()
+    study.write(document, {}, tmp_path)
+    drawn = {file.name for file in tmp_path.glob("*.png")}
+    assert drawn == {"1-loss.png", "1-frontier.png", "2-memory.png", "2-speed.png", "3-kv_dtype.png"}
+    own = {"mine.png", "12-mine.png"}
+    for name in (*own, "9-speed.png", "shrink.png"):
+        (tmp_path / name).write_bytes(b"")
+    document["questions"] = document["questions"][1:]
+    study.write(document, {}, tmp_path)
+    assert {file.name for file in tmp_path.glob("*.png")} == own | {
+        "1-memory.png",
+        "1-speed.png",
+        "2-kv_dtype.png",
+    }
+
+
 def test_longer_texts_are_before_and_after(made_up):
     document = made_up()
     document["variants"][0] |= {"length": 32, "steps_before": 0, "steps": 4}
@@ -286,6 +369,18 @@ def test_losses_in_a_format_are_over_the_one_source_without_rounding(made_up):
     assert int8.y == pytest.approx([(0.25 + 0.5) / 2, (0.2 + 0.4) / 2])
     assert (int8.low, int8.high) == (pytest.approx([0.25, 0.2]), pytest.approx([0.5, 0.4]))
     assert int8.x == [20, 80]
+
+
+def test_marks_of_more_models_than_there_are_repeat_and_it_is_said(made_up):
+    document = made_up()
+    figures, (one, *_) = Figures(document), document["variants"]
+    for n, said in (
+        (10, "Every model has its mark."),
+        (11, "Marks repeat after 10 models; the table has their names."),
+    ):
+        panel = figures.kv_dtype([one | {"variant": f"v{at}"} for at in range(n)])
+        assert len(set(panel.charts[0].series[0].markers)) == 10
+        assert said in panel.notes[0]
 
 
 def test_without_formats_there_is_no_picture_of_them(made_up):

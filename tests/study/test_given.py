@@ -11,7 +11,7 @@ import torch
 import rehead
 from rehead.cli import main
 from rehead.config import ModelOptions, flags
-from rehead.errors import ConfigError
+from rehead.errors import ConfigError, InvalidInput
 from rehead.model import build
 from rehead.study import Preset, costs, jobs, kv_dtype
 from rehead.tokenizer import train
@@ -158,6 +158,7 @@ def test_the_command_of_a_healing_names_the_text_that_the_study_reads():
     )
 
 
+MQA = {"from": "a", "convert": {"to": "mqa"}}
 REFUSED = {
     "flags of a given model": (
         {"a": {"source": "small"}}, ["model.n_kv_head=[1,2]"], "model.n_kv_head=[1, 2]: no variant of p is made from",
@@ -171,6 +172,36 @@ REFUSED = {
     "longer than it reads": (
         {"a": {"source": "small"}}, ["data.block_size=17"], "block_size=17: the model in small reads at most 16",
     ),
+    "a longer one from it": (
+        {"a": {"source": "small"}, "b": {"from": "a", "data": {"block_size": 17}}}, [],
+        "b: data.block_size=17: the model in small reads at most 16",
+    ),
+    "a longer healing": (
+        {"a": {}, "b": MQA, "c": {"from": "b", "heal": True, "data": {"block_size": 17}}},
+        [], "c: data.block_size=17: the model in runs/p/a/seed-3407 reads at most 16",
+    ),
+    "a shorter one": (
+        {"a": {}, "b": {"from": "a", "data": {"block_size": 15}}}, [], "b: data.block_size=15 is below the 16 of a,",
+    ),
+    "another model from its weights": (
+        {"a": {}, "b": {"from": "a", "model": {"n_kv_head": [1, 2]}}}, [],
+        "b, n_kv_head=1: model.n_kv_head=1: not the model of a, whose weights it starts from.",
+    ),
+    "a model for a healing": (
+        {"a": {}, "b": MQA, "c": {"from": "b", "heal": True, "model": {"n_kv_head": [1, 2]}}},
+        [], "c, n_kv_head=1: model.n_kv_head=[1, 2] has no effect: the model is that of b. Leave it out",
+    ),
+    "a model for one that is given": (
+        {"a": {"source": "small"}, "b": {"from": "a", "model": {"attn_pdrop": 0.2}}},
+        [], "b: model.attn_pdrop=0.2 has no effect: the model is that of a",
+    ),
+    "training of a given model": (
+        {"a": {"source": "small"}, "b": MQA}, ["trainer.learning_rate=[0.1,0.2]"],
+        "trainer.learning_rate=[0.1, 0.2]: small is given, not trained",
+    ),
+    "a shape beside a folder": (
+        {"a": {"model": {"n_embd": 12}}}, ["model.folder=small"], "has no effect with model.folder=small",
+    ),
     "an export that cannot be": (
         {"a": {"model": {"shape": "gpt"}}, "b": {"from": "a", "export": {"format": "llama"}}}, [], "b: Llama",
     ),
@@ -183,6 +214,95 @@ def test_refused_before_anything_is_trained(variants, words, said):
     with pytest.raises(ConfigError) as error:
         planned({"variants": variants}, *words)
     assert said in str(error.value)
+
+
+def test_what_a_variant_may_change_in_what_it_starts_from():
+    saved("small")
+    variants = {
+        "a": {},
+        "b": {"from": "a", "data": {"block_size": 20}, "model": {"resid_pdrop": 0.2}},
+        "c": {"source": "small"},
+        "d": {"from": "c", "data": {"block_size": 8}, "trainer": {"learning_rate": [0.1, 0.2]}},
+    }
+    assert list(planned({"variants": variants})) == [
+        "a",
+        "b",
+        "c",
+        "d, learning_rate=0.1",
+        "d, learning_rate=0.2",
+    ]
+    assert len(planned({"variants": variants}, "trainer.batch_size=[2,3]")) == 10
+
+
+def test_flags_with_several_values_train_a_model_that_is_there(capsys):
+    """As `rehead train model.folder=small` does; what starts from one of them starts from its weights."""
+    saved("small")
+    common = {"data": RUN["data"], "trainer": RUN["trainer"]}
+    table = {"run": common, "variants": {"a": {}, "b": {"from": "a"}}}
+    words = ["model.folder=small", "trainer.learning_rate=[1e-3,1e-4]"]
+    found = planned(table, *words)
+    assert list(found) == [f"{name}, learning_rate={rate}" for name in "ab" for rate in ("0.001", "0.0001")]
+    first, *_ = found.values()
+    assert "model.folder=small" in shlex.split(first.command())
+    further = found["b, learning_rate=0.001"].options.model
+    assert (further.folder, further.pretrained_folder) == (str(first.folder), None)
+    made = run(table, *words)
+    assert [one["kind"] for one in made["variants"]] == ["trained"] * 4
+    run(table, *words)
+
+
+def test_texts_about_a_given_model_may_be_edited(capsys):
+    saved("small")
+    table = {"variants": {"a": {"source": "small"}, "b": {"from": "a", "convert": {"to": "mqa"}}}}
+    run(table)
+    before = Path("study/b/seed-3407/measured.json").stat().st_mtime_ns
+    Path("small/README.md").write_text("---\nlicense: mit\n---\n")
+    Path("small/.README.md.swp").write_text("")
+    run(table)
+    assert Path("study/b/seed-3407/measured.json").stat().st_mtime_ns == before
+    noted = Path("study/a/seed-3407/job.json")
+    older = json.loads(noted.read_text())
+    older["source"]["files"]["README.md"] = [1, 2]
+    noted.write_text(json.dumps(older))
+    run(table)
+    older["source"]["files"]["config.json"] = [1, 2]
+    noted.write_text(json.dumps(older))
+    run(table, status=3)
+    assert "written again since" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always:the installed transformers cannot read")
+def test_an_export_that_transformers_cannot_read_is_read_by_rehead(monkeypatch, capsys):
+    """Such as one of a class that the installed version does not have."""
+    transformers = pytest.importorskip("transformers")
+
+    def refuse(*place, **more):
+        raise ValueError(
+            "The checkpoint has model type `llama` but Transformers does not recognize this architecture"
+        )
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    variants = {"MHA": {}, "GQA": {"model": {"n_kv_head": 1}}, "Stock": {"from": "GQA", "export": {}}}
+    found = run({"variants": variants})
+    said = "the installed transformers cannot read study/stock/seed-3407/model ('The checkpoint has model type `llama`"
+    assert said in capsys.readouterr().err
+    assert found["exports"][0]["reader"] == "rehead"
+    assert found["exports"][0]["max_error"] < 1e-4
+
+
+def test_an_emoji_escaped_as_in_json_is_one_character():
+    about = "\U0001f642 smaller caches"
+    found = run({"about": about, "variants": {"\U0001f680 fast": {}, "b": {}}, "prompt": "O"})
+    assert (found["about"], found["variants"][0]["variant"]) == (about, "\U0001f680 fast")
+    assert about in Path("study/report.html").read_text()
+    Path("half.yaml").write_text(json.dumps(SEEN | {"about": "\ud83d smaller"}))
+    with pytest.raises(
+        InvalidInput, match=r"half a pair of surrogates.* write the character itself in line 1"
+    ):
+        Preset.read("half.yaml")
+    Path("twice.yaml").write_text('{"about": "x", "variants": {"\\ud83d\\ude80": {}, "\U0001f680": {}}}')
+    with pytest.raises(InvalidInput, match="a key appears twice"):
+        Preset.read("twice.yaml")
 
 
 def test_an_option_that_takes_a_list_makes_one_variant():

@@ -291,6 +291,17 @@ def test_a_seed_more_trains_only_that_one(whole, here):
     shutil.rmtree("more")
 
 
+def test_a_model_that_was_removed_is_made_again(whole, here):
+    """Its results alone would be shown, with a folder that is not there."""
+    shutil.copytree(whole, "lacking")
+    shutil.rmtree("lacking/latent/seed-3/model")
+    words = [*TINY, "system.work_dir=lacking"]
+    assert main(words) == 0
+    assert losses(here / "lacking") == losses(whole)
+    assert Path("lacking/latent/seed-3/model/model.safetensors").exists()
+    shutil.rmtree("lacking")
+
+
 CHANGED = [
     ("trainer.max_iters=9", "other/two-heads/seed-3 was made with trainer.max_iters=4 (now 9)"),
     ("trainer.max_iters=3", "other/two-heads/seed-3 was made with trainer.max_iters=4 (now 3)"),
@@ -310,6 +321,17 @@ def test_a_changed_option_is_refused_before_anything_is_trained(whole, here, cap
         assert said in error
         assert "choose another system.work_dir" in error
         assert stamps(here / "other") == before
+    config = Path("other/two-heads/seed-3/config.yaml")  # of a run that was continued by hand
+    text = config.read_text()
+    for was, now, said in (
+        ("learning_rate: 0.0005", "learning_rate: 0.0001", "trainer.learning_rate=0.0001 (now 0.0005)"),
+        ("max_iters: 4", "max_iters: 8", "trainer.max_iters=8 (now 4)"),
+    ):
+        assert was in text
+        config.write_text(text.replace(was, now))
+        assert main([*TINY, "system.work_dir=other"]) == 3
+        assert f"other/two-heads/seed-3 was made with {said}. Nothing" in capsys.readouterr().err
+    config.write_text(text)
     assert main([*TINY, "system.work_dir=other"]) == 0
     assert losses(here / "other") == losses(whole)
     shutil.rmtree("other/two-heads/seed-3")
@@ -587,7 +609,7 @@ def test_a_prompt_of_other_letters_is_the_texts_beginning_and_said_so(here):
     assert all(one["runs"][0]["sample"].startswith(begin) for one in document["variants"])
     page = Path("o/report.html").read_text()
     assert html.unescape(page).count(note) == 1
-    assert "All continue the same text" in page
+    assert "Each continues the prompt or, as noted below, its validation text" in page
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,8 @@ def heal(
     with Board(f"checking {options.system.work_dir}"):
         healed = resolve(Path(options.system.work_dir))
     certificate = conversion_of(healed)
-    ending = (
-        _ending(last) if certificate is None else f"done: {last['step']} steps"
-    )  # its loss is of more text
+    # A certificate has a loss of its own, of the whole held-out text.
+    ending = _ending(last) if certificate is None else f"done: {last['step']} steps"
     say(last | {"certificate": None if certificate is None else asdict(certificate)}, ending, json)
     if not json and certificate is not None:
         present_certificate(certificate, healed)

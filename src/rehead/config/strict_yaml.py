@@ -21,6 +21,18 @@ class _Loader(yaml.SafeLoader):
             self._refuse(f"a tag ({event.tag!s:.40})", event)
         return super().compose_node(parent, index)
 
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Join pairs of surrogates, with which JSON escapes a character beyond U+FFFF; half a pair is refused."""
+        node = super().compose_scalar_node(anchor)
+        try:
+            node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise yaml.composer.ComposerError(
+                problem="half a pair of surrogates, which is no character; write the character itself",
+                problem_mark=node.start_mark,
+            ) from None
+        return node
+
     def _refuse(self, what: str, event: Any) -> NoReturn:
         raise yaml.composer.ComposerError(
             problem=f"{what}; write the value itself", problem_mark=event.start_mark

@@ -9,7 +9,7 @@ COLOURS = ("#0072B2", "#C87A00", "#008F68", "#C2609B", "#2F96D0", "#D55E00", "#7
 DARK_COLOURS = ("#4BA3E3", "#F0B13C", "#2CC295", "#E39BC6", "#9AD4F7", "#FF8A4C", "#A6A6A6", "#F5F5F5")
 """The same colours for a dark page, in the same order."""
 DASHES = ("solid", "dash", "dashdot", "dot")
-Marker = Literal["circle", "diamond", "star", "square", "triangle"]
+Marker = Literal["circle", "diamond", "star", "square", "triangle", "down", "plus", "cross", "left", "right"]
 
 
 @dataclass(frozen=True, kw_only=True)

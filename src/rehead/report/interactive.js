@@ -7,8 +7,16 @@
   const MARKS = {
     circle: "M-5 0A5 5 0 1 0 5 0A5 5 0 1 0-5 0Z", diamond: "M0-6.5L6.5 0L0 6.5L-6.5 0Z",
     star: "M0-8L2 -2.6L7.6-2.5L3.2 1L4.7 6.5L0 3.3L-4.7 6.5L-3.2 1L-7.6-2.5L-2-2.6Z",
-    square: "M-5-5H5V5H-5Z", triangle: "M0-6.5L6.5 5H-6.5Z",
+    square: "M-5-5H5V5H-5Z", triangle: "M0-6.5L6.5 5H-6.5Z", down: "M0 6.5L6.5-5H-6.5Z",
+    left: "M-6.5 0L5-6.5V6.5Z", right: "M6.5 0L-5-6.5V6.5Z", plus: "M-2-6H2V-2H6V2H2V6H-2V2H-6V-2H-2Z",
+    cross: "M-6-3.2L-3.2-6L0-2.8L3.2-6L6-3.2L2.8 0L6 3.2L3.2 6L0 2.8L-3.2 6L-6 3.2L-2.8 0Z",
   };
+  // The four marks of a colour: filled, hollow, hollow around a core, and filled in a ring.
+  const RINGS = {
+    solid: [[1, "mark"]], dash: [[1, "mark open"]], dashdot: [[1, "mark open"], [0.35, "mark"]],
+    dot: [[1.3, "mark open"], [0.5, "mark"]],
+  };
+  const DOTS = { solid: "2 3", dash: "2 7", dashdot: "2 3 2 8", dot: "2 3 2 3 2 8" };
 
   function add(parent, name, attributes = {}, text = null) {
     const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -64,8 +72,10 @@
   }
 
   function mark(parent, one, x, y, i = 0) {
-    const open = one.dash === "solid" ? "" : " open";
-    add(parent, "path", { class: `mark${open}`, d: MARKS[one.markers[i] ?? one.marker], transform: `translate(${x} ${y})` });
+    const d = MARKS[one.markers[i] ?? one.marker];
+    for (const [size, kind] of RINGS[one.dash]) {
+      add(parent, "path", { class: kind, d, transform: `translate(${x} ${y}) scale(${size})` });
+    }
   }
 
   function path(xs, ys) {
@@ -118,9 +128,9 @@
         add(group, "path", { class: "band", d: `${path([...x, ...[...x].reverse()], edge)}Z` });
       }
       if (kind === "lines" || one.faint) {
-        const dash = one.faint ? "2 3" : DASHES[one.dash];
+        const dash = (one.faint ? DOTS : DASHES)[one.dash];
         add(group, "path", { class: one.faint ? "line faint" : "line", d: path(x, y), "stroke-dasharray": dash });
-        if (x.length === 1 && y[0] !== null) add(group, "circle", { cx: x[0], cy: y[0], r: 3.5, class: "mark" });
+        if (x.length === 1 && y[0] !== null) mark(group, one, x[0], y[0]);
         continue;
       }
       if (one.joined) add(group, "path", { class: "line joined", d: path(x, y), "stroke-dasharray": DASHES[one.dash] });
@@ -223,7 +233,8 @@
       choose(data.kind === "lines" || away[best] < NEAR ? best : -1);
     };
     for (const kind of ["pointermove", "pointerdown"]) svg.addEventListener(kind, near);
-    for (const kind of ["pointerleave", "blur"]) svg.addEventListener(kind, () => choose(-1));
+    svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") choose(-1); }); // a finger leaves as it lifts
+    svg.addEventListener("blur", () => choose(-1));
     svg.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step || !places.length) return;

@@ -26,7 +26,8 @@ def fragment(chart: Chart) -> str:
     data = escape(json.dumps(table(chart), allow_nan=False))
     return (
         f'<figure class="chart {chart.kind}" data-chart="{data}">{title}'
-        "<noscript>This chart needs JavaScript, which is off; the tables have the numbers.</noscript></figure>\n"
+        "<noscript>This chart needs JavaScript, which is off; the tables, or curves.csv and the images beside this "
+        "page, have the numbers.</noscript></figure>\n"
     )
 
 

@@ -1,7 +1,7 @@
 """Plots loss against the bytes of the KV cache in several number formats."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rehead.report.chart import Chart, Look, Marker, Panel, Series
 from rehead.report.text import sanitise
@@ -10,7 +10,7 @@ Record = dict[str, Any]
 TITLE = "Loss against KV bytes, by cache format"
 NONE = "none"
 """In the table, for a format that a cache cannot have."""
-MARKERS: tuple[Marker, ...] = ("circle", "diamond", "star", "square", "triangle")
+MARKERS: tuple[Marker, ...] = get_args(Marker)
 """Of the variants, in their order."""
 
 
@@ -36,9 +36,12 @@ def panel(variants: Sequence[Record], *, source: Record | None, first_look: int)
         log_x=True,
         named=True,
     )
+    marks = "Every model has its mark."
+    if len(measured) > len(MARKERS):
+        marks = f"Marks repeat after {len(MARKERS)} models; the table has their names."
     notes = [
         "Lower and further left is better. A line is a format of the cache: every query reads keys and values, or "
-        "latents, rounded to it. Every model has its mark. Bytes include scales"
+        f"latents, rounded to it. {marks} Bytes include scales"
         + ("; losses are over that of the source without rounding." if source else "."),
         *_unable(measured),
     ]

@@ -122,6 +122,10 @@
     drawScale(figure.querySelector(".of-map"), shade, "weight", TICKS.map((value) => [Math.sqrt(value), value]));
   }
 
+  function fill(select, count, chosen) {
+    select.replaceChildren(...Array.from({ length: count }, (_, i) => new Option(i, i, false, i === chosen)));
+  }
+
   function sentence(window, n) {
     if (window === null) return "";
     return `In this layer a token sees only the last ${window} tokens${window < n ? "" : `; with ${n} tokens that hides nothing`}.`;
@@ -134,14 +138,15 @@
     const draw = (wanted) => {
       const layer = Number(layers.value), count = data.layers[layer].entropy.length, head = Math.min(wanted, count - 1);
       const before = data.layers.slice(0, layer).reduce((sum, one) => sum + one.entropy.length, 0) + head;
-      heads.replaceChildren(...Array.from({ length: count }, (_, i) => new Option(i, i, false, i === head)));
+      fill(heads, count, head);
       figure.querySelector("output").textContent = "";
       figure.querySelector(".of-window").textContent = sentence(data.layers[layer].window, n);
       const about = `Attention weights of layer ${layer}, head ${head} over ${n} tokens`;
       drawMap(figure, data, cells.subarray(before * n * n, (before + 1) * n * n), about);
       drawOverview(figure, data, kinds.value, layer, head, (chosen, other) => {
         layers.value = chosen;
-        draw(other);
+        fill(heads, data.layers[chosen].entropy.length, other);
+        for (const choice of [layers, heads]) choice.dispatchEvent(new Event("change", { bubbles: true }));
         figure.querySelectorAll(".overview tr")[chosen].querySelectorAll("button")[other].focus({ preventScroll: true });
       });
     };
@@ -150,7 +155,7 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
     for (const kind of ["beforeprint", "afterprint"]) addEventListener(kind, again);
     layers.value = data.layer;
-    heads.append(new Option(data.head, data.head));
+    fill(heads, data.layers[data.layer].entropy.length, data.head);
     let width = 0; // nothing is drawn while hidden, such as in a closed <details>
     new ResizeObserver(() => {
       if (figure.clientWidth === width) return;

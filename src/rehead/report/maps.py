@@ -57,13 +57,13 @@ def fragment(
     return f"""\
 <figure class="attention-maps" data-about="{escape(json.dumps(about))}" data-weights="{_packed(maps)}">
 <figcaption>{escape(title)}</figcaption>
-<p><label>Layer <select name="layer">{options}</select></label>
-<label>Head <select name="head"></select></label></p>
+<p><label>Layer <select name="layer" autocomplete="off">{options}</select></label>
+<label>Head <select name="head" autocomplete="off"></select></label></p>
 <p class="note">Each row is a token, its cells are the tokens it attends to; masked cells are blank.
 <span class="of-window"></span></p>
 <svg class="map" role="img"></svg>
 <p class="scale"><span></span><span class="of-map"></span><output></output></p>
-<p><label>All heads by <select name="kind"><option value="distance">distance</option>
+<p><label>All heads by <select name="kind" autocomplete="off"><option value="distance">distance</option>
 <option value="entropy">entropy</option></select></label>
 <span class="note">one row per layer; select a cell to see its map</span></p>
 <div class="heads"><table><tbody class="overview"></tbody></table></div>

@@ -1,5 +1,6 @@
 """Draws charts as PNG images."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,55 @@ if TYPE_CHECKING:
 
 LONGEST = 40
 """Characters of a name; a longer one would leave no room for the chart."""
+THIN = "\u2009"
+"""The thinnest space that every font has."""
 STYLES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":"}
+DOTS = {
+    "solid": (0, (1, 2)),
+    "dash": (0, (1, 5)),
+    "dashdot": (0, (1, 2, 1, 6)),
+    "dot": (0, (1, 2, 1, 2, 1, 6)),
+}
+FILLS = {"solid": "full", "dash": "none", "dashdot": "left", "dot": "bottom"}
 HATCHES = {"solid": "", "dash": "//", "dashdot": "xx", "dot": ".."}
-MARKERS = {"circle": "o", "diamond": "D", "star": "*", "square": "s", "triangle": "^"}
+FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Source Han Sans SC", "WenQuanYi Micro Hei",
+    "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo",
+    "Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Emoji", "Symbola",
+)  # fmt: skip
+"""Fonts of other scripts, of Linux, Windows and macOS."""
+MARKERS = {
+    "circle": "o",
+    "diamond": "D",
+    "star": "*",
+    "square": "s",
+    "triangle": "^",
+    "down": "v",
+    "plus": "P",
+    "cross": "X",
+    "left": "<",
+    "right": ">",
+}
 
 
 def draw(panel: Panel, path: Path) -> None:
     """Draw all charts of a panel side by side, as one image."""
+    from matplotlib import rc_context
+
+    with rc_context({"font.family": _fonts()}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")  # drawn as boxes
+        _draw(panel, path)
+
+
+def _fonts() -> list[str]:
+    """Return matplotlib's font, and those of `FONTS` that are installed for what it lacks."""
+    from matplotlib.font_manager import fontManager
+
+    installed = set(fontManager.get_font_names())
+    return ["DejaVu Sans", *(name for name in FONTS if name in installed)]
+
+
+def _draw(panel: Panel, path: Path) -> None:
     from matplotlib.figure import Figure
 
     wide = 8.0 if len(panel.charts) == 1 else 4.6 * len(panel.charts)
@@ -42,13 +85,13 @@ def draw(panel: Panel, path: Path) -> None:
 
 def _lines(axes: "Axes", chart: Chart, *, named: bool) -> None:
     for series in chart.series:
-        colour, style = series.look.colour, STYLES["dot" if series.faint else series.look.dash]
+        colour, style = series.look.colour, (DOTS if series.faint else STYLES)[series.look.dash]
         last = next((y for y in reversed(series.y) if isinstance(y, float)), None)
         label = None if series.faint else _text(f"{series.name}{'' if last is None else f'  {last:.3f}'}")
         marker = "o" if len(series.x) == 1 else None
         axes.plot(
             series.x, _gaps(series.y), label=label, color=colour, linestyle=style, marker=marker,
-            linewidth=0.9 if series.faint else 1.8, alpha=0.7 if series.faint else 1,
+            fillstyle=FILLS[series.look.dash], linewidth=0.9 if series.faint else 1.8, alpha=0.7 if series.faint else 1,
         )  # fmt: skip
         if series.spans:
             axes.fill_between(
@@ -65,9 +108,9 @@ def _points(axes: "Axes", chart: Chart, *, named: bool) -> None:
     for series in chart.series:
         colour = series.look.colour
         if series.faint:
-            axes.plot(series.x, series.y, color=colour, linestyle=":", linewidth=0.8)
+            axes.plot(series.x, series.y, color=colour, linestyle=DOTS[series.look.dash], linewidth=0.8)
             continue
-        filled = "full" if series.look.dash == "solid" else "none"
+        filled = FILLS[series.look.dash]
         if series.joined:
             style = STYLES[series.look.dash]
             axes.plot(series.x, series.y, style, color=colour, label=_text(series.name), linewidth=1.2)
@@ -128,5 +171,6 @@ def _gaps(values: Sequence[Any]) -> list[float]:
 
 
 def _text(text: str) -> str:
-    """Escape dollar signs, which matplotlib would read as formulas."""
-    return sanitise(text, LONGEST).replace("$", r"\$")
+    """Escape what matplotlib would not show: dollar signs are formulas, a name after "_" is in no legend."""
+    shown = sanitise(text, LONGEST).replace("$", r"\$")
+    return f"{THIN}{shown}" if shown.startswith("_") else shown

@@ -13,8 +13,8 @@ from rehead.report.text import inert, sanitise, wrapped
 
 Record = dict[str, Any]
 HEADER = ("variant", "made", "KV B", "share", "loss", "tok/s")
-SAMPLE, MOST_SAMPLE = 74, 1000
-"""Characters of a sample with its name on the terminal, and of a sample on the page."""
+SAMPLE, MOST_SAMPLE, NAME = 74, 1000, 24
+"""Characters of a sample with its name on the terminal, of a sample on the page, and of a name that aligns samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +155,8 @@ def span(values: Sequence[float]) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share with three digits, such as 12.5 %."""
-    return f"{100 * share:.3g} %"
+    """Format a share with three digits, such as 12.5 %, or more before the point."""
+    return f"{100 * share:.3g} %" if share < 9.995 else f"{100 * share:,.0f} %"
 
 
 def texts(named: Any) -> str:
@@ -176,7 +176,7 @@ def present(document: Record) -> None:
     variants = rows(document)
     cells = [
         (
-            sanitise(row.name, 24),
+            sanitise(row.name, 60),
             row.how,
             f"{row.kv_bytes:,}",
             percent(row.share),
@@ -195,10 +195,12 @@ def present(document: Record) -> None:
     for finding in findings(variants):
         print(wrapped(inert(finding), console))
     print()
-    wide = max(len(sanitise(row.name, 24)) for row in variants)
-    for row in variants:
+    names = [sanitise(row.name, 60) for row in variants]
+    wide = min(max(map(len, names)), NAME)
+    for name, row in zip(names, variants, strict=True):
         words = " ".join(sanitise(row.variant["runs"][0]["sample"], MOST_SAMPLE).split())
-        print(f"{sanitise(row.name, 24):{wide}}  {words[: SAMPLE - wide]}...")
+        head = f"{name:{wide}}"
+        print(f"{head}  {words[: max(SAMPLE - len(head), NAME)]}...")
     print()
 
 

@@ -1,5 +1,6 @@
 """Shows a study of one model on the terminal step by step, each step with its own command."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class Story:
         """Print a record of `rehead.study` about a job, other than those of training."""
         if record["event"] == "costs":
             about = "The variants take turns, so that a slow phase of the machine affects all of them."
-            command = f"rehead bench {self._jobs[-1].model}"
+            command = _typed("bench", self._jobs[-1].model)
             self._head(len(self._jobs) + 2, "Measure how fast each decodes", about, command)
             return
         if record["event"] == "formats":
@@ -50,10 +51,9 @@ class Story:
         """Return a command that evaluates the last conversion in another format; without a test text, plans it."""
         conversions = [job for job in self._jobs if job.convert is not None]
         if "test" in conversions[0].reading:
-            return (
-                f"rehead eval {conversions[-1].model} --data {conversions[0].reading['test']} --kv-dtype fp8"
-            )
-        return f"rehead plan {conversions[-1].model} --kv-dtype fp8"
+            text = conversions[0].reading["test"]
+            return _typed("eval", conversions[-1].model, "--data", text, "--kv-dtype", "fp8")
+        return _typed("plan", conversions[-1].model, "--kv-dtype", "fp8")
 
     def _begin(self, job: Job) -> None:
         at = self._jobs.index(job)
@@ -68,7 +68,7 @@ class Story:
         context = job.options.data.block_size
         planned = plan(read_plannable(job.model), context)
         about = "The size of each smaller cache, computed from the config alone."
-        self._head(2, "Plan", about, f"rehead plan {job.model} --context {context}")
+        self._head(2, "Plan", about, _typed("plan", job.model, "--context", context))
         full = planned.rows[0].kv_bytes_per_token
         for row in planned.rows[1:]:
             if row.verdict in ("exact", "approximate"):
@@ -79,6 +79,11 @@ class Story:
     def _head(self, number: int, title: str, about: str, command: str) -> None:
         self._board.say(f"\n{number}. {title}. {sanitise(about, 500)}".rstrip())
         self._board.say(f"   $ {sanitise(command, 4000)}", faint=True)
+
+
+def _typed(*words: object) -> str:
+    """Return a command of rehead as it is typed in a shell."""
+    return shlex.join(["rehead", *map(str, words)])
 
 
 def outcome(job: Job, results: Record) -> list[str]:

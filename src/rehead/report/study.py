@@ -1,5 +1,6 @@
 """Reports a study: a table on the terminal, images, and one page with everything."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,10 +18,13 @@ from rehead.report.table import show
 from rehead.report.text import sanitise
 from rehead.study import Maps
 from rehead.study.claims import claim, unlike
+from rehead.study.preset import PANELS
 from rehead.study.results import mean_and_range
 
 Record = dict[str, Any]
-REPORT = "report.html"
+REPORT, SHRINK = "report.html", "shrink.png"
+IMAGE = re.compile(rf"\d+-({'|'.join(PANELS)})\.png|{re.escape(SHRINK)}")
+"""Names of the images of a report."""
 HEADER = (
     "variant",
     "val loss",
@@ -82,17 +86,25 @@ def _present_trained(document: Record) -> None:
     show(document["about"], HEADER, rows, notes)
     for finding in findings(document):
         print(finding)
-    for export in document["exports"]:
-        print(f"{sanitise(export['variant'])}: {sanitise(shrink.proof(export), 500)}.")
+    for name, export in _exports(document):
+        print(f"{sanitise(name)}: {sanitise(shrink.proof(export), 500)}.")
 
 
 def write(document: Record, attention: Mapping[str, Maps], folder: Path) -> None:
-    """Write `folder`/report.html, and a PNG of every panel that has charts beside it."""
-    for number, answer in enumerate(answers(document), 1):
-        for panel in (panel for panel in answer.panels if panel.charts):
-            draw(panel, folder / f"{number}-{panel.name}.png")
+    """Write `folder`/report.html, and beside it a PNG of every panel that has charts, in place of earlier ones."""
+    images = {
+        f"{number}-{panel.name}.png": panel
+        for number, answer in enumerate(answers(document), 1)
+        for panel in answer.panels
+        if panel.charts
+    }
     if document["conversion"] is not None:
-        draw(shrink.chart(shrink.rows(document)), folder / "shrink.png")
+        images[SHRINK] = shrink.chart(shrink.rows(document))
+    for file in folder.glob("*.png"):
+        if IMAGE.fullmatch(file.name) and file.name not in images:
+            file.unlink()
+    for name, panel in images.items():
+        draw(panel, folder / name)
     write_whole(folder / REPORT, [html(document, attention).encode()])
 
 
@@ -126,6 +138,7 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
         "looks": {variant["variant"]: Look.of(index) for index, variant in enumerate(variants)},
         "lengths": {variant["length"] for variant in variants},
         "answers": answers(document),
+        "exports": _exports(document),
         "most_sample": shrink.MOST_SAMPLE,
     }
     if document["conversion"] is None:
@@ -149,6 +162,15 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
     style, script = ((files("rehead.report") / name).read_text() for name in ("study.css", "study.js"))
     head = f"<style>{style}</style>\n{interactive.script()}{maps.script()}<script>{script}</script>\n"
     return page.page(title, body, head)
+
+
+def _exports(document: Record) -> list[tuple[str, Record]]:
+    """Return every export with its name, which has the seed if there are several."""
+    names = [export["variant"] for export in document["exports"]]
+    return [
+        (name if names.count(name) == 1 else f"{name}, seed {export['seed']}", export)
+        for name, export in zip(names, document["exports"], strict=True)
+    ]
 
 
 def answers(document: Record) -> list[Answer]:
@@ -189,7 +211,7 @@ def facts(document: Record) -> list[tuple[str, str, str]]:
         share = f", {100 * least / most:.0f} % of the largest" if least < most else ""
         entries.append(("Smallest KV cache", f"{least:,.0f} B", f"per token: {small}{share}"))
     front = frontier(variants)
-    if front and not any(unlike(variants[0], variant) for variant in variants):
+    if front and _of_one_length(variants) and not any(unlike(variants[0], variant) for variant in variants):
         entries.append(("On the frontier", str(len(front)), f"no variant beats {_names(front)}"))
     return entries
 
@@ -203,12 +225,18 @@ def _loss_fact(variants: Sequence[Record]) -> tuple[str, str, str]:
         why = "one seed each, so none is ranked"
     elif any("unlike" in verdict for verdict in claims):
         why = "the models are not comparable, so none is ranked"
+    elif not _of_one_length(variants):
+        why = "at different block lengths, so none is ranked"
     elif all(verdict["told_apart"] for verdict in claims):
         return "Lowest validation loss", f"{low:.4f}", f"nats per token: {sanitise(best['variant'])}"
     else:
         equal = [verdict["variant"] for verdict in claims if not verdict["told_apart"]]
         why = f"lowest {sanitise(best['variant'])}, not told apart from {_names(equal)}"
     return "Validation loss", f"{low:.3f}–{high:.3f}", f"nats per token; {why}"
+
+
+def _of_one_length(variants: Sequence[Record]) -> bool:
+    return len({variant["length"] for variant in variants}) == 1
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:

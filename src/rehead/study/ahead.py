@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rehead.data import source_of
 from rehead.errors import ConfigError, InvalidInput
-from rehead.study.grid import config_of
+from rehead.study.check import config_of
 from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.tokenizer import load_tokenizer

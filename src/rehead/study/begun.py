@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from rehead.data.files import read as read_text
 from rehead.data.files import write_whole
 from rehead.data.text import CHUNK
 from rehead.errors import InvalidInput, ReheadError
-from rehead.study.job import Job
+from rehead.study.job import Job, folder_of, same_source
 from rehead.training.folder import RunFolder
 
 Record = dict[str, Any]
-BEGUN = "job.json"
+BEGUN, RESULTS = "job.json", "results.json"
 FREE = (
     "data.path", "data.name",  # see require_same_texts
     "trainer.device", "trainer.keep", "trainer.save_every", "trainer.save_async",
@@ -37,9 +37,9 @@ def require_same(jobs: Sequence[Job]) -> None:
             f"{place} is a run of rehead train, and a study needs its own folder: choose another system.work_dir."
         )
     for job in jobs:
-        before = _begun(job)
+        now, before = job.description(), _begun(job)
         try:
-            changes = [] if before is None else list(_changes(before, job.description()))
+            changes = list(dict.fromkeys(change for was in before for change in _changes(was, now)))
         except (TypeError, AttributeError, KeyError) as error:
             raise InvalidInput(f"{job.folder / BEGUN} is not what a study writes: remove it.") from error
         if changes:
@@ -50,15 +50,25 @@ def require_same(jobs: Sequence[Job]) -> None:
 
 
 def require_no_others(jobs: Sequence[Job]) -> None:
-    """Raise InvalidInput for the folder of a study with other jobs than these, which are all of one study."""
+    """Raise InvalidInput for a folder whose report has other jobs than these, which are all of one study."""
     place = jobs[0].place
-    known = {job.folder for job in jobs}
-    if others := sorted({file.parent for file in place.glob(f"*/*/{BEGUN}")} - known):
+    if others := sorted(_reported(place) - {job.folder for job in jobs}):
         names = ", ".join(str(folder.relative_to(place)) for folder in others[:3])
         raise InvalidInput(
             f"{place} has a study of other runs ({names}{', ...' if len(others) > 3 else ''}), whose report would be "
             "replaced. Nothing was changed: give all its variants and seeds again, or choose another system.work_dir."
         )
+
+
+def _reported(place: Path) -> set[Path]:
+    """Return the folders of the jobs in the report of a study; none if there is no report."""
+    document = read(place / RESULTS) or {}
+    try:
+        made = [(one["variant"], run["seed"]) for one in document.get("variants", ()) for run in one["runs"]]
+        made += [(one["variant"], one["seed"]) for one in document.get("exports", ())]
+        return {folder_of(place, title, seed) for title, seed in made}
+    except (TypeError, AttributeError, KeyError) as error:
+        raise InvalidInput(f"{place / RESULTS} is not what a study writes: move it.") from error
 
 
 def require_same_texts(jobs: Sequence[Job]) -> None:
@@ -114,13 +124,16 @@ def _identity(source: Source) -> str | None:
     return digest.hexdigest()
 
 
-def _begun(job: Job) -> Record | None:
-    """Return the description of what is in the job's folder, also of a run trained by hand; None if it is empty."""
-    run = RunFolder(job.folder)
-    description = read(job.folder / BEGUN)
-    if description is None and run.config.exists():
-        return job.description() | {"options": asdict(flags.read([], (run.config,)))}
-    return description
+def _begun(job: Job) -> list[Record]:
+    """Return descriptions of what is in the job's folder: the study's, and of the options it was trained with last.
+
+    The latter differ if the run was trained, or trained further, by hand.
+    """
+    noted, config = read(job.folder / BEGUN), RunFolder(job.folder).config
+    found = [] if noted is None else [noted]
+    if job.is_trained and config.exists():
+        found.append(replace(job, options=flags.read([], (config,))).description())
+    return found
 
 
 def _changes(before: Record, now: Record) -> Iterator[str]:
@@ -135,7 +148,7 @@ def _changes(before: Record, now: Record) -> Iterator[str]:
         if before.get(key) != now.get(key):
             yield f"{key}={before.get(key)} (now {now.get(key)})"
     was, source = before.get("source"), now.get("source")
-    if was != source:
+    if not same_source(was, source):
         places = [None if stamp is None else stamp["folder"] for stamp in (was, source)]
         again = ", written again since" if places[0] == places[1] else ""
         yield f"source={places[0]} (now {places[1]}{again})"

@@ -1,31 +1,23 @@
 """Turns a preset and a user's flags into a list of jobs, each one run of one variant."""
 
-import hashlib
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from rehead.checkpoint import families
-from rehead.config import GPTConfig, ModelConfig, RunOptions, flags
-from rehead.conversion import methods
-from rehead.conversion.export.engines import Engine
-from rehead.conversion.export.fit import Asked, require_fit
-from rehead.conversion.folder import read_plannable
-from rehead.conversion.texts import SELF
-from rehead.data import CORPORA
+from rehead.config import RunOptions, flags
 from rehead.errors import ConfigError
-from rehead.study.job import Job, written
+from rehead.study.check import check
+from rehead.study.job import Job, folder_of, written
 from rehead.study.preset import Flags, Preset, Variant
 from rehead.training.heal import DEFAULTS
 
-LONGEST, BEGINNING = 255, 100
-"""Bytes of a folder's name, at most, and what is left of a longer one."""
 SEED, PLACE, FOLDER = "system.seed", "system.work_dir", "model.folder"
+MEASURING = ("trainer.batch_size", "trainer.eval_batches", "trainer.device")
+"""Options of training that also decide how a model is measured."""
 
 
 def jobs(preset: Preset, changes: list[str], fraction: float = 1.0) -> list[Job]:
@@ -103,6 +95,7 @@ class _Grid:
     def _base(self, run: Flags, variant: Variant, parent: Job | None) -> Flags:
         """Return the flags that a variant's own flags override."""
         if variant.source is not None:  # its folder says what the model is
+            _require_no_training(run, variant.source)
             return {key: value for key, value in run.items() if not key.startswith("model.") or key == FOLDER}
         if parent is None:
             return run
@@ -118,7 +111,9 @@ class _Grid:
             raise ConfigError(
                 "a study needs at least two variants: give a flag several values, like model.n_kv_head=[1,2,3]."
             )
-        settings = chosen | {PLACE: str(self.place / _folder(title) / f"seed-{chosen[SEED]}")}
+        if parent is not None and (variant.heal or not parent.follows_flags):
+            _require_no_shape(title, variant, parent)
+        settings = chosen | {PLACE: str(folder_of(self.place, title, chosen[SEED]))}
         if parent is not None and parent.follows_flags and not variant.heal:
             settings["model.pretrained_folder"] = str(parent.model)
         elif parent is not None:
@@ -147,7 +142,7 @@ class _Grid:
                 convert=variant.convert,
                 export=variant.export,
             )
-            _check(job)
+            check(job)
             for key, why in job.options.unused().items():
                 if isinstance(self.given.get(key), list):
                     raise ConfigError(f"{key}={written(self.given[key])} has no effect {why}")
@@ -195,54 +190,22 @@ def _takes_list(key: str, value: list[Any]) -> bool:
     )
 
 
-def _check(job: Job) -> None:
-    """Raise ConfigError, before anything is trained, for a job that would fail."""
-    options = job.options
-    if not options.data.val_fraction:
-        raise ConfigError("data.val_fraction=0 leaves a study without a loss to compare. Use 0.1.")
-    if options.data.block_size < 2:
-        raise ConfigError("data.block_size=1 leaves nothing to decode. Use 2 or more.")
-    if job.convert is not None:
-        method = job.convert.get("method")
-        if method not in (None, *methods()):
-            raise ConfigError(f"method={method!r} is unknown. Use one of {', '.join(methods())}.")
-        for text in [*job.reading.get("calibration", ()), *filter(None, [job.reading.get("test")])]:
-            if text != SELF and text not in CORPORA and not Path(text).exists():
-                raise ConfigError(f"convert: no text at {text!r}. Give a file or folder that exists.")
-        config = config_of(job.parent)
-        if isinstance(config, GPTConfig):
-            for layer in config.attention:
-                job.target.attention(layer, config.n_embd)
-    elif job.export is not None:
-        for key, known in (("format", ("auto", *families)), ("for", get_args(Engine))):
-            if job.export.get(key, known[0]) not in known:
-                raise ConfigError(f"export: {key}={job.export[key]!r}. Use one of {', '.join(known)}.")
-        config = config_of(job.parent)
-        if isinstance(config, GPTConfig):
-            require_fit(config, Asked.of(job.export.get("format", "auto"), job.export.get("for")))
-    else:
-        config = config_of(job)
-        if job.kind == "given" and config is not None and job.length > config.block_size:
+def _require_no_training(run: Flags, source: str) -> None:
+    """Raise ConfigError for several values of an option of training, which make equal variants of a given model."""
+    for key, value in run.items():
+        several = isinstance(value, list) and not _takes_list(key, value)
+        if several and key.startswith("trainer.") and key not in MEASURING:
             raise ConfigError(
-                f"data.block_size={job.length}: the model in {job.model} reads at most {config.block_size} tokens at "
-                f"once. Use 1 to {config.block_size}."
+                f"{key}={written(value)}: {source} is given, not trained, and would be the same for every value. Write "
+                "the list in a variant that is trained."
             )
 
 
-def config_of(job: Job | None) -> ModelConfig | None:
-    """Return the config of a job's model if it is known now; the vocabulary size may be a placeholder."""
-    if job is not None and job.kind == "given":
-        return read_plannable(job.model)
-    if job is None or not job.follows_flags:
-        return None
-    data = job.options.data
-    return job.options.model.resolve(data.vocab_size or 256, data.block_size)
-
-
-def _folder(title: str) -> str:
-    """Return a title as the name of a folder; of a long one its beginning, and what tells it from others."""
-    name = re.sub(r"[^\w.=]+", "-", title.lower()).strip("-.") or "variant"
-    whole = name.encode()
-    if len(whole) <= LONGEST:
-        return name
-    return f"{whole[:BEGINNING].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
+def _require_no_shape(title: str, variant: Variant, parent: Job) -> None:
+    """Raise ConfigError for flags of a model in a variant whose model is that of a folder."""
+    for key, value in variant.flags.items():
+        if key.startswith("model."):
+            raise ConfigError(
+                f"{title}: {key}={written(value)} has no effect: the model is that of {parent.variant}. Leave it out, "
+                "or convert that in another variant."
+            )

@@ -1,7 +1,9 @@
 """A job of a study: one model, how it is made, and where."""
 
+import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +19,8 @@ from rehead.study.preset import Flags, Kind
 from rehead.training.heal import DEFAULTS
 
 SOURCE = "{source}"
+LONGEST, BEGINNING = 255, 100
+"""Bytes of a folder's name, at most, and what is left of a longer one."""
 TARGET_OPTIONS = {field.name for field in fields(Target)}
 
 
@@ -90,7 +94,7 @@ class Job:
     @property
     def follows_flags(self) -> bool:
         """Return True if flags describe the model; otherwise its folder does."""
-        return self.kind == "trained" and (self.parent is None or self.parent.follows_flags)
+        return self.kind == "trained" and self.options.model.folder is None
 
     @property
     def target(self) -> Target:
@@ -195,6 +199,20 @@ def firsts(jobs: Sequence[Job]) -> list[Job]:
     return list({job.variant: job for job in reversed(compared)}.values())[::-1]
 
 
+def folder_of(place: Path, title: str, seed: int) -> Path:
+    """Return the folder of a job in that of its study."""
+    return place / _named(title) / f"seed-{seed}"
+
+
+def _named(title: str) -> str:
+    """Return a title as the name of a folder; of a long one its beginning, and what tells it from others."""
+    name = re.sub(r"[^\w.=]+", "-", title.lower()).strip("-.") or "variant"
+    whole = name.encode()
+    if len(whole) <= LONGEST:
+        return name
+    return f"{whole[:BEGINNING].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
+
+
 def written(value: Any) -> str:
     """Return a value as it is written in a flag."""
     return value if isinstance(value, str) else json.dumps(value)
@@ -210,9 +228,25 @@ def _flags(options: Flags) -> list[str]:
 
 
 def _stamp(folder: Path) -> dict[str, Any]:
-    """Return a stamp that identifies a model folder and changes when it is written again."""
-    files = [file for file in sorted(folder.iterdir()) if file.is_file()]
+    """Return a stamp that identifies a model folder and changes when its model is written again."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and _of_model(file.name)]
     return {
         "folder": str(folder.resolve()),
         "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
     }
+
+
+def _of_model(name: str) -> bool:
+    """Return True for a file that may be part of a model, as no text about it and no hidden file is."""
+    return not name.startswith(".") and not name.lower().endswith(".md")
+
+
+def same_source(one: Any, other: Any) -> bool:
+    """Compare two stamps of a description; older ones have all files of a folder."""
+    return _counted(one) == _counted(other)
+
+
+def _counted(stamp: Any) -> Any:
+    if stamp is None:
+        return None
+    return stamp["folder"], {name: when for name, when in stamp["files"].items() if _of_model(name)}

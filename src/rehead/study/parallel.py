@@ -14,6 +14,7 @@ import torch
 from rehead import native
 from rehead.errors import Interrupted, ReheadError, ResourceError
 from rehead.stages import listening
+from rehead.study.failures import FAILURES, Failures
 from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.sharing import Sharing
@@ -27,13 +28,19 @@ TURN = 0.2
 
 
 def run_parallel(
-    jobs: Sequence[Job], preset: Preset, n_process: int, watch: Callable[[Job, Record], None]
+    jobs: Sequence[Job],
+    preset: Preset,
+    n_process: int,
+    watch: Callable[[Job, Record], None],
+    failures: Failures,
 ) -> None:
     """Call `run_job` for every job, `n_process` at a time, parents first; pass all records to `watch`.
 
     SIGINT, SIGTERM and SIGHUP make every process save and exit, then Interrupted is raised; a second signal kills
-    them. The first error of a process stops the others like a signal and is raised here.
+    them. A job that fails is added to `failures`, and those that start from it are left out. Any other error of a
+    process stops the others like a signal and is raised here.
     """
+    n_process = min(n_process, len(jobs))
     threads = max(1, torch.get_num_threads() // n_process)
     kernels = native.mode()
     context = multiprocessing.get_context("spawn")
@@ -61,9 +68,12 @@ def run_parallel(
                     message = connection.recv()
                 except EOFError:
                     process.join()
-                    message = None if process.exitcode == 0 else _lost(job, process.exitcode)
+                    message = None if process.exitcode == 0 else _lost(process.exitcode)
                     del running[connection]
-                if isinstance(message, Exception) and failure is None:
+                if isinstance(message, FAILURES) and stop.signal is None:
+                    failures.add(job, message)
+                    waiting = [job for job in waiting if not failures.stop(job)]
+                elif isinstance(message, Exception) and failure is None:
                     failure = message if stop.signal is None else stopped(stop.signal)
                     _stop(running)
                 elif isinstance(message, str):
@@ -100,12 +110,11 @@ def stopped(number: int) -> Interrupted:
     return Interrupted("stopped, with every run saved: repeat the command to resume.", number)
 
 
-def _lost(job: Job, status: int | None) -> ReheadError:
+def _lost(status: int | None) -> ReheadError:
     if status is not None and -status in HANDLED:  # sent to it and not, or not yet, to this process
         return stopped(-status)
     return ResourceError(
-        f"{job.variant}: its process ended with status {status}, perhaps because memory ran out: repeat the command "
-        "with fewer --jobs to resume."
+        f"its process ended with status {status}, perhaps because memory ran out: use fewer --jobs."
     )
 
 

@@ -1,6 +1,7 @@
 """Reads an exported folder back with other software, and compares it with the source model."""
 
 import json
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,18 @@ def read_back(source: LanguageModel, folder: Path, ids: Ids) -> dict[str, Any]:
 
 def _logits(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
     """Return the name of the reader, and its logits (1, L, vocab)."""
-    if find_spec("transformers") is None:
-        return "rehead", checkpoint.load(folder).eval()(tokens).float()
+    if find_spec("transformers") is not None:
+        try:
+            return _of_transformers(folder, tokens)
+        except Exception as error:  # such as a version that lacks the class of this model
+            warnings.warn(
+                f"the installed transformers cannot read {folder} ({str(error)!r:.100}): rehead reads it back",
+                stacklevel=2,
+            )
+    return "rehead", checkpoint.load(folder).eval()(tokens).float()
+
+
+def _of_transformers(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
     import transformers
     from transformers.utils import logging
 

@@ -64,6 +64,7 @@ def gather(
         "command": shlex.join(command),
         "fraction": fraction,
         "temperature": preset.temperature,
+        "prompt": preset.prompt,
         "prompt_note": prompt_note(preset.prompt, unknown),
         "environment": measured_costs["environment"],
         "variants": variants,

@@ -12,8 +12,9 @@ from rehead.errors import Interrupted, UsageError
 from rehead.registry import nearest
 from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
-from rehead.study.begun import require_no_others, require_same, require_same_texts
+from rehead.study.begun import RESULTS, require_no_others, require_same, require_same_texts
 from rehead.study.costs import known_costs, measure_costs
+from rehead.study.failures import FAILURES, Failures
 from rehead.study.job import Job, one_source
 from rehead.study.kv_dtype import known_formats, measure_formats
 from rehead.study.parallel import run_parallel, stopped
@@ -40,7 +41,8 @@ def study(
     `watch` gets every record of every job: those of its training and, by `event`, begin before them; measured
     after them, with the results in `found`; stage, with a `stage` of other long work; costs, before all variants
     are timed; and formats, before their caches are measured in several number formats. An interrupted study resumes
-    when it is called again. Raises Busy if another process writes to its folder.
+    when it is called again. If a job fails, those that do not start from it are made before its error is raised.
+    Raises Busy if another process writes to its folder.
     """
     require_same(jobs)
     require_no_others(jobs)
@@ -102,17 +104,12 @@ def _run(
     for job in jobs:
         if job not in open_jobs:
             watch(job, {"event": "measured", "found": measured(job)})
+    failures = Failures()
     if n_process > 1 and len(open_jobs) > 1:
-        run_parallel(open_jobs, preset, n_process, watch)
-    else:
-        with Sharing(jobs[0].place) as sharing:
-            for job in open_jobs:
-                with listening(partial(_report, watch, job)):
-                    try:
-                        for record in run_job(job, preset, sharing):
-                            watch(job, record)
-                    except Interrupted as error:  # which says how to continue that run alone
-                        raise stopped(error.exit_code - 128) from error
+        run_parallel(open_jobs, preset, n_process, watch, failures)
+    elif open_jobs:
+        _run_in_turn(open_jobs, preset, watch, failures)
+    failures.raise_first()
     costs, formats = _costs(jobs, watch), _formats(preset, jobs, watch)
     document = gather(preset, jobs, costs, formats, command, fraction)
     if document["prompt_note"] is not None:
@@ -120,12 +117,28 @@ def _run(
     place = jobs[0].place
     text = json.dumps(document, indent=1, ensure_ascii=False)
     for name, content in (
-        ("results.json", text),
+        (RESULTS, text),
         ("runs.csv", runs_csv(document)),
         ("curves.csv", curves_csv(document)),
     ):
         write_whole(place / name, [content.encode()])
     return document
+
+
+def _run_in_turn(jobs: Sequence[Job], preset: Preset, watch: Watch, failures: Failures) -> None:
+    """Run one job after another, except those that start from one that failed."""
+    with Sharing(jobs[0].place) as sharing:
+        for job in jobs:
+            if failures.stop(job.parent):
+                continue
+            with listening(partial(_report, watch, job)):
+                try:
+                    for record in run_job(job, preset, sharing):
+                        watch(job, record)
+                except Interrupted as error:  # which says how to continue that run alone
+                    raise stopped(error.exit_code - 128) from error
+                except FAILURES as error:
+                    failures.add(job, error)
 
 
 def _report(watch: Watch, job: Job, stage: Stage) -> None:
