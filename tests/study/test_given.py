@@ -59,6 +59,20 @@ def test_a_given_model_beside_one_trained_from_it():
     assert Path("study/1-frontier.png").exists()
 
 
+@pytest.mark.filterwarnings("ignore:the prompt 'The capital of France is' has:UserWarning")
+def test_the_preset_of_a_published_model_runs_on_another():
+    """As `make demo-checkpoint` types it, with its texts beside the folder."""
+    saved("small")
+    Path("small-fit.txt").write_text(TEXT * 3)
+    Path("small-test.txt").write_text(TEXT[::-1] * 3)
+    words = ["model.folder=small", "data.path=small-fit.txt", "data.block_size=16", "system.work_dir=study"]
+    assert main(["study", "--preset", "checkpoint", *words]) == 0
+    found = json.loads(Path("study/results.json").read_text())
+    assert [one["kind"] for one in found["variants"]] == ["given", "converted", "converted"]
+    assert [one["variant"] for one in found["variants"]] == ["SmolLM2-135M", "MLA, half", "MLA, a quarter"]
+    assert Path("study/report.html").is_file()
+
+
 def test_a_variant_may_be_renamed():
     table = {"variants": {"Two heads": {}, "One head": {"model": {"n_kv_head": 1}}}}
     before = run(table)
