@@ -16,6 +16,7 @@ import pytest
 import tokenizers as hf
 import torch
 import transformers
+import yaml
 from gguf_models import GQA, LETTERS, MODELS, MQA
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -335,6 +336,48 @@ def test_a_model_without_rope_goes_out_as_mla():
     made = json.loads(value(export(source="mqa", file="mqa.gguf"), "rehead.certificate"))
     assert made["exact"]
     assert [one["exact"] for one in made["earlier"]] == [False]
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(None, "F16"), ("bf16", "BF16"), ("fp32", "F32")])
+def test_a_float16_model_goes_out_as_mla(dtype, stored):
+    """The identity norm is made in float32, in which a file may have it."""
+    config = ModelOptions(shape="llama", n_layer=1, n_query_head=2, n_embd=32, rope=False).resolve(256, 16)
+    model = build(replace(config, learned_positions=False)).half()
+    own.save(model, Path("model"), files={"tokenizer.json": train("byte", "").to_json()})
+    own.save(model.float(), Path("wide"), files={"tokenizer.json": train("byte", "").to_json()})
+    reader = export(*(["--dtype", dtype] if dtype else []))
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["blk.0.ffn_up.weight"] == stored
+    assert kinds["blk.0.attn_kv_a_norm.weight"] == "F32"
+    wide = export("--dtype", dtype or "fp16", source="wide", file="wide.gguf")
+    for one, other in zip(reader.tensors, wide.tensors, strict=True):
+        assert one.name == other.name
+        assert np.array_equal(one.data, other.data), one.name
+
+
+def test_what_config_and_tokenizer_refuse_is_refused_before_the_weights_are_read(capsys, monkeypatch):
+    monkeypatch.setattr(export_gguf, "open_model", lambda *given, **named: pytest.fail("read"))
+    gguf_models.write(Path("model"), *REFUSED["window"])
+    refused(capsys, "window", status=(2,))
+    gguf_models.write(Path("model"), "Llama", GQA | {"vocab_size": 300}, wordpiece().to_str())
+    refused(capsys, "the tokenizer has a WordPiece model")
+
+
+def test_a_licence_with_a_name_of_its_own_comes_back():
+    fields = GQA | {"vocab_size": 270, "eos_token_id": 0}
+    gguf_models.write(Path("model"), "Llama", fields, published())
+    licence = {
+        "license": "other",
+        "license_name": "qwen-research",
+        "license_link": "https://example.org/LICENSE",
+    }
+    Path("model/README.md").write_text(f"---\n{yaml.safe_dump(licence)}---\n")
+    reader = export()
+    keys = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
+    assert {key: value(reader, f"general.{name}") for key, name in keys.items()} == licence
+    assert main(["import", "out.gguf", "again"]) == 0
+    card = yaml.safe_load(Path("again/README.md").read_text().split("---")[1])
+    assert card == card | licence
 
 
 def test_json_says_what_was_written(capsys):

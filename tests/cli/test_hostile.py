@@ -75,6 +75,7 @@ def model():
             "--fraction 2 is not a share of the iterations. Use a number above 0",
         ),
         ("generate a --prompt b --device cpu:1", "--device cpu:1: only cuda devices have numbers"),
+        ("inspect a --text b --device cpu:1", "--device cpu:1: only cuda devices have numbers"),
     ],
 )
 def test_a_command_line_names_what_is_wrong(words, said, capfd):

@@ -150,6 +150,28 @@ def test_an_export_can_have_another_format(kind, to, capfd):
     assert main(["export", "llama", "no", "--dtype", "q8_0"]) == 2
 
 
+def test_it_is_the_weights_that_are_rounded_whatever_config_json_says(capfd):
+    llama("llama")
+    config = json.loads(Path("llama/config.json").read_text())
+    Path("llama/config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    run("export", "llama", "stock", "--dtype", "bf16")
+    assert "the weights are rounded to bfloat16" in capfd.readouterr().err
+
+
+def test_what_config_json_refuses_is_refused_before_the_weights_are_read(capfd, monkeypatch):
+    monkeypatch.setattr(
+        "rehead.conversion.export.folder.open_model", lambda *given, **named: pytest.fail("read")
+    )
+    llama("llama", num_key_value_heads=1)
+    assert main(["export", "llama", "out", "--format", "gpt2"]) == 2
+    assert "Use --format llama" in capfd.readouterr().err
+    transformers.LlamaForCausalLM.from_pretrained("llama").half().save_pretrained("llama")
+    assert main(["export", "llama", "out", "--format", "deepseek_v3"]) == 2
+    assert "float16 cannot hold" in (said := capfd.readouterr().err)
+    assert "--dtype bf16 or fp32" in said
+    assert not Path("out").exists()
+
+
 def test_a_card_says_that_weights_were_rounded_after_the_measurement(capfd):
     """And gives no results, which would be of other weights."""
     llama("llama")

@@ -12,6 +12,7 @@ import rehead
 from rehead.attention import GroupedConfig, LatentConfig, SummedConfig
 from rehead.config import RNNConfig
 from rehead.conversion import Target
+from rehead.conversion.finite import require_holds
 from rehead.errors import ConfigError, InvalidInput, NumericError, ReheadError
 from rehead.model import build
 
@@ -156,3 +157,9 @@ def test_the_same_again_is_the_same_to_the_bit(gpt, words):
     one, other = (rehead.convert(model, to="mla", kv_rank=7, calibration=ids)[0] for _ in range(2))
     for weight, again in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, again)
+
+
+def test_weights_beyond_float16_name_the_way_out():
+    """`convert` keeps the source's format: a copy in a wider one is what helps."""
+    with pytest.raises(NumericError, match=r"leaves the range of float16: .* `rehead export --dtype bf16`"):
+        require_holds({"k_proj.weight": torch.tensor([[1e6]])}, torch.float16, "layers.0.self_attn")

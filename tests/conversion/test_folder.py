@@ -381,6 +381,19 @@ def test_a_layout_is_turned_beside_ranks_by_measuring(capfd):
     assert rehead.load("a").config.attention[0].rope.layout == "interleaved"
 
 
+def test_a_measured_width_is_not_called_a_measured_rank(capfd):
+    Path("text.txt").write_text(TEXT * 12)
+    shape = ["model.shape=llama", "model.n_embd=12", "model.n_query_head=3", "model.n_layer=1"]
+    flags = ["data.path=text.txt", "data.block_size=16", "system.work_dir=run", "trainer.max_iters=0"]
+    assert main(["train", *flags, *shape]) == 0
+    words = ["--target", "uneven", "--kv-fraction", "0.45", "--measured-ranks", "--allow-loss"]
+    capfd.readouterr()
+    assert main(["convert", "run", "a", "--to", "mla", *words]) == 0
+    said = capfd.readouterr().out
+    assert ": 45 % rounded down to a whole rank)" in said
+    assert "measured ranks" not in said
+
+
 @pytest.mark.parametrize("command", ["convert", "plan"])
 def test_json_is_one_document(command, model, capfd):
     words = ["convert", model, "new", "--to", "mha"] if command == "convert" else ["plan", model]
@@ -594,7 +607,39 @@ def test_what_needs_no_weights_is_refused_before_they_are_read(model, capfd, mon
     refused(capfd, [model, "new", *lossy, "--length", "0"], 2, "length 0: the model reads at most")
     for option in ("--calibration", "--test"):
         refused(capfd, [model, "new", *lossy, option, "nowhere.txt"], 3, f"give {option} a file or folder")
+    refused(capfd, [model, "new", *lossy, "--test", "self"], 3, "give --test a file or folder")
+    Path("text.txt").write_text(TEXT)
+    refused(capfd, [model, "new", *lossy, "--test", "text.txt"], 3, "no tokenizer.json", "save_pretrained")
+    refused(capfd, [model, "new", *lossy, "--teach", "1"], 2, "--teach 1 without a text to learn from")
+    refused(capfd, [model, "new", *lossy, "--measured-ranks"], 2, "ranks are measured on a text")
+    refused(capfd, [model, "new", "--to", "mla", "--max-loss", "0.1"], 2, "ranks are measured on a text")
+    heads = [*lossy, "--calibration", "self", "--target", "uneven"]
+    refused(capfd, [model, "new", *heads], 2, "none of its layers rotates its keys")
     assert not Path("new.unfinished").exists()
+
+
+def test_texts_that_are_too_short_are_refused_before_the_weights_are_read(run, capfd, monkeypatch):
+    monkeypatch.setattr("rehead.conversion.folder.open_model", lambda *given, **named: pytest.fail("read"))
+    Path("brief.txt").write_text(TEXT)
+    Path("one.txt").write_text("I")
+    words = [run, "new", "--to", "mla", "--kv-rank", "3", "--allow-loss", "--calibration", "text.txt"]
+    refused(capfd, [*words, "--calibration", "brief.txt"], 3, "the last tenth of brief.txt, 8 of 79 tokens")
+    refused(capfd, [*words, "--test", "one.txt"], 3, "a text of 1 tokens leaves nothing to predict")
+
+
+@pytest.mark.filterwarnings("always:no stock class")
+def test_a_class_that_is_missing_is_told_of_before_a_text_is_sampled(tmp_path, capfd, monkeypatch):
+    class Sampled(Exception): ...
+
+    def sampling(*given):
+        raise Sampled
+
+    windowed = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, rope=RopeConfig(), window=5)
+    rehead.save(build(llama_shaped(windowed, vocab_size=29, n_embd=24, n_hidden=31)), Path("windowed"))
+    monkeypatch.setattr("rehead.conversion.reading.sampled_once", sampling)
+    target = Target(to="mla", target="uneven", kv_fraction=0.5)
+    with pytest.warns(UserWarning, match="no stock class can hold the result"), pytest.raises(Sampled):
+        convert_folder(Path("windowed"), Path("new"), target, calibration=["self"], allow_loss=True)
 
 
 def test_sources_that_are_none(capfd):

@@ -1,5 +1,6 @@
 """A conversion that is killed goes on where it was, and writes the same bytes."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -171,7 +172,7 @@ def children(pid):
 
 
 @pytest.mark.parametrize("lost", ["worker", "parent"])
-def test_a_lost_process_ends_the_others(lost, source):
+def test_a_lost_process_ends_the_others(lost, source, written):
     command = [sys.executable, "-m", "rehead", *words("killed", "--jobs", "2")]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=one_thread) as parent:
@@ -183,11 +184,67 @@ def test_a_lost_process_ends_the_others(lost, source):
     assert parent.returncode == (5 if lost == "worker" else -9), said
     if lost == "worker":
         assert "one of 2 processes was killed, perhaps because memory ran out: use fewer --jobs" in said
+        assert "killed.unfinished keeps what is done: --resume continues from there" in said
     while any(map(is_running, workers)):
         time.sleep(0.05)
-    more = [] if lost == "worker" else ["--resume"]
-    assert main(words("killed", *more)) == 0
+    assert main(words("killed", "--resume")) == 0
+    assert written == []  # the text is not read again
     assert digests(source / "killed") == digests(source / "whole")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "full"), [(os, "replace", "gradients-1"), (Path, "rename", "killed")]
+)
+def test_a_full_disk_does_not_lose_what_was_read(owner, name, full, source, written, capsys, monkeypatch):
+    """While the text is read, and when the result is written."""
+    rename = getattr(owner, name)
+
+    def fails(old, new, **others):
+        if Path(new).name == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return rename(old, new, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        assert main(words("killed")) == 5
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "killed.unfinished keeps what is done: --resume continues from there" in said
+    assert not (source / "killed").exists()
+    before = list(written)
+    assert before
+    assert main(words("killed", "--resume")) == 0
+    assert not set(before) & set(written[len(before) :])
+    assert digests(source / "killed") == digests(source / "whole")
+    assert not (source / "killed.unfinished").exists()
+
+
+def test_layers_outlive_a_full_disk_without_a_text(source, made, monkeypatch):
+    """But not exact ones, which are made again in no time."""
+    asked = [
+        "convert",
+        "source",
+        "new",
+        "--to",
+        "mla",
+        "--kv-fraction",
+        "0.5",
+        "--method",
+        "svd",
+        "--allow-loss",
+    ]
+
+    def fails(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rehead.conversion.folder.own.write", fails)
+        assert main(asked) == 5
+        assert main(["convert", "source", "exact", "--to", "mha"]) == 5
+    assert not Path("exact.unfinished").exists()
+    assert made == [0, 1, 2, 0, 1, 2]
+    assert main([*asked, "--resume"]) == 0
+    assert made == [0, 1, 2, 0, 1, 2]
 
 
 def test_taught_killed_and_resumed(source):

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 import rehead
 from rehead.attention import GroupedConfig
+from rehead.checkpoint.files.deferred import materialise
 from rehead.cli import main
 from rehead.conversion import sampled as sampled_module
 from rehead.conversion.blocks import CALIBRATION_TOKENS, blocks_of, measured_blocks, require_windows
@@ -80,6 +81,26 @@ def test_weights_that_do_not_fit_are_not_sampled_from(gpt, tmp_path, monkeypatch
     monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: taken - 1)
     with pytest.raises(ResourceError, match=refused):
         sampled(gpt(GQA), 100, 16, seed=3)
+
+
+def test_a_tied_matrix_is_read_and_counted_once(gpt, tmp_path, monkeypatch):
+    read = []
+
+    def noting(weight):
+        read.append(weight.shape)
+        return materialise(weight)
+
+    for tied in (True, False):
+        model = gpt(GQA, tie_embeddings=tied)
+        rehead.save(model, tmp_path / f"{tied}")
+        taken = sum(generation_bytes(model.config, 6, 1, 15, torch.float64).values())
+        taken += sum(weight.nbytes for weight in model.parameters())
+        with monkeypatch.context() as patch:
+            patch.setattr("rehead.system.memory.free_memory", lambda device, taken=taken: taken)
+            patch.setattr("rehead.conversion.texts.materialise", noting)
+            sampled(rehead.load(tmp_path / f"{tied}", in_memory=False), 100, 16, seed=3)
+        assert read.count(model.head.weight.shape) == (1 if tied else 2)
+        read.clear()
 
 
 def test_a_window_begins_with_a_token_that_the_model_has_learnt(gpt):
@@ -233,6 +254,7 @@ def test_windows_begin_with_the_token_before_every_text(gpt, words):
     assert len({tuple(row) for row in rows.tolist()}) > 1
 
 
+@pytest.mark.filterwarnings("ignore:the conversion was fitted to a part of this validation text")
 def test_as_typed_with_a_tokenizer_that_begins_every_text(gpt, tmp_path, monkeypatch):
     """Conversions and healing read what the tokenizer says; so does the text sampled from the model."""
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,8 @@ import torch
 from families_corpus import GOOD, SMALL
 
 import rehead
-from rehead.attention import GroupedConfig
+from rehead.attention import GroupedConfig, RopeConfig
+from rehead.attention.rope_scaling import YarnScaling
 from rehead.attention.score import ScaledDot
 from rehead.checkpoint import families
 from rehead.checkpoint.huggingface import stock
@@ -39,6 +40,7 @@ MADE = {
     "rebuilt": {"to": "mla"},
     "uneven": {"to": "mla", "target": "uneven", "kv_fraction": 0.75},
 }
+SCALED = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_position_embeddings=16))
 ENGINES = (None, "transformers", "mlx")
 SEEN = "O God, O God! How weary, stale, flat and unprofitable\n"
 
@@ -161,6 +163,28 @@ def test_what_an_export_says(kind, form, format, said, tmp_path, monkeypatch, ca
     assert main(["export", "model", "out", "--format", format]) == 2
     assert said in capfd.readouterr().err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("changes", "served"), [({}, True), ({"qkv_bias": True}, False), ({"window": 7}, False)]
+)
+def test_an_uneven_latent_is_sent_to_the_target_that_an_engine_serves(engine, changes, served):
+    """If that takes the heads that it was made from."""
+    heads = GroupedConfig(**{"n_query_head": 16, "n_kv_head": 8, "head_dim": 64, "rope": True} | changes)
+    shape = {"vocab_size": 29, "block_size": 64, "n_embd": 1024, "n_hidden": 32}
+    uneven = Target(to="mla", target="uneven", kv_fraction=0.5).attention(heads, 1024)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(llama_shaped(uneven, **shape), Asked.of("auto", engine))
+    way = "onvert its source with --to mla --target canonical"
+    assert (way in str(caught.value)) == served
+    try:
+        canonical = Target(to="mla", target="canonical").attention(heads, 1024)
+        require_fit(llama_shaped(canonical, **shape), Asked.of("auto", engine))
+    except ConfigError:
+        assert not served
+    else:
+        assert served
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,20 @@ def test_the_rounded_model_shares_what_the_first_shares():
         assert 0 < (stored(ids) - model(ids)).abs().max() < 1e-2
 
 
+def test_a_tied_matrix_is_rounded_once(monkeypatch):
+    """Beside the look at every weight before; the forecast of the memory counts one, too."""
+    made, exact = [], stored.as_in_file
+
+    def noting(name, *given, **named):
+        made.append(name)
+        return exact(name, *given, **named)
+
+    monkeypatch.setattr(stored, "as_in_file", noting)
+    model = gpt(tied=True)
+    as_stored(model, "fp16")
+    assert made == 2 * [name for name, _ in model.named_parameters()]
+
+
 @pytest.mark.process
 @torch.no_grad()
 def test_check_says_what_transformers_would_predict(exported):
@@ -226,6 +240,10 @@ def test_a_damaged_model_is_refused_as_convert_refuses_it(exported):
     for folder, bad in (("infinite", float("inf")), ("llama", float("nan"))):
         model.model.layers[1].mlp.up_proj.weight.data[3, 5] = bad
         model.save_pretrained(exported / folder)
+    letters = [*sorted({*TEXT.replace(" ", "Ġ")}), "th"]
+    inner = hf.Tokenizer(hf.models.BPE({letter: i for i, letter in enumerate(letters)}, [("t", "h")]))
+    inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.save(str(exported / "llama/tokenizer.json"))  # one that llama.cpp has, too
     reason = "layers.1.mlp.up_proj.weight holds NaN or infinity: this model is damaged. Go back to one that is not."
     lines = [
         "convert llama out --to mla",

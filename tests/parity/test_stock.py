@@ -807,6 +807,18 @@ def test_weights_that_are_mostly_narrow_are_named(tmp_path):
     rehead.load(tmp_path / "theirs")
 
 
+def test_weights_of_another_format_than_config_json_names_are_told(tmp_path):
+    """transformers would round them: `dtype="auto"` goes by config.json."""
+    made("Llama", BASE, tmp_path / "theirs").save_pretrained(tmp_path / "theirs")
+    say(tmp_path / "theirs", dtype="bfloat16")
+    said = "config.json says bfloat16, but the weights are float32 and are held so"
+    with pytest.warns(UserWarning, match=said):
+        assert rehead.load(tmp_path / "theirs").head.weight.dtype == torch.float32
+    rehead.load(tmp_path / "theirs", dtype=torch.bfloat16)
+    say(tmp_path / "theirs", dtype=None)
+    rehead.load(tmp_path / "theirs")
+
+
 def test_a_window_that_is_not_named_is_their_default(tmp_path):
     """Missing is not null: transformers takes 4096."""
     import json

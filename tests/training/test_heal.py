@@ -539,3 +539,34 @@ def test_lessons_are_repeated_beside_the_first(latent, capsys):
     assert heal("2", "system.work_dir=second/run")[0] == 0
     assert [certificate(name)["teach"] for name in ("mla-taught", "second/run-taught")] == [1, 2]
     shutil.rmtree("second")
+
+
+@pytest.mark.filterwarnings("always:the conversion was fitted")
+@pytest.mark.parametrize(
+    ("fitted", "healed", "held_out"),
+    [
+        (["--test", "other.txt"], ["data.path=input.txt"], False),
+        ([], ["data.path=input.txt", "data.val_fraction=0.2"], False),
+        ([], ["data.path=input.txt"], True),
+        (["--test", "other.txt"], ["data.path=other.txt"], True),
+    ],
+)
+def test_a_text_that_was_fitted_to_is_not_called_held_out(trained, fitted, healed, held_out, capsys):
+    Path("other.txt").write_text("it is the queen that dates the rain\n" * 60)
+    asked = ["--to", "mla", "--kv-fraction", "0.2", "--allow-loss", "--calibration", "input.txt"]
+    shutil.rmtree("fitted", ignore_errors=True)
+    assert main(["convert", "source", "fitted", *asked, *fitted]) == 0
+    capsys.readouterr()
+    words = ["--teach", "1", "trainer.max_iters=1", *healed]
+    shutil.rmtree("measured", ignore_errors=True)
+    assert main(["heal", "fitted", "--teacher", "source", *QUICK, *words, "system.work_dir=measured"]) == 0
+    said = capsys.readouterr()
+    named = ", which the conversion was fitted to"
+    for folder in ("measured-taught", "measured"):
+        found = certificate(folder)
+        assert found["held_out"] is held_out
+        assert found["test"]["name"].endswith(named) is not held_out
+        text = (resolve(Path(folder)) / "CONVERSION.md").read_text()
+        assert ("It is held out of what was fitted to" in text) is held_out
+        assert (named in text) is not held_out
+    assert ("the conversion was fitted to a part of this validation text" in said.err) is not held_out

@@ -31,6 +31,7 @@ from rehead.system.memory import require_memory
 
 FORMAT = "rehead-1"
 LARGEST_CONFIG = 4 * 2**20
+WAY_OUT = "Where there is --dtype, it chooses another format."
 
 
 def save(
@@ -92,7 +93,7 @@ def load(
     """
     chosen = choose_device(str(device))
 
-    def read(folder: Path) -> LanguageModel:
+    def read(folder: Path) -> tuple[LanguageModel, str]:
         if os.path.lexists(folder / MANIFEST):
             verify(folder)
         table = _table(folder / "config.json")
@@ -106,9 +107,12 @@ def load(
             weights = stock.read_weights(folder, table, config)
         assign(model, weights, str(folder / SINGLE), in_memory, dtype, chosen)
         _look_over(model, weights, folder)
-        return model
+        return model, _other_dtype(_named_dtype(table, str(folder / "config.json")), weights)
 
-    return read_at(path_of(path), read).to(chosen).eval()
+    model, other = read_at(path_of(path), read)
+    if other and dtype is None:
+        warnings.warn(f"{path}: {other} {WAY_OUT}", stacklevel=2)
+    return model.to(chosen).eval()
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -125,12 +129,20 @@ def read_dtype(folder: Path) -> torch.dtype | None:
     `folder` may be the config.json in it.
     """
     path = folder if folder.is_file() else folder / "config.json"
-    folder = path.parent
-    table = _table(path)
+    return _named_dtype(_table(path), str(path)) or stored_dtype(path.parent)
+
+
+def _named_dtype(table: Mapping[str, Any], where: str) -> torch.dtype | None:
+    """Return the dtype that config.json names, if any."""
     named = table.get("dtype") or table.get("torch_dtype")
-    if named is not None:
-        _require_dtype("dtype", named, str(path))
-        return next(kind for kind in DTYPES.values() if str(kind)[6:] == str(named).removeprefix("torch."))
+    _require_dtype("dtype", named, where)
+    return next(
+        (kind for kind in DTYPES.values() if str(kind)[6:] == str(named).removeprefix("torch.")), None
+    )
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the widest dtype of the weights in `folder`; None without weights."""
     if not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         return None
     entries = {name: entry for name, entry in Shards(folder).entries.items() if not keeps_dtype(name)}
@@ -195,17 +207,14 @@ def assign(
                 f"{where}: {name} has shape {list(weight.shape)}, the config says "
                 f"{list(expected[name].shape)}."
             )
-    sizes: dict[torch.dtype, int] = {}
-    for name, weight in weights.items():
-        if not keeps_dtype(name):
-            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+    sizes = _sizes(weights)
     held = dtype or functools.reduce(torch.promote_types, sizes)
     if dtype is None and 2 * sizes.get(held, 0) < sum(sizes.values()):
         most = max(sizes, key=lambda kind: sizes[kind])
         other = next(name for name in weights if weights[name].dtype != most and not keeps_dtype(name))
         warnings.warn(
             f"{where}: most weights are {str(most)[6:]}, but {other} is {str(weights[other].dtype)[6:]}: all are held "
-            f"in {str(held)[6:]}. Where there is --dtype, it chooses another format.",
+            f"in {str(held)[6:]}. {WAY_OUT}",
             stacklevel=2,
         )
     if in_memory:
@@ -220,6 +229,24 @@ def assign(
         placed = pages.keep(materialise(same)) if in_memory else same
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(placed))
     model.tie()
+
+
+def _sizes(weights: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
+    """Return how many numbers there are of each dtype, without those that keep theirs."""
+    sizes: dict[torch.dtype, int] = {}
+    for name, weight in weights.items():
+        if not keeps_dtype(name):
+            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+    return sizes
+
+
+def _other_dtype(named: torch.dtype | None, weights: Mapping[str, Tensor]) -> str:
+    """Return what to say of weights that are, and are held in, another dtype than the one config.json names."""
+    sizes = _sizes(weights)
+    most = max(sizes, key=lambda kind: sizes[kind])
+    if named in (None, most) or most != functools.reduce(torch.promote_types, sizes):
+        return ""
+    return f"config.json says {str(named)[6:]}, but the weights are {str(most)[6:]} and are held so."
 
 
 def _look_over(model: LanguageModel, saved: Mapping[str, Tensor], folder: Path) -> None:

@@ -219,4 +219,8 @@ def convert(
     if json:
         say(asdict(certificate), "", json)
     else:
-        present_certificate(certificate, destination, kv_fraction, measured=measured_ranks)
+        ranked = measured_ranks and target != "uneven"  # which measures how many numbers rotate
+        present_certificate(certificate, destination, kv_fraction, measured=ranked)
+        by_rule = target == "uneven" and kv_fraction is not None and rope_dim is None and not measured_ranks
+        if by_rule and not certificate.exact:
+            print("hint          a third of this cache rotates, by rule; --measured-ranks looks for a better share")

@@ -25,6 +25,7 @@ def inspect(
     length: Annotated[
         int, Parameter(name=("--length", "--max-tokens"), help="read at most this many tokens of a text")
     ] = 256,
+    device: Annotated[str, Parameter(help=DEVICE)] = "auto",
     json: Json = False,
 ) -> None:
     """Show the attention map of one head on a text, and how widely each head attends.
@@ -42,13 +43,14 @@ def inspect(
     from rehead.report.inspection import present
     from rehead.report.page import is_page
     from rehead.report.progress import Board
+    from rehead.system.device import choose_device
     from rehead.tokenizer import open_model
 
     if html is not None and html.is_file() and not is_page(html):
         raise InvalidInput(f"--html {html} exists and was not written by rehead: choose another name.")
     texts = [text] if compare is None else [text, compare]
     with Board(f"inspecting {model}"):
-        opened = open_model(model, dtype=torch.float32)
+        opened = open_model(model, device=choose_device(device), dtype=torch.float32)
         read, tokenizer = opened.model, opened.require_tokenizer()
         inspections = [inspection.inspect(read, tokenizer, each, length) for each in texts]
     change = None if compare is None else inspection.compare(*inspections)

@@ -18,6 +18,12 @@ def require_passes(teach: int) -> None:
         raise ConfigError(f"teach={teach!r:.40}. Give the number of passes over the calibration, 0 for none.")
 
 
+def require_text(passes: int, some: object) -> None:
+    """Refuse passes without a text."""
+    if passes and not some:
+        raise ConfigError(f"teach={passes} without a text to learn from: give a calibration.")
+
+
 def require_apart(source: Path, destination: Path) -> None:
     """Refuse a destination that is the source, in it, or around it, and one without a name of its own, as "." is."""
     here, there = source.resolve(), destination.resolve()

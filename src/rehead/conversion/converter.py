@@ -14,7 +14,7 @@ from torch import Tensor
 from rehead.attention import AttentionConfig
 from rehead.checkpoint.files.deferred import in_memory
 from rehead.config import GPTConfig, encode
-from rehead.conversion.arguments import require_passes, require_seed
+from rehead.conversion.arguments import require_passes, require_seed, require_text
 from rehead.conversion.base import Converted, Statistics, require_method
 from rehead.conversion.blocks import (
     CALIBRATION_TOKENS,
@@ -237,8 +237,7 @@ class Converter:
     def require_lessons(self, passes: int) -> None:
         """Refuse an invalid number of passes, or passes without a text."""
         require_passes(passes)
-        if passes and not self.blocks:
-            raise ConfigError(f"teach={passes} without a text to learn from: give a calibration.")
+        require_text(passes, self.blocks)
         if passes:
             teaching.require_windows(self.blocks)
 

@@ -34,5 +34,6 @@ def require_holds(weights: Weights, dtype: torch.dtype, where: str) -> None:
         if not _finite(materialise(weight).to(dtype)):
             kind = str(dtype).removeprefix("torch.")
             raise NumericError(
-                f"{where}.{name} leaves the range of {kind}: convert the model in bfloat16 or float32."
+                f"{where}.{name} leaves the range of {kind}: convert a copy of the model in bfloat16 or float32, as "
+                "`rehead export --dtype bf16` writes one."
             )

@@ -8,19 +8,20 @@ from pathlib import Path
 import torch
 
 from rehead.checkpoint import own, publish, read_at, read_without_weights
+from rehead.checkpoint.find import is_run
 from rehead.checkpoint.hub import CARD
 from rehead.config import GPTConfig, ModelConfig, flags
-from rehead.conversion.arguments import require_apart, require_passes, require_seed
+from rehead.conversion.arguments import require_apart, require_passes, require_seed, require_text
 from rehead.conversion.base import require_method
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads
 from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
-from rehead.conversion.measured import measured_layers, require_measurable
+from rehead.conversion.measured import measured_layers, require_measurable, require_measured_on
 from rehead.conversion.origin import carried
 from rehead.conversion.page import PAGE, page
-from rehead.conversion.reading import Reader
+from rehead.conversion.reading import Reader, require_texts
 from rehead.conversion.search import path
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
@@ -56,6 +57,8 @@ class FolderConverter:
         device: str = "cpu",
     ) -> None:
         require_seed(seed)
+        window = text_length(read_at(source, own.read_config), length, source)
+        require_texts(source, window, calibration, test)
         opened = open_model(source, device=device, in_memory=False)
         opened.tell_unread()
         self.source, self.tokenizer = source, opened.tokenizer
@@ -63,7 +66,7 @@ class FolderConverter:
         self.earlier, files = earlier_of(opened.folder), fingerprint(opened.folder)
         opened.require_standing()
         self.read = Source(opened.model, opened.folder)
-        window = text_length(require_heads(opened.model), length, source)
+        require_heads(opened.model)
         self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test)
         self.named = bool(calibration)
         made_of = {
@@ -156,13 +159,17 @@ def convert_folder(
     require_apart(source, destination)
     require_seed(seed)
     require_passes(teach)
-    for option, texts in (("--calibration", calibration), ("--test", [test] if test is not None else [])):
+    files = [text for text in calibration if str(text) != SELF]
+    for option, texts in (("--calibration", files), ("--test", [test] if test is not None else [])):
         for text in texts:
-            if str(text) != SELF:
-                named(text, option).require()
+            named(text, option).require()
     if measured_ranks or max_loss is not None:
         require_measurable(target, max_loss)
     _require_sensible(source, target, length, method)
+    has_text = bool(calibration) or is_run(source)
+    require_text(teach, has_text)
+    if measured_ranks or max_loss is not None:
+        require_measured_on(has_text)
     return_freed_memory()
     with unfinished(destination, resume=resume) as scratch, publish(destination) as aside:
         opened = FolderConverter(
@@ -212,7 +219,7 @@ def plannable_dtype(path: Path) -> torch.dtype:
 
 
 def _require_sensible(source: Path, target: Target, length: int | None, method: str | None) -> None:
-    """Refuse what the source's config refuses, before its weights are looked over, and a text is sampled."""
+    """Refuse, and warn of, what the source's config tells, before its weights are looked over and a text is sampled."""
     config = read_at(source, own.read_config)
     if isinstance(config, GPTConfig):
         if text_length(config, length, source) < 2:
@@ -220,6 +227,7 @@ def _require_sensible(source: Path, target: Target, length: int | None, method: 
         layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
         paths = [path(layer, to, config.n_embd) for layer, to in layers.items()]
         require_method(method, [step for steps in paths for step in steps])
+        _tell_classless(config, target)
 
 
 def _tell_classless(config: GPTConfig, target: Target) -> None:

@@ -33,6 +33,12 @@ def require_measurable(target: Target, max_loss: float | None) -> None:
         )
 
 
+def require_measured_on(some: object) -> None:
+    """Refuse to measure ranks without a text."""
+    if not some:
+        raise UsageError("ranks are measured on a text: give --calibration TEXT.")
+
+
 def measured_layers(
     converter: Converter, target: Target, measured: bool, max_loss: float | None
 ) -> Sequence[AttentionConfig]:
@@ -43,8 +49,7 @@ def measured_layers(
     """
     if not measured and max_loss is None:
         return converter.attentions(target)
-    if not converter.calibration:
-        raise UsageError("ranks are measured on a text: give --calibration TEXT.")
+    require_measured_on(converter.calibration)
     if target.target == "uneven":
         return best_split(converter, target)
     allocation = Allocation(converter, replace(target, kv_fraction=None))

@@ -1,22 +1,25 @@
 """The texts of a conversion from files, from a run, or from the model itself."""
 
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
+from rehead.checkpoint import read_at
 from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.find import is_run, run_data
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.certificate import Text, require_different
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage
-from rehead.data import TOKENS, Source, named, read_ids, split, tokenize
+from rehead.data import TOKENS, Ids, Source, evaluation_blocks, named, read_ids, split, tokenize
 from rehead.errors import InvalidInput, ReheadError
-from rehead.tokenizer import OpenedModel
+from rehead.tokenizer import FILE, OpenedModel, Tokenizer
 
 HELD_OUT = 0.1
 """Share at the end of each calibration text that is measured on where no test text is given."""
@@ -34,6 +37,76 @@ class Texts:
 def least_tokens(length: int) -> int:
     """Return the size of the shortest text whose held out part has a window of `length`, and the token after it."""
     return next(n for n in count(int(length / HELD_OUT)) if n - int(n * (1 - HELD_OUT)) > length)
+
+
+def require_texts(
+    source: Path, length: int, calibration: Sequence[str | Path], test: str | Path | None
+) -> None:
+    """Refuse texts that `Reader` would refuse from their first tokens: no weights are read for it.
+
+    Raises InvalidInput for a text that is too short, or has characters that the tokenizer of `source` does not know
+    among its first tokens, and where there is no tokenizer.
+    """
+    files = [str(text) for text in calibration if str(text) != SELF]
+    if test is None and not files:
+        return
+    tokenizer = _require_tokenizer(source, read_at(source, _tokenizer_in))
+    if test is not None:
+        ids = _first(named(test, "--test"), "test", tokenizer, 2)
+        next(evaluation_blocks(ids, 1, 1))
+        files = []  # nothing is held back
+    for file in files:
+        ids = _first(named(file, "--calibration"), "calibration", tokenizer, least_tokens(length))
+        _held_back(file, Passage(name=file, ids=ids), length)
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
+    return Tokenizer.load(folder) if os.path.lexists(folder / FILE) else None
+
+
+def _require_tokenizer(source: Path, tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer of `source`. Raises InvalidInput where it has none."""
+    if tokenizer is None:
+        raise InvalidInput(
+            f"{source} has no {FILE}, so it cannot read a text. Leave out --calibration and --test, or write one "
+            "there with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
+        )
+    return tokenizer
+
+
+def _first(text: Source, job: str, tokenizer: Tokenizer, least: int) -> Ids:
+    """Return the first `least` tokens of a text or more, or all of a shorter one."""
+    found, last = np.empty(0, dtype=np.int64), ""
+    with _about(job):
+        for chunk in text:
+            found, last = np.concatenate([found, tokenizer.encode(chunk, after=last)]), chunk[-1:]
+            if len(found) >= least:
+                break
+    return found
+
+
+@contextmanager
+def _about(job: str) -> Iterator[None]:
+    """Say in an error which text it is about."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"the {job} text: {error}") from error
+
+
+def _held_back(path: str, text: Passage, length: int) -> tuple[Passage, Passage]:
+    """Return a calibration text without its last tenth, and that tenth, which has a window of `length`."""
+    try:
+        parts = split(text.ids, length, HELD_OUT)
+    except InvalidInput as error:
+        tenth = len(text.ids) - int(len(text.ids) * (1 - HELD_OUT))
+        smaller = f", or --length {tenth - 1}" if tenth > 2 else ""
+        raise InvalidInput(
+            f"the last tenth of {path}, {tenth:,} of {len(text.ids):,} tokens, is held out to measure on: less "
+            f"than one window of {length:,} tokens and the token after it. Give a text of at least "
+            f"{least_tokens(length):,} tokens, --test TEXT{smaller}."
+        ) from error
+    return replace(text, ids=parts.train), replace(text, ids=parts.val, name=f"the last tenth of {text.name}")
 
 
 @dataclass(frozen=True)
@@ -70,11 +143,8 @@ class Reader:
     def _found(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
         names = list(dict.fromkeys(map(str, calibration)))
         files = [name for name in names if name != SELF]
-        if self.opened.tokenizer is None and (files or test is not None):
-            raise InvalidInput(
-                f"{self.source} has no tokenizer.json, so it cannot read a text. Leave out --calibration "
-                "and --test."
-            )
+        if files or test is not None:
+            _require_tokenizer(self.source, self.opened.tokenizer)
         held = None if test is None else self._read(named(test, "--test"), "test", Path(test).name)
         if not names:
             own = self._own()
@@ -85,7 +155,7 @@ class Reader:
         }
         tails = []
         for name in files if held is None else []:
-            found[name], tail = self._held_back(name, found[name])
+            found[name], tail = _held_back(name, found[name], self.length)
             tails.append(tail)
         if len(files) < len(names):  # last, as it takes minutes
             found[SELF] = self._sampled(share, self.seed)
@@ -109,28 +179,9 @@ class Reader:
     def _read(self, text: Source, job: str, name: str) -> Passage:
         assert self.opened.tokenizer is not None
         store = self.scratch / f"text-{len(list(self.scratch.iterdir()))}"
-        try:
+        with _about(job):
             ids = tokenize(text, self.opened.tokenizer, store).ids
-            return Passage(name=name, ids=ids, bos=self.bos)
-        except InvalidInput as error:
-            raise InvalidInput(f"the {job} text: {error}") from error
-
-    def _held_back(self, path: str, text: Passage) -> tuple[Passage, Passage]:
-        """Return a calibration text without its last tenth, and that tenth."""
-        try:
-            parts = split(text.ids, self.length, HELD_OUT)
-        except InvalidInput as error:
-            tenth = len(text.ids) - int(len(text.ids) * (1 - HELD_OUT))
-            smaller = f", or --length {tenth - 1}" if tenth > 2 else ""
-            needed = least_tokens(self.length)
-            raise InvalidInput(
-                f"the last tenth of {path}, {tenth:,} of {len(text.ids):,} tokens, is held out to measure on: less "
-                f"than one window of {self.length:,} tokens and the token after it. Give a text of at least "
-                f"{needed:,} tokens, --test TEXT{smaller}."
-            ) from error
-        return replace(text, ids=parts.train), replace(
-            text, ids=parts.val, name=f"the last tenth of {text.name}"
-        )
+        return Passage(name=name, ids=ids, bos=self.bos)
 
     def _own(self) -> Texts:
         """Return both parts of the text a run was trained on, from the tokens in its folder.

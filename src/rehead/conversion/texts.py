@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rehead.checkpoint.files.deferred import Deferred, materialise
+from rehead.checkpoint.files.deferred import Deferred, map_weights, materialise
 from rehead.data import Ids, require_vocabulary
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.generation import stream
@@ -103,8 +103,7 @@ def sampled(
     if bos is not None:
         starts[:] = bos
     seeds = np.random.SeedSequence(seed).generate_state(2 * count, np.uint32)[::2].tolist()
-    weights = model.state_dict()
-    unread = sum(weight.nbytes for weight in weights.values() if isinstance(weight, Deferred))
+    unread = sum(weight.nbytes for weight in model.parameters() if isinstance(weight, Deferred))
     way_out = "Give a text instead of self" + (
         "." if model.device.type == "cpu" else ", or use --device cpu."
     )
@@ -115,7 +114,7 @@ def sampled(
         **generation_bytes(model.config, min(count, together), 1, length - 1, dtype),
     }
     require_memory("sampling a text from the model", parts, way_out, model.device)
-    state = {name: materialise(weight.detach()) for name, weight in weights.items()}
+    state = map_weights(model, lambda _, weight: materialise(weight))
     model = assembled(model.config, state)  # in memory: every decoded token reads all of it
     groups = [slice(at, at + together) for at in range(0, count, together)]
     # One array: tokens kept one by one would pin freed memory between them.

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rehead.checkpoint.files.kept import FIGURES, kept_figures
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.files.publish import READ, recorded, require_folders
 from rehead.conversion.certificate import CERTIFICATE
 from rehead.data.files import write_whole
 from rehead.data.hold import LOCK, hold
-from rehead.errors import IntegrityError, InvalidInput, ReheadError, UsageError
+from rehead.errors import IntegrityError, InvalidInput, ReheadError, ResourceError, UsageError
 from rehead.system.aside import ASIDE, discard
 from rehead.system.open_files import allow_open_files
 
@@ -22,6 +23,8 @@ log = logging.getLogger("rehead")
 SUFFIX = ".unfinished"
 OWN = re.compile(rf"\{LOCK}|result|passes|text(-\d+)?|[0-9a-f]{{16}}|\{ASIDE}.*")
 """Names of what is kept in such a folder."""
+READ_FROM_TEXT = re.compile(r"(states|gradients|statistics|taught)-\d+")
+"""Names of what was worked out from a text."""
 RESULT = "result"
 """The file, in the folder of an unfinished conversion, that has the sha256 of its certificate."""
 
@@ -37,9 +40,10 @@ def unfinished(
 ) -> Iterator[Path]:
     """Yield the folder DESTINATION.unfinished, locked, to keep work in.
 
-    It is removed at the end, and after a ReheadError unless that ends a resumed conversion. It stays if a process is
-    interrupted or killed: the next conversion to `destination` then needs `resume`, which users write as `flag`. If it
-    was killed after `destination` was published, the next conversion in the same parent folder removes it.
+    It is removed at the end, and after a ReheadError unless that ends a resumed conversion, or says that space or
+    memory ran out when more was done than exact layers. It stays if a process is interrupted or killed: the next
+    conversion to `destination` then needs `resume`, which users write as `flag`. If it was killed after `destination`
+    was published, the next conversion in the same parent folder removes it.
     `work` is what messages call it, `choose` the option that names another folder.
     Raises UsageError if `resume` is needed but not given or there is nothing to resume, Busy if another process
     converts to `destination`.
@@ -61,9 +65,7 @@ def unfinished(
             yield folder
             keep = False
         except ReheadError as error:
-            keep = resume and not isinstance(
-                error, IntegrityError
-            )  # what was worked out may be of a changed source
+            keep = _is_worth_keeping(folder, error, resume=resume)
             raise
         finally:
             keep = keep and _done(folder)
@@ -130,8 +132,27 @@ def _sweep(parent: Path) -> None:
 
 def _done(folder: Path) -> bool:
     """Whether anything is kept in `folder`."""
-    places = (place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(ASIDE))
-    return any(any(place.iterdir()) for place in places)
+    return any(any(place.iterdir()) for place in _places(folder))
+
+
+def _is_worth_keeping(folder: Path, error: ReheadError, *, resume: bool) -> bool:
+    """Whether kept work outlives an error: of a resumed conversion, or where space or memory ran out."""
+    if isinstance(error, IntegrityError):  # what was worked out may be of a changed source
+        return False
+    return resume or (isinstance(error, ResourceError) and _took_long(folder))
+
+
+def _took_long(folder: Path) -> bool:
+    """Whether anything is kept that a text gave, or a layer that lost something: exact layers are soon made again."""
+    layers = (file.parent for file in folder.glob(f"*/layers-*/*/{FIGURES}"))
+    return any(READ_FROM_TEXT.fullmatch(place.name) for place in folder.rglob("*")) or any(
+        kept_figures(layer)[0] > 0 for layer in layers
+    )
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    """Yield the folders of kept work in `folder`."""
+    return (place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(ASIDE))
 
 
 def _clear(folder: Path) -> None:

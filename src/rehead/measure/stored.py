@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rehead.attention import LatentConfig
-from rehead.checkpoint.files.deferred import Deferred, map_deferred, materialise
+from rehead.checkpoint.files.deferred import Deferred, map_deferred, map_weights, materialise
 from rehead.config import GPTConfig, ModelConfig
 from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
@@ -90,13 +90,12 @@ def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
             continue
         if not as_in_file(name, materialise(weight.detach()), kind, model.config).isfinite().all():
             raise NumericError(f"{name} leaves the range of {kind}: keep this model in bf16 or fp32.")
-    state = {
-        name: weight.detach()
-        if keeps(name, kind)
-        else map_deferred(partial(as_in_file, name, kind=kind, config=model.config), weight.detach())
-        for name, weight in model.state_dict().items()
-    }
-    return assembled(model.config, state)
+
+    def stored(name: str, weight: Tensor) -> Tensor:
+        change = partial(as_in_file, name, kind=kind, config=model.config)
+        return weight if keeps(name, kind) else map_deferred(change, weight)
+
+    return assembled(model.config, map_weights(model, stored))
 
 
 def changed(

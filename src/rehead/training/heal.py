@@ -17,7 +17,7 @@ from rehead.conversion.events import Healing
 from rehead.conversion.history import conversion_of
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
-from rehead.data import Ids, shown, source_of
+from rehead.data import Ids, read_ids, shown, source_of, split
 from rehead.errors import ConfigError, InvalidInput, UsageError
 from rehead.measure import kv_bytes_per_token
 from rehead.measure.environment import environment
@@ -29,6 +29,8 @@ from rehead.system.machine import available_memory
 from rehead.system.torchrun import of_torchrun
 from rehead.tokenizer import Tokenizer, load_tokenizer
 from rehead.training import state
+from rehead.training.folder import RunFolder
+from rehead.training.seen import fitted_tokens
 
 DEFAULTS = {
     "max_iters": 300,
@@ -40,6 +42,11 @@ DEFAULTS = {
     "sample_every": 0,
 }
 
+
+NOT_HELD_OUT = (
+    "the conversion was fitted to a part of this validation text, so the loss on it is too optimistic: name another "
+    "text with data.path, or convert without --test and leave data.val_fraction out"
+)
 
 STEP_TOKENS, STEP_BYTES = 16_384, 2**32
 """Most tokens, and most bytes of activations, in a step if no batch size is given: long blocks, small batches."""
@@ -204,24 +211,45 @@ def certificate_of(options: RunOptions, model: LanguageModel) -> Certificate | N
             f"{path}: its {CERTIFICATE} was measured on texts of length={certificate.length}, the model reads 1 to "
             f"{model.config.block_size} tokens. Convert the model again."
         )
+    job = of_torchrun()
+    if certificate is not None and (job is None or job.rank == 0):  # who gives the tokens their final name
+        _warn_of_fitted(certificate, options, load_tokenizer(options.model.folder))
     return certificate
+
+
+def _warn_of_fitted(certificate: Certificate, options: RunOptions, tokenizer: Tokenizer) -> None:
+    """Warn of a run about to begin if its validation text is not held out of the conversion."""
+    ids = read_ids(RunFolder(Path(options.system.work_dir)).read_tokens, tokenizer)
+    parts = split(ids, options.data.block_size, options.data.val_fraction)
+    if not is_held_out(certificate, ids, parts.val):
+        warnings.warn(NOT_HELD_OUT, stacklevel=3)
+
+
+def is_held_out(certificate: Certificate, text: Ids, part: Ids) -> bool:
+    """Return whether the conversion was fitted to nothing of `part`, the end of a text."""
+    return fitted_tokens(certificate, text) <= len(text) - len(part)
 
 
 def measured_again(
     certificate: Certificate,
     teacher: LanguageModel,
     model: LanguageModel,
-    held_out: Passage,
+    text: Ids,
+    part: Passage,
     tokenizer: Tokenizer,
 ) -> Certificate:
-    """Return a certificate with the losses and logits of a trained model against its teacher, on a held-out text.
+    """Return a certificate with the losses and logits of a trained model against its teacher.
 
-    The sizes are those in the number format of the trained model.
+    It is measured on `part`, the end of a text of which the rest is trained on; its name says so if the conversion was
+    fitted to it. The sizes are those in the number format of the trained model.
     """
-    blocks = blocks_of(model, held_out.ids, TEST_TOKENS, certificate.length, held_out.bos)
+    held_out = is_held_out(certificate, text, part.ids)
+    if not held_out:
+        part = replace(part, name=f"{part.name}, which the conversion was fitted to")
+    blocks = blocks_of(model, part.ids, TEST_TOKENS, certificate.length, part.bos)
     logits = asdict(compare(teacher, model, shown(blocks, "comparing with the teacher")))
     loss = list(logits.pop("losses"))
-    test = Text.of(held_out, TEST_TOKENS, certificate.length).decoded(held_out.ids, tokenizer)
+    test = Text.of(part, TEST_TOKENS, certificate.length).decoded(part.ids, tokenizer)
     dtype = model.head.weight.dtype
     return replace(
         certificate,
@@ -230,7 +258,7 @@ def measured_again(
         kv_bytes_per_token=[kv_bytes_per_token(one.config, dtype) for one in (teacher, model)],
         dtype=str(dtype).removeprefix("torch."),
         test=test,
-        held_out=True,
+        held_out=held_out,
         exact=False,
         compared_on="text",
         environment=environment(model.device),
@@ -247,8 +275,9 @@ def healed_files(
     tokenizer: Tokenizer,
 ) -> dict[str, str]:
     """Return the certificate `before`, measured again against the teacher, as files by name."""
-    text = Passage(name="the validation part of the run's text", ids=held_out, bos=tokenizer.bos)
-    after = measured_again(before, teacher, model, text, tokenizer)
+    text = read_ids(RunFolder(Path(options.system.work_dir)).tokens, tokenizer)
+    part = Passage(name="the validation part of the run's text", ids=held_out, bos=tokenizer.bos)
+    after = measured_again(before, teacher, model, text, part, tokenizer)
     assert after.test is not None
     assert after.loss is not None
     alike = before.test is not None and before.test.sha256 == after.test.sha256

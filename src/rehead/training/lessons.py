@@ -1,5 +1,6 @@
 """The first phase of healing: converted attentions learn from the source's, layer by layer."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from rehead.model import GPT
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 from rehead.training.heal import (
+    NOT_HELD_OUT,
     healed_folder,
+    is_held_out,
     measured_again,
     require_its_tokenizer,
     require_same_tokens,
@@ -144,6 +147,8 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     both = [Source(one.model, one.folder) for one in (teacher, opened)]
     text = tokenize(source_of(options.data), opened.require_tokenizer(), scratch / "text")
     parts = split(text.ids, length, options.data.val_fraction)
+    if not is_held_out(before, text.ids, parts.val):
+        warnings.warn(NOT_HELD_OUT, stacklevel=3)
     bos = opened.require_tokenizer().bos
     fitted = Passage(name="the training part of the healing text", ids=parts.train, bos=bos)
     work = place_of(
@@ -167,7 +172,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     test_blocks = blocks_of(result, held_out.ids, TEST_TOKENS, before.length, bos)
     output = output_errors(source, result, test_blocks[:1])
     after = replace(
-        measured_again(before, source, result, held_out, opened.require_tokenizer()),
+        measured_again(before, source, result, text.ids, held_out, opened.require_tokenizer()),
         layers=[replace(layer, output_error=error) for layer, error in zip(taught, output, strict=True)],
         teach=passes,
         calibration=[

@@ -8,7 +8,7 @@ import numpy as np
 from rehead.checkpoint import read_at
 from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.find import run_data, run_of
-from rehead.conversion.certificate import Certificate
+from rehead.conversion.certificate import Certificate, Text
 from rehead.conversion.history import conversion_of
 from rehead.conversion.texts import Passage
 from rehead.data import TOKENS, Ids, read_ids, split
@@ -26,7 +26,7 @@ def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool
     be read.
     """
     try:
-        if _was_fitted(read_at(folder, conversion_of), ids):
+        if fitted_tokens(read_at(folder, conversion_of), ids):
             return True
         run, data = run_of(folder), run_data(folder)
         if run is None or data is None or not (run / TOKENS).is_file():
@@ -42,13 +42,19 @@ def contains_training_text(folder: Path, ids: Ids, tokenizer: Tokenizer) -> bool
     return any(_holds(text, trained[start : start + size]) for start in starts)
 
 
-def _was_fitted(certificate: Certificate | None, ids: Ids) -> bool:
-    """Return whether `ids` begin with a text that the conversion was fitted to: all of it, or what was not held out."""
+def fitted_tokens(certificate: Certificate | None, ids: Ids) -> int:
+    """Return how many of the first `ids` the conversion was fitted to: a whole text, or all of it but what it held out.
+
+    It is 0 where `ids` begin with no text that the certificate names.
+    """
     texts = () if certificate is None else certificate.calibration
-    return any(
-        text.tokens <= len(ids) and Passage(name=text.name, ids=ids[: text.tokens]).sha256 == text.sha256
-        for text in texts
-    )
+    return max((text.tokens for text in texts if _begins(ids, text)), default=0)
+
+
+def _begins(ids: Ids, text: Text) -> bool:
+    """Return whether `ids` begin with the tokens of a text."""
+    first = Passage(name=text.name, ids=ids[: text.tokens])
+    return len(first.ids) == text.tokens and first.sha256 == text.sha256
 
 
 def _holds(text: bytes, part: Ids) -> bool:

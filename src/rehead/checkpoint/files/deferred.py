@@ -86,6 +86,14 @@ def map_deferred(change: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     )
 
 
+def map_weights(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return `change(name, weight)` of every weight by name; of a tensor with two names once, for both."""
+    first = {id(weight): name for name, weight in module.named_parameters()}
+    done = {name: change(name, weight.detach()) for name, weight in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: done[first[id(weight)]] for name, weight in every}
+
+
 def origins(module: nn.Module) -> frozenset[Any]:
     """Return the objects that read the files of the module's deferred weights."""
     weights = (weight for weight in module.parameters() if isinstance(weight, Deferred))

@@ -52,13 +52,18 @@ def vocabulary(text: str, n_token: int, special: Mapping[str, Any]) -> dict[str,
     return {f"tokenizer.ggml.{name}": value for name, value in found.items()}
 
 
-def _byte_level(table: Table, inner: hf.Tokenizer, n_token: int) -> dict[str, Any]:
-    model = table["model"]
-    if table["normalizer"]:
+def tell_unwritten(text: str) -> None:
+    """Warn of what `vocabulary` leaves out of a tokenizer.json."""
+    normalizer = json.loads(text)["normalizer"]
+    if normalizer:
         log.warning(
             "llama.cpp does not normalize a text before reading it (%s): give it text that is normalized.",
-            table["normalizer"]["type"],
+            normalizer["type"],
         )
+
+
+def _byte_level(table: Table, inner: hf.Tokenizer, n_token: int) -> dict[str, Any]:
+    model = table["model"]
     if odd := [name for name in OPTIONS if model.get(name)]:
         raise _refused(f"BPE with {', '.join(odd)}")
     added = {one["id"]: one for one in table["added_tokens"]}

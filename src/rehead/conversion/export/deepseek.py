@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
@@ -22,7 +21,7 @@ from rehead.conversion.blocks import random_blocks
 from rehead.conversion.certificate import Certificate
 from rehead.conversion.converter import convert, require_heads
 from rehead.conversion.export.engines import ENGINES, V3, Engine, kind, require_served
-from rehead.conversion.export.storable import storable
+from rehead.conversion.export.storable import require_wide, storable
 from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import IdentityNorm, side_by_side, unrotated
 from rehead.conversion.steps.latent import full_rank
@@ -49,8 +48,7 @@ def to_deepseek(
     and llama.cpp the same with the angles they compute (`engines.ENGINES`). Raises ConfigError for the rest.
     """
     config = require_heads(model)
-    if model.head.weight.dtype == torch.float16:
-        raise ConfigError("float16 cannot hold the identity norm's small numbers: use bfloat16 or float32.")
+    require_wide(model.head.weight.dtype)
     wide = deepseek_layers(config, engine)
     normed, folded = [], []
     for index, (layer, target) in enumerate(zip(config.attention, wide, strict=True)):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
-from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig
 from rehead.checkpoint import Family, families
 from rehead.checkpoint.gguf.architectures import architectures
 from rehead.checkpoint.huggingface import stock
@@ -149,6 +149,8 @@ def _ways_out(config: GPTConfig, asked: Asked) -> Iterator[str]:
         yield converted
     elif not found:
         yield from islice(chain(_converted(config, every), _converted(config, ALL, f" {ANY}")), 1)
+    if asked.engine in SERVERS and (made := _canonical(config)) and _fits(made, asked):
+        yield "convert its source with --to mla --target canonical"
     if not found:
         yield from _last_ways(config, asked)
 
@@ -178,6 +180,27 @@ def _decoupled(config: GPTConfig, kind: Kind) -> GPTConfig | None:
         except ConfigError:
             return None
     return replace(config, attention=tuple(layers))
+
+
+def _canonical(config: GPTConfig) -> GPTConfig | None:
+    """Return what `--target canonical` makes of the heads that an uneven MLA was made from; None if it takes none."""
+    heads = [_rotary_heads(layer) for layer in config.attention]
+    try:
+        target = Target(to="mla", target="canonical")
+        layers = tuple(target.attention(one, config.n_embd) for one in heads if one is not None)
+    except ConfigError:
+        return None
+    return replace(config, attention=layers) if len(layers) == config.n_layer else None
+
+
+def _rotary_heads(layer: AttentionConfig) -> GroupedConfig | None:
+    """Return heads that an MLA with a rotary part of chosen frequencies may have been made from."""
+    if not isinstance(layer, LatentConfig) or layer.latent_norm or layer.rebuilds_keys:
+        return None
+    if layer.rope is None or layer.rope.magnitude != 1:  # yarn or longrope, which canonical does not take
+        return None
+    plain = common(layer) | {"rope": RopeConfig(layout=layer.rope.layout)}
+    return GroupedConfig(**plain, n_kv_head=layer.n_kv_head, head_dim=layer.v_head_dim)
 
 
 def _like_llama(config: GPTConfig) -> GPTConfig:

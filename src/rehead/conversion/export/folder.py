@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from rehead.attention import LatentConfig
-from rehead.checkpoint import Family, publish
+from rehead.checkpoint import Family, publish, read_at
 from rehead.checkpoint.companions import TOKENIZER_CONFIG
 from rehead.checkpoint.hub import CARD
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.gpt2 import GPT2
-from rehead.checkpoint.own import read_dtype
+from rehead.checkpoint.own import read_config, stored_dtype
 from rehead.config import GPTConfig
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import CERTIFICATE, Certificate
@@ -22,7 +22,7 @@ from rehead.conversion.export.computed import not_computed
 from rehead.conversion.export.deepseek import for_every_engine, to_deepseek
 from rehead.conversion.export.engines import ENGINES, Engine
 from rehead.conversion.export.fit import SERVERS, Asked, architecture_of, require_fit
-from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by
+from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by, require_wide
 from rehead.conversion.finite import require_finite
 from rehead.conversion.history import after, conversion_of
 from rehead.conversion.origin import Origin
@@ -55,13 +55,14 @@ def export_folder(
     require_apart(source, destination)
     return_freed_memory()
     with publish(destination) as aside, tempfile.TemporaryDirectory(dir=aside) as scratch:
+        _require_fit(source, Asked.of(kind, engine), dtype)
         opened = open_model(source, dtype=dtype, in_memory=False)
         opened.tell_unread()
         before, origin = conversion_of(opened.folder), Origin.read(source, opened.folder)
         texts, keys = opened.texts(), opened.tokenizer_keys()
         opened.require_standing()
         require_finite(opened.model)
-        if dtype == torch.bfloat16 and read_dtype(opened.folder) != dtype:
+        if dtype == torch.bfloat16 and stored_dtype(opened.folder) != dtype:
             log.warning(
                 "the weights are rounded to bfloat16: `rehead check %s` measures what that changes.", source
             )
@@ -88,6 +89,13 @@ def export_folder(
         stock.write(model, aside, family, files, opened.special, keys)
         read.require_unchanged()
     return family.architecture, certificate
+
+
+def _require_fit(source: Path, asked: Asked, dtype: torch.dtype | None) -> None:
+    """Refuse what the class or the engine cannot represent, before any weights are read."""
+    found = require_fit(read_at(source, read_config), asked)
+    if found.converted:
+        require_wide(dtype or read_at(source, stored_dtype))
 
 
 def _lost(model: LanguageModel) -> Mapping[str, Mapping[Storage, float]]:

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from rehead import __version__
+from rehead.checkpoint import own, read_at
 from rehead.checkpoint.companions import GENERATION, TEMPLATE, companions
 from rehead.checkpoint.files.publish import publish_file
 from rehead.checkpoint.gguf.architectures import Architecture, architectures
 from rehead.checkpoint.gguf.file import package
 from rehead.checkpoint.gguf.names import names
+from rehead.checkpoint.gguf.origin import KEYS
 from rehead.checkpoint.gguf.sampling import facts_of
-from rehead.checkpoint.gguf.vocabulary import vocabulary
+from rehead.checkpoint.gguf.vocabulary import tell_unwritten, vocabulary
 from rehead.checkpoint.gguf.writing import FILE_TYPES, Type, type_of, write_file
 from rehead.checkpoint.hub import HUB
 from rehead.checkpoint.huggingface import stock
@@ -27,7 +29,7 @@ from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.export.fit import Asked
+from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.folder import as_stock
 from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
@@ -37,7 +39,7 @@ from rehead.conversion.source import Source
 from rehead.errors import UsageError
 from rehead.model import LanguageModel
 from rehead.system.allocator import return_freed_memory
-from rehead.tokenizer import OpenedModel, open_model
+from rehead.tokenizer import OpenedModel, load_tokenizer, open_model
 
 log = logging.getLogger("rehead")
 TYPES: dict[str, Type] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
@@ -68,7 +70,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
     require_apart(source, file)
     return_freed_memory()
     with publish_file(file) as place, tempfile.TemporaryDirectory(dir=place.parent) as scratch:
-        opened = open_model(source, in_memory=False)
+        opened = open_model(source, dtype=_dtype_to_read(source), in_memory=False)
         passed, before = companions(opened.folder), conversion_of(opened.folder)
         origin = Origin.read(source, opened.folder)
         opened.require_standing()
@@ -79,7 +81,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
         assert isinstance(config, GPTConfig)
         keys = {f"{kind.name}.{name}": value for name, value in kind.keys(config).items()}
         words = _vocabulary(opened, config, passed.get(TEMPLATE))
-        asked = STORED.get(model.head.weight.dtype, "F32") if dtype is None else TYPES[dtype]
+        asked = TYPES[dtype] if dtype else STORED.get(own.stored_dtype(opened.folder) or torch.float32, "F32")
         tensors, exact = _tensors(model, kind, stock.weights(model, family), _lost(model, asked))
         types = {name: type_of(name, tuple(weight.shape), asked, exact) for name, weight in tensors.items()}
         about = _about(before, file, family.architecture, asked, certificate)
@@ -92,6 +94,18 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
         types=dict(Counter(types.values()).most_common()),
         certificate=certificate,
     )
+
+
+def _dtype_to_read(source: Path) -> torch.dtype | None:
+    """Return the dtype to read weights in, None for their own; they are written in any.
+
+    Raises ConfigError, before they are read, for what config.json or the tokenizer refuses.
+    """
+    config = read_at(source, own.read_config)
+    found = require_fit(config, Asked.of("gguf"))
+    vocabulary(load_tokenizer(source).to_json(), config.vocab_size, read_at(source, stock.special_ids))
+    narrow = found.converted and read_at(source, own.stored_dtype) == torch.float16
+    return torch.float32 if narrow else None  # for the identity norm of DeepSeek's class
 
 
 def _tensors(
@@ -121,6 +135,7 @@ def _vocabulary(opened: OpenedModel, config: GPTConfig, template: str | None) ->
     """Return the keys of the tokenizer, and the chat template, if the folder has one."""
     tokenizer = opened.require_tokenizer()
     words = vocabulary(tokenizer.to_json(), config.vocab_size, opened.special)
+    tell_unwritten(tokenizer.to_json())
     return words if template is None else words | {"tokenizer.chat_template": template}
 
 
@@ -142,6 +157,7 @@ def _about(
 def _origin(origin: Origin) -> dict[str, Any]:
     """Return the keys `general.*` of the licence and the base models."""
     facts: dict[str, Any] = {"general.license": origin.licence} if origin.licence else {}
+    facts |= {KEYS[key]: value for key, value in origin.named}
     if origin.bases:
         facts["general.base_model.count"] = len(origin.bases)
     for index, base in enumerate(origin.bases):

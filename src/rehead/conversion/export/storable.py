@@ -19,6 +19,7 @@ from rehead.attention import LatentConfig
 from rehead.attention.latent import NORM_EPS
 from rehead.checkpoint.files.deferred import map_deferred, materialise
 from rehead.config import GPTConfig
+from rehead.errors import ConfigError
 from rehead.measure.stored import Storage, lost_rows
 from rehead.model import LanguageModel, assembled
 
@@ -32,6 +33,14 @@ NEGLIGIBLE = 0.01
 """The mean square of a latent, relative to the eps of its norm, below which only the eps counts."""
 LOSING: Mapping[Storage, str] = {"fp16": "float16", "q8_0": "formats of 8 bits"}
 """Smaller formats whose lost rows are counted."""
+
+
+def require_wide(dtype: torch.dtype | None) -> None:
+    """Refuse a number format that cannot hold DeepSeek's class."""
+    if dtype == torch.float16:
+        raise ConfigError(
+            "float16 cannot hold the identity norm's small numbers: use bfloat16 or float32 (--dtype bf16 or fp32)."
+        )
 
 
 def lost_by(model: LanguageModel, kinds: Sequence[Storage]) -> dict[str, dict[Storage, float]]:
