@@ -162,7 +162,7 @@ class Bench:
             return None
         key = f"{key}, a token after {self.given.decode}"
         if key not in self.done:
-            with tempfile.TemporaryDirectory() as place:  # whose weights are not those in `scratch`, but in memory
+            with tempfile.TemporaryDirectory() as place:  # read again, its weights are in memory
                 rehead.save(make(), Path(place, "model"))
                 self.done[key] = decoded(rehead.load(Path(place, "model")), self.model, self.given.decode)
             self.file.write_text(json.dumps(self.done, indent=1))

@@ -223,4 +223,6 @@ def convert(
         present_certificate(certificate, destination, kv_fraction, measured=ranked)
         by_rule = target == "uneven" and kv_fraction is not None and rope_dim is None and not measured_ranks
         if by_rule and not certificate.exact:
-            print("hint          a third of this cache rotates, by rule; --measured-ranks looks for a better share")
+            print(
+                "hint          a third of the cache rotates, by rule: --measured-ranks looks for a better share"
+            )
