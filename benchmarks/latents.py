@@ -272,6 +272,9 @@ def main() -> None:
         rows.append(Measured(1.0, "source (control)", "", *bench.row("source", lambda: bench.model, trained)))
     with tempfile.TemporaryDirectory() as scratch:
         converter = Converter(bench.model, None, bench.fit, length=given.length, scratch=Path(scratch))
+        known = {kind for share in given.shares for kind, *_ in arms(converter, source, share, given.teach)}
+        if unknown := set(given.only) - known - {"source"}:
+            raise SystemExit(f"--only {unknown}: no such conversion. Use some of {sorted(known)}, or source.")
         for share in given.shares:
             candidates: dict[str, list[tuple[str, Made]]] = {}
             for kind, details, make in arms(converter, source, share, given.teach):

@@ -39,6 +39,10 @@ class ResourceError(ReheadError, OSError):
     exit_code = 5
 
 
+class OutOfMemory(ResourceError):
+    """Work that takes more memory than there is."""
+
+
 class Busy(ReheadError):
     """A folder that another process is writing to."""
 

@@ -153,6 +153,29 @@ def test_weights_that_do_not_fit_are_refused_by_cpp(change, why):
 
 
 @torch.no_grad()
+def test_a_call_that_fails_can_be_repeated():
+    """With hooks on it, a model is decoded by its own calls: no layer has counted the token of one that failed."""
+    model = made(llama(GQA))
+    fails = []
+
+    def hook(module, inputs, output):
+        if fails:
+            raise MemoryError
+
+    model.layers[1].mlp.register_forward_hook(hook)
+    decode, cache = decoding.decoder(model), model.new_cache(B)
+    ids = torch.randint(V, (B, 6))
+    wanted = model(ids)
+    model(ids[:, :4], cache=cache)
+    fails.append(1)
+    with pytest.raises(MemoryError):
+        decode(ids[:, 4], cache)
+    fails.clear()
+    got = torch.stack([decode(one, cache) for one in ids[:, 4:].T], 1)
+    torch.testing.assert_close(got, wanted[:, 4:], atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_that_fails_can_be_repeated(engine, ragged, monkeypatch):

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import rehead
-from rehead.checkpoint import families, read_config
+from rehead.checkpoint import families, own, read_config
 from rehead.checkpoint.huggingface import stock
 from rehead.conversion.export.deepseek import to_deepseek, with_eps
 from rehead.conversion.export.folder import export_folder
@@ -817,6 +818,20 @@ def test_weights_of_another_format_than_config_json_names_are_told(tmp_path):
     rehead.load(tmp_path / "theirs", dtype=torch.bfloat16)
     say(tmp_path / "theirs", dtype=None)
     rehead.load(tmp_path / "theirs")
+
+
+def test_a_buffer_that_no_model_reads_has_no_say_in_the_format(tmp_path):
+    """Llamas of 2023 have `inv_freq` in float32 beside weights in float16."""
+    folder = tmp_path / "theirs"
+    made("Llama", BASE, folder).half().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    assert own.stored_dtype(folder) == torch.float16
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4, dtype=torch.float32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert own.stored_dtype(folder) == torch.float16
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert own.stored_dtype(folder) == torch.float32
 
 
 def test_a_window_that_is_not_named_is_their_default(tmp_path):

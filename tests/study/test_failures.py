@@ -2,13 +2,16 @@
 
 import json
 import multiprocessing
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rehead.cli import main
-from rehead.errors import ConfigError, NumericError, ResourceError
+from rehead.errors import ConfigError, InvalidInput, NumericError, OutOfMemory, ResourceError
+from rehead.report import lines
 from rehead.study import Preset, jobs
 from rehead.study.failures import Failures
 from rehead.study.parallel import run_parallel
@@ -73,7 +76,7 @@ def test_a_seed_that_failed_does_not_keep_its_variant_in_the_study(monkeypatch):
 
     def failing(options):
         if "a/seed-1" in options.system.work_dir:
-            raise ResourceError("no room")
+            raise OutOfMemory("no room")
         yield from usual(options)
 
     monkeypatch.setattr(train, failing)
@@ -149,3 +152,69 @@ def test_several_at_once_leave_out_what_starts_from_one_that_failed(monkeypatch)
     with pytest.raises(KeyError):
         run_parallel(planned[3:], Preset.of("p", preset(STAGES)), 8, lambda job, record: None, failures)
     assert told.begun == [("Calm", 5)]
+
+
+@pytest.mark.filterwarnings("ignore:A, seed 3407 failed")
+@pytest.mark.parametrize(
+    ("error", "status", "rest"),
+    [
+        (MemoryError(), 5, ["b/seed-3407"]),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), 5, ["b/seed-3407"]),
+        (InvalidInput("a short text"), 3, ["b/seed-3407"]),
+        (ResourceError("No space left on device"), 5, []),
+        (KeyError("a bug"), 8, []),
+    ],
+)
+def test_what_concerns_one_variant_stops_no_other(error, status, rest, monkeypatch):
+    """A full disk or a bug concerns all."""
+    module = pytest.importorskip("rehead.study.work")
+    usual = module.train
+
+    def failing(options):
+        if "/a/" in options.system.work_dir:
+            raise error
+        yield from usual(options)
+
+    monkeypatch.setattr(module, "train", failing)
+    assert run({"A": {}, "B": {"model": {"n_kv_head": 1}}}) == status
+    assert made() == rest
+
+
+@pytest.mark.filterwarnings("ignore:A, seed 3407 failed")
+def test_what_failed_is_not_kept_in_memory_or_among_what_runs(monkeypatch, capsys):
+    module = pytest.importorskip("rehead.study.work")
+    usual, held = module.train, []
+
+    def failing(options):
+        if "/a/" not in options.system.work_dir:
+            assert [model() for model in held] == [None]
+            yield from usual(options)
+            return
+        model = torch.nn.Linear(3, 3)
+        held.append(weakref.ref(model))
+        yield {"event": "start", "step": 0, "text": "x", "parameters": 9, "vocab_size": 3, "train_tokens": 9,
+               "val_tokens": 9, "device": "cpu"}  # fmt: skip
+        yield {"step": 1, "loss": 8.1431, "learning_rate": 1.0, "grad_norm": 1.0, "seconds": 1.0}
+        raise NumericError("loss nan")
+
+    monkeypatch.setattr(module, "train", failing)
+    monkeypatch.setattr(lines, "EVERY", 0.0)
+    assert run({"A": {}, "B": {"model": {"n_kv_head": 1}}}) == 7
+    told = capsys.readouterr().err
+    shown = [line for line in told.splitlines() if line.startswith("A  step")]
+    assert held
+    assert shown
+    assert told.rindex(shown[-1]) < told.index("B  ")
+
+
+def test_a_model_of_the_hub_is_done_though_no_folder_has_its_name(monkeypatch):
+    work, job_of = pytest.importorskip("rehead.study.work"), pytest.importorskip("rehead.study.job")
+    Path("kept").mkdir()
+    monkeypatch.setattr(job_of.checkpoint, "resolve", lambda folder: Path("kept"))
+    found, (job, _) = Preset.of("p", preset(STAGES)), jobs(Preset.of("p", preset({"A": {}, "B": {}})), [])
+    options = replace(job.options, model=replace(job.options.model, folder="org/name@" + "0" * 40))
+    job = replace(job, options=options, kind="given")
+    assert not work.is_done(job, found)
+    job.folder.mkdir(parents=True)
+    (job.folder / work.MEASURED).write_text(json.dumps({"of": work._subject(job, found)}))
+    assert work.is_done(job, found)

@@ -314,6 +314,8 @@ def test_an_emoji_escaped_as_in_json_is_one_character():
         InvalidInput, match=r"half a pair of surrogates.* write the character itself in line 1"
     ):
         Preset.read("half.yaml")
+    Path("bytes.yaml").write_text(json.dumps(SEEN | {"about": "caf\udce9"}))  # a byte of a path, to Python
+    assert Preset.read("bytes.yaml").about == "caf\udce9"
     Path("twice.yaml").write_text('{"about": "x", "variants": {"\\ud83d\\ude80": {}, "\U0001f680": {}}}')
     with pytest.raises(InvalidInput, match="a key appears twice"):
         Preset.read("twice.yaml")

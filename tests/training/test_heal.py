@@ -570,3 +570,24 @@ def test_a_text_that_was_fitted_to_is_not_called_held_out(trained, fitted, heale
         assert ("It is held out of what was fitted to" in text) is held_out
         assert (named in text) is not held_out
     assert ("the conversion was fitted to a part of this validation text" in said.err) is not held_out
+
+
+@pytest.mark.filterwarnings("always:the conversion was fitted")
+def test_the_last_of_several_texts_that_were_fitted_to_is_not_called_held_out(trained, capsys):
+    """A folder is one text: its end is the last file's."""
+    for folder in ("several", "fitted", "measured"):
+        shutil.rmtree(folder, ignore_errors=True)
+    Path("several").mkdir()
+    first, last = Path("several/a.txt"), Path("several/b.txt")
+    first.write_text("it is the queen that dates the rain\n" * 60)
+    last.write_text(Path("input.txt").read_text())
+    Path("other.txt").write_text("the rain in the east is strained\n" * 60)
+    asked = ["--to", "mla", "--kv-fraction", "0.2", "--allow-loss", "--test", "other.txt"]
+    assert (
+        main(["convert", "source", "fitted", *asked, "--calibration", str(first), "--calibration", str(last)])
+        == 0
+    )
+    words = ["data.path=several", "trainer.max_iters=1", "system.work_dir=measured"]
+    assert main(["heal", "fitted", "--teacher", "source", *QUICK, *words]) == 0
+    assert certificate("measured")["held_out"] is False
+    assert "the conversion was fitted to a part of this validation text" in capsys.readouterr().err

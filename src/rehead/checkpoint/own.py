@@ -20,6 +20,7 @@ from rehead.checkpoint.files.strict import strict_json
 from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock
+from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput, NumericError
 from rehead.model import LanguageModel, skeleton
@@ -142,11 +143,18 @@ def _named_dtype(table: Mapping[str, Any], where: str) -> torch.dtype | None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the widest dtype of the weights in `folder`; None without weights."""
+    """Return the widest dtype of the weights in `folder` but for buffers that no model reads; None without weights."""
     if not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         return None
-    entries = {name: entry for name, entry in Shards(folder).entries.items() if not keeps_dtype(name)}
-    dtypes = [entry.dtype for entry in entries.values() if entry.dtype.is_floating_point]
+    kind = str(_table(folder / "config.json").get("model_type"))
+    family = families[kind] if kind in families else None  # noqa: SIM401 (no dict)
+    dtypes = [
+        entry.dtype
+        for name, entry in Shards(folder).entries.items()
+        if entry.dtype.is_floating_point
+        and not keeps_dtype(name)
+        and (family is None or family.canonical_name(name) is not None)
+    ]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 

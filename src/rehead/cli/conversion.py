@@ -224,5 +224,5 @@ def convert(
         by_rule = target == "uneven" and kv_fraction is not None and rope_dim is None and not measured_ranks
         if by_rule and not certificate.exact:
             print(
-                "hint          a third of the cache rotates, by rule: --measured-ranks looks for a better share"
+                "hint          how many numbers rotate was not measured: --measured-ranks looks for a better width"
             )

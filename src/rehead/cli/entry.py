@@ -34,11 +34,9 @@ from rehead.cli.loading import load_torch
 from rehead.cli.wording import as_typed, worded
 from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
+from rehead.system.shortage import as_out_of_memory
 from rehead.system.torchrun import of_torchrun
 
-OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|Storage size calculation")
-"""torch's messages: not every device has an exception class for it."""
-WANTED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 LONGEST = 100
 """Characters of a word in an error message; a longer one, such as a path, loses its middle."""
 
@@ -92,10 +90,8 @@ def _run(argv: list[str], debug: bool) -> int:
         where = "the path" if error.filename is not None else "where the output goes"
         return _fail(ResourceError(f"{error}: check {where}, its permissions and free space."), debug)
     except Exception as error:
-        if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
-            wanted = WANTED.search(str(error))
-            what = f"out of memory{f' ({wanted[1]} more were needed)' if wanted else ''}"
-            return _fail(ResourceError(f"{what}: use a smaller model or batch, or fewer tokens."), debug)
+        if (short := as_out_of_memory(error)) is not None:
+            return _fail(short, debug)
         if debug:
             raise
         with tempfile.NamedTemporaryFile("w", prefix="rehead-", suffix=".log", delete=False) as log:

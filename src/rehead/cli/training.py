@@ -187,7 +187,7 @@ def study(
             title = f"{job.variant}, seed {job.seed}" if several else job.variant
             if record.get("event") == "stage":
                 board.stage(record["stage"], title)
-            elif record.get("event") in ("begin", "measured", "costs", "formats"):
+            elif record.get("event") in ("begin", "measured", "failed", "costs", "formats"):
                 board.forget(title)
                 if story is not None:
                     story.show(job, record)

@@ -7,7 +7,9 @@ import yaml
 
 FLOAT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 """Numbers such as 5e-4, which YAML 1.1 reads as text."""
-
+PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates: a pair is one character, and half a pair none, but U+DC80 to U+DCFF may stand for bytes of a path."""
 
 MOST_BITS = 10_000
 
@@ -22,15 +24,19 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """Join pairs of surrogates, with which JSON escapes a character beyond U+FFFF; half a pair is refused."""
+        """Join pairs of surrogates, with which JSON escapes a character beyond U+FFFF.
+
+        Half a pair is refused, but for those that Python has for a byte of a path that is not UTF-8.
+        """
         node = super().compose_scalar_node(anchor)
-        try:
-            node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
-        except UnicodeDecodeError:
+        node.value = PAIR.sub(
+            lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), node.value
+        )
+        if HALF.search(node.value):
             raise yaml.composer.ComposerError(
                 problem="half a pair of surrogates, which is no character; write the character itself",
                 problem_mark=node.start_mark,
-            ) from None
+            )
         return node
 
     def _refuse(self, what: str, event: Any) -> NoReturn:

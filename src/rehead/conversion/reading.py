@@ -54,10 +54,11 @@ def require_texts(
     if test is not None:
         ids = _first(named(test, "--test"), "test", tokenizer, 2)
         next(evaluation_blocks(ids, 1, 1))
-        files = []  # nothing is held back
     for file in files:
-        ids = _first(named(file, "--calibration"), "calibration", tokenizer, least_tokens(length))
-        _held_back(file, Passage(name=file, ids=ids), length)
+        least = least_tokens(length) if test is None else 1
+        ids = _first(named(file, "--calibration"), "calibration", tokenizer, least)
+        if test is None:
+            _held_back(file, Passage(name=file, ids=ids), length)
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer | None:

@@ -17,7 +17,7 @@ class Decoder:
     """Decodes with the engine that `make` returns, and makes another one after the model was changed.
 
     It notices weights and parts that were changed, converted, moved or replaced, hooks, replaced `forward`s, and
-    autocast. A change through `weight.data`, which PyTorch does not count, needs a new decoder.
+    autocast. A change through `weight.data`, which PyTorch does not count, or another `rotary`, needs a new decoder.
     """
 
     def __init__(self, model: LanguageModel, make: Callable[[], Decode]) -> None:

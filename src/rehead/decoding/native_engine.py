@@ -94,7 +94,7 @@ def native_decoder(model: LanguageModel) -> Decode | None:
             else:
                 positions = token.positions[:, 0].contiguous()
             logits = bound[0].run(ids.contiguous(), positions)
-        return logits.to(model.head.weight.dtype, copy=True)
+            return logits.to(model.head.weight.dtype, copy=True)
 
     return decode
 

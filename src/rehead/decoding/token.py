@@ -107,14 +107,25 @@ class Token:
 
 
 @contextmanager
+def counted(caches: Iterable[object]) -> Iterator[None]:
+    """Take back from all caches, if the block fails, the tokens that it counted."""
+    counts = [(cache, cache.count) for cache in caches if isinstance(cache, LayerCache)]
+    try:
+        yield
+    except BaseException:
+        for cache, count in counts:
+            cache.count = count
+        raise
+
+
+@contextmanager
 def next_token(ids: Tensor, caches: Sequence[LayerCache], layers: Iterable[int]) -> Iterator[Token]:
     """Reserve and commit the rows of one more token of every sequence in the caches of `layers`; give the token.
 
     If the block fails, no cache has counted the token, and it can be decoded again.
     """
     start, positions = caches[0].length, caches[0].next(1)
-    counts = [cache.count for cache in caches]
-    try:
+    with counted(caches):
         rows: dict[tuple[int, int | None], NextRow] = {}
         for layer in layers:
             cache = caches[layer]
@@ -123,10 +134,6 @@ def next_token(ids: Tensor, caches: Sequence[LayerCache], layers: Iterable[int])
                 rows[key] = cache.next_row(positions)
             cache.commit(rows[key])
         yield Token(ids, caches, rows, start, positions)
-    except BaseException:
-        for cache, count in zip(caches, counts, strict=True):
-            cache.count = count
-        raise
 
 
 def recorded_token(

@@ -31,6 +31,7 @@ from rehead.attention.program import (
     Store,
 )
 from rehead.attention.slot import Slot, side_by_side
+from rehead.decoding.called import called_decoder
 from rehead.decoding.check import Check
 from rehead.decoding.lowering import lowered, stored_layers
 from rehead.decoding.token import Token, next_token
@@ -48,7 +49,7 @@ def torch_decoder(model: LanguageModel) -> Decode:
     """Return a decoder that runs the model's program in PyTorch, or `forward` if it has no program."""
     program = lowered(model)
     if program is None:
-        return torch.no_grad()(lambda ids, caches: model(ids[:, None], cache=caches)[:, -1])
+        return called_decoder(model)
     run, layers, check = TorchProgram(program), stored_layers(program), Check(model)
 
     def decode(ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:

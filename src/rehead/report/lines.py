@@ -16,6 +16,11 @@ SOON, EVERY, TICK = 2.0, 30.0, 0.5
 Record = dict[str, Any]
 
 
+def is_of(title: str, run: str) -> bool:
+    """Return whether a line with this title is that of a run, or of one of its stages."""
+    return title == run or title.startswith(f"{run}  ")
+
+
 @dataclass
 class _Doing:
     """Progress `done` of `total` at time `now`, first seen at `first`; `line` describes it without the time left."""
@@ -93,8 +98,8 @@ class PlainLines:
             self._print(text)
 
     def forget(self, title: str) -> None:
-        """Remove a run that has ended."""
-        self._doing.pop(title, None)
+        """Remove a run that has ended, with what is left of its stages."""
+        self._doing = {key: doing for key, doing in self._doing.items() if not is_of(key, title)}
 
     def _print(self, text: object) -> None:
         self._last = time.monotonic()

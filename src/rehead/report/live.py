@@ -18,6 +18,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from rehead.report.lines import is_of
 from rehead.report.text import inert, wrapped
 from rehead.stages import Stage
 
@@ -98,9 +99,10 @@ class LiveLines:
         self._console.print(text, style="dim" if faint else None, soft_wrap=True)
 
     def forget(self, title: str) -> None:
-        """Remove a run that has ended."""
-        if title in self._tasks:
-            self._runs.remove_task(self._tasks.pop(title))
+        """Remove a run that has ended, with what is left of its stages."""
+        for key in [key for key in self._tasks if is_of(key, title)]:
+            task = self._tasks.pop(key)
+            (self._runs if key == title else self._stages).remove_task(task)
 
     def _shown(self) -> Group:
         return Group(*(lines for lines in (self._runs, self._purpose, self._stages) if lines.tasks))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from rehead import native
-from rehead.errors import Interrupted, ReheadError, ResourceError
+from rehead.errors import Interrupted, OutOfMemory, ReheadError
 from rehead.stages import listening
-from rehead.study.failures import FAILURES, Failures
+from rehead.study.failures import Failures
 from rehead.study.job import Job
 from rehead.study.preset import Preset
 from rehead.study.sharing import Sharing
@@ -70,9 +70,9 @@ def run_parallel(
                     process.join()
                     message = None if process.exitcode == 0 else _lost(process.exitcode)
                     del running[connection]
-                if isinstance(message, FAILURES) and stop.signal is None:
-                    failures.add(job, message)
+                if isinstance(message, Exception) and stop.signal is None and failures.add(job, message):
                     waiting = [job for job in waiting if not failures.stop(job)]
+                    watch(job, {"event": "failed"})
                 elif isinstance(message, Exception) and failure is None:
                     failure = message if stop.signal is None else stopped(stop.signal)
                     _stop(running)
@@ -113,7 +113,7 @@ def stopped(number: int) -> Interrupted:
 def _lost(status: int | None) -> ReheadError:
     if status is not None and -status in HANDLED:  # sent to it and not, or not yet, to this process
         return stopped(-status)
-    return ResourceError(
+    return OutOfMemory(
         f"its process ended with status {status}, perhaps because memory ran out: use fewer --jobs."
     )
 

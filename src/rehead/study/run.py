@@ -14,7 +14,7 @@ from rehead.stages import Stage, listening
 from rehead.study.ahead import require_texts
 from rehead.study.begun import RESULTS, require_no_others, require_same, require_same_texts
 from rehead.study.costs import known_costs, measure_costs
-from rehead.study.failures import FAILURES, Failures
+from rehead.study.failures import Failures
 from rehead.study.job import Job, one_source
 from rehead.study.kv_dtype import known_formats, measure_formats
 from rehead.study.parallel import run_parallel, stopped
@@ -22,6 +22,7 @@ from rehead.study.preset import Preset
 from rehead.study.results import curves_csv, gather, runs_csv
 from rehead.study.sharing import Sharing
 from rehead.study.work import is_done, measured, run_job
+from rehead.system.allocator import return_freed_memory
 
 Record = dict[str, Any]
 Watch = Callable[[Job, Record], None]
@@ -39,10 +40,10 @@ def study(
     """Run the unfinished `jobs`, and write results.json, runs.csv and curves.csv; return the content of results.json.
 
     `watch` gets every record of every job: those of its training and, by `event`, begin before them; measured
-    after them, with the results in `found`; stage, with a `stage` of other long work; costs, before all variants
-    are timed; and formats, before their caches are measured in several number formats. An interrupted study resumes
-    when it is called again. If a job fails, those that do not start from it are made before its error is raised.
-    Raises Busy if another process writes to its folder.
+    after them, with the results in `found`, or failed; stage, with a `stage` of other long work; costs, before all
+    variants are timed; and formats, before their caches are measured in several number formats. An interrupted study
+    resumes when it is called again. If a job fails, those that do not start from it are made before its error is
+    raised. Raises Busy if another process writes to its folder.
     """
     require_same(jobs)
     require_no_others(jobs)
@@ -137,8 +138,11 @@ def _run_in_turn(jobs: Sequence[Job], preset: Preset, watch: Watch, failures: Fa
                         watch(job, record)
                 except Interrupted as error:  # which says how to continue that run alone
                     raise stopped(error.exit_code - 128) from error
-                except FAILURES as error:
-                    failures.add(job, error)
+                except Exception as error:
+                    if not failures.add(job, error):
+                        raise
+                    watch(job, {"event": "failed"})
+            return_freed_memory()
 
 
 def _report(watch: Watch, job: Job, stage: Stage) -> None:

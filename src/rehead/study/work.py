@@ -42,7 +42,11 @@ FORMAT = 4
 def is_done(job: Job, preset: Preset) -> bool:
     """Return True if `run_job` has nothing left to do."""
     results = read(job.folder / MEASURED)
-    return results is not None and results.get("of") == _subject(job, preset) and job.model.exists()
+    return (
+        results is not None
+        and results.get("of") == _subject(job, preset)
+        and (job.kind == "given" or job.model.exists())
+    )
 
 
 def measured(job: Job) -> Record:

@@ -4,21 +4,21 @@ from collections.abc import Mapping
 
 import torch
 
-from rehead.errors import ResourceError
+from rehead.errors import OutOfMemory
 from rehead.system.device import free_memory
 
 
 def require_memory(
     work: str, parts: Mapping[str, int | float], way_out: str, device: torch.device | None = None
 ) -> None:
-    """Raise ResourceError if `work` takes more bytes than the device, by default the CPU, has free.
+    """Raise OutOfMemory if `work` takes more bytes than the device, by default the CPU, has free.
 
     The message has the sum, its `parts` by what holds them, what is free, and a way out.
     """
     need, have = sum(parts.values()), free_memory(device or torch.device("cpu"))
     if need > have:
         listed = ", ".join(f"{name} {_written(n_bytes)}" for name, n_bytes in parts.items() if n_bytes)
-        raise ResourceError(
+        raise OutOfMemory(
             f"{work} needs about {_written(need)} ({listed}), but only {_written(have)} are free. {way_out}"
         )
 

@@ -30,7 +30,7 @@ from rehead.system.torchrun import of_torchrun
 from rehead.tokenizer import Tokenizer, load_tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
-from rehead.training.seen import fitted_tokens
+from rehead.training.seen import is_held_out
 
 DEFAULTS = {
     "max_iters": 300,
@@ -223,11 +223,6 @@ def _warn_of_fitted(certificate: Certificate, options: RunOptions, tokenizer: To
     parts = split(ids, options.data.block_size, options.data.val_fraction)
     if not is_held_out(certificate, ids, parts.val):
         warnings.warn(NOT_HELD_OUT, stacklevel=3)
-
-
-def is_held_out(certificate: Certificate, text: Ids, part: Ids) -> bool:
-    """Return whether the conversion was fitted to nothing of `part`, the end of a text."""
-    return fitted_tokens(certificate, text) <= len(text) - len(part)
 
 
 def measured_again(

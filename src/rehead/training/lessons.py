@@ -26,12 +26,12 @@ from rehead.tokenizer import open_model
 from rehead.training.heal import (
     NOT_HELD_OUT,
     healed_folder,
-    is_held_out,
     measured_again,
     require_its_tokenizer,
     require_same_tokens,
     require_same_vocabulary,
 )
+from rehead.training.seen import is_held_out
 
 PASSES = "passes"
 """The file, in the folder of an unfinished teaching, that has the number of its passes."""

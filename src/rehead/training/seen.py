@@ -51,6 +51,18 @@ def fitted_tokens(certificate: Certificate | None, ids: Ids) -> int:
     return max((text.tokens for text in texts if _begins(ids, text)), default=0)
 
 
+def is_held_out(certificate: Certificate, ids: Ids, part: Ids) -> bool:
+    """Return whether the conversion was fitted to nothing of `part`, the end of `ids`.
+
+    A text that it was fitted to is found as their beginning or, if nothing of it was held out, as their end, as where
+    several files are one text; not in between.
+    """
+    ends = not certificate.held_out and any(
+        0 < text.tokens < len(ids) and _begins(ids[-text.tokens :], text) for text in certificate.calibration
+    )
+    return not ends and fitted_tokens(certificate, ids) <= len(ids) - len(part)
+
+
 def _begins(ids: Ids, text: Text) -> bool:
     """Return whether `ids` begin with the tokens of a text."""
     first = Passage(name=text.name, ids=ids[: text.tokens])
