@@ -68,14 +68,13 @@ def test_what_is_no_command(word, hint):
 
 @pytest.mark.process
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command, monkeypatch, capsys):
+def test_every_command_has_help(command):
     status, wide, err = typed(SCRIPT, command, "--help")
     assert (status, err) == (0, "")
     assert wide.startswith(f"Usage: rehead {command}")
     assert f"\n    rehead {command} " in wide.replace("\n    rehead env\n", "\n    rehead env \n")
-    monkeypatch.setenv("COLUMNS", "40")
-    assert main([command, "-h"]) == 0
-    narrow = capsys.readouterr().out
+    status, narrow, err = typed(SCRIPT, command, "-h", width=40)
+    assert (status, err) == (0, "")
     assert narrow.split() == wide.split()
     assert all(len(line) <= 40 for line in narrow.splitlines()), narrow
 
