@@ -1,12 +1,12 @@
 """Decoding by the model's own calls, for models without a program."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rehead.attention import LayerCache
 from rehead.decoding.token import counted
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
@@ -16,7 +16,7 @@ def called_decoder(model: LanguageModel) -> Decode:
     """Return a decoder that calls the model."""
 
     @torch.no_grad()
-    def decode(ids: Tensor | np.ndarray, caches: Sequence[LayerCache]) -> Tensor:
+    def decode(ids: Tensor | np.ndarray, caches: Sequence[Any]) -> Tensor:
         with counted(caches):
             logits: Tensor = model(ids[:, None], cache=caches)[:, -1]
         return logits
