@@ -143,6 +143,7 @@ def test_no_tokenizer(tmp_path, llama_cpp, capsys, monkeypatch):
     model(tmp_path / "model", train("byte", "").to_json())
     (tmp_path / "model" / "tokenizer.json").unlink()
     refused(tmp_path, capsys, "tokenizer.json")
+    monkeypatch.setattr(export, "_dtype_to_read", lambda source: None)  # which refuses it first
     monkeypatch.setattr(export, "_vocabulary", lambda *_: {"tokenizer.ggml.model": "none"})
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out.gguf"), "--format", "gguf"]) == 0
     assert llama_cpp(tmp_path / "out.gguf", prompts=[[1, 2, 3]]) is None
