@@ -369,11 +369,21 @@ def test_ranks_by_measuring(run, capfd):
     assert loss[1] - loss[0] < 0.1  # kept on the training part, near it on the other
 
 
-def test_a_layout_is_turned_beside_ranks_by_measuring(capfd):
-    Path("text.txt").write_text(TEXT * 12)
-    shape = ["model.rope=True", "model.n_embd=12", "model.n_query_head=3", "model.n_layer=1"]
-    flags = ["data.path=text.txt", "data.block_size=16", "system.work_dir=run", "trainer.max_iters=0"]
-    assert main(["train", *flags, *shape]) == 0
+@pytest.fixture
+def untrained():
+    """untrained(flags): a run of one layer, in "run"."""
+
+    def made(*shape):
+        Path("text.txt").write_text(TEXT * 12)
+        flags = ["data.path=text.txt", "data.block_size=16", "system.work_dir=run", "trainer.max_iters=0"]
+        small = ["model.n_embd=12", "model.n_query_head=3", "model.n_layer=1"]
+        assert main(["train", *flags, *small, *shape]) == 0
+
+    return made
+
+
+def test_a_layout_is_turned_beside_ranks_by_measuring(untrained, capfd):
+    untrained("model.rope=True")
     words = ["--kv-fraction", "0.45", "--measured-ranks", "--rope-layout", "interleaved", "--allow-loss"]
     capfd.readouterr()
     assert main(["convert", "run", "a", "--to", "mla", *words]) == 0
@@ -381,11 +391,8 @@ def test_a_layout_is_turned_beside_ranks_by_measuring(capfd):
     assert rehead.load("a").config.attention[0].rope.layout == "interleaved"
 
 
-def test_a_measured_width_is_not_called_a_measured_rank(capfd):
-    Path("text.txt").write_text(TEXT * 12)
-    shape = ["model.shape=llama", "model.n_embd=12", "model.n_query_head=3", "model.n_layer=1"]
-    flags = ["data.path=text.txt", "data.block_size=16", "system.work_dir=run", "trainer.max_iters=0"]
-    assert main(["train", *flags, *shape]) == 0
+def test_a_measured_width_is_not_called_a_measured_rank(untrained, capfd):
+    untrained("model.shape=llama")
     words = ["--target", "uneven", "--kv-fraction", "0.45", "--measured-ranks", "--allow-loss"]
     capfd.readouterr()
     assert main(["convert", "run", "a", "--to", "mla", *words]) == 0

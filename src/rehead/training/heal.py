@@ -30,7 +30,7 @@ from rehead.system.torchrun import of_torchrun
 from rehead.tokenizer import Tokenizer, load_tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
-from rehead.training.seen import is_held_out
+from rehead.training.seen import is_held_out, warn_unless_held_out
 
 DEFAULTS = {
     "max_iters": 300,
@@ -42,11 +42,6 @@ DEFAULTS = {
     "sample_every": 0,
 }
 
-
-NOT_HELD_OUT = (
-    "the conversion was fitted to a part of this validation text, so the loss on it is too optimistic: name another "
-    "text with data.path, or convert without --test and leave data.val_fraction out"
-)
 
 STEP_TOKENS, STEP_BYTES = 16_384, 2**32
 """Most tokens, and most bytes of activations, in a step if no batch size is given: long blocks, small batches."""
@@ -221,8 +216,7 @@ def _warn_of_fitted(certificate: Certificate, options: RunOptions, tokenizer: To
     """Warn of a run about to begin if its validation text is not held out of the conversion."""
     ids = read_ids(RunFolder(Path(options.system.work_dir)).read_tokens, tokenizer)
     parts = split(ids, options.data.block_size, options.data.val_fraction)
-    if not is_held_out(certificate, ids, parts.val):
-        warnings.warn(NOT_HELD_OUT, stacklevel=3)
+    warn_unless_held_out(certificate, ids, parts.val)
 
 
 def measured_again(

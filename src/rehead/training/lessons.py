@@ -1,6 +1,5 @@
 """The first phase of healing: converted attentions learn from the source's, layer by layer."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +23,13 @@ from rehead.model import GPT
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 from rehead.training.heal import (
-    NOT_HELD_OUT,
     healed_folder,
     measured_again,
     require_its_tokenizer,
     require_same_tokens,
     require_same_vocabulary,
 )
-from rehead.training.seen import is_held_out
+from rehead.training.seen import warn_unless_held_out
 
 PASSES = "passes"
 """The file, in the folder of an unfinished teaching, that has the number of its passes."""
@@ -147,8 +145,7 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     both = [Source(one.model, one.folder) for one in (teacher, opened)]
     text = tokenize(source_of(options.data), opened.require_tokenizer(), scratch / "text")
     parts = split(text.ids, length, options.data.val_fraction)
-    if not is_held_out(before, text.ids, parts.val):
-        warnings.warn(NOT_HELD_OUT, stacklevel=3)
+    warn_unless_held_out(before, text.ids, parts.val)
     bos = opened.require_tokenizer().bos
     fitted = Passage(name="the training part of the healing text", ids=parts.train, bos=bos)
     work = place_of(

@@ -63,6 +63,16 @@ def is_held_out(certificate: Certificate, ids: Ids, part: Ids) -> bool:
     return not ends and fitted_tokens(certificate, ids) <= len(ids) - len(part)
 
 
+def warn_unless_held_out(certificate: Certificate, ids: Ids, part: Ids) -> None:
+    """Warn before a healing whose validation `part`, the end of `ids`, the conversion was fitted to."""
+    if not is_held_out(certificate, ids, part):
+        warnings.warn(
+            "the conversion was fitted to a part of this validation text, so the loss on it is too optimistic: name "
+            "another text with data.path, or convert without --test and leave data.val_fraction out",
+            stacklevel=3,
+        )
+
+
 def _begins(ids: Ids, text: Text) -> bool:
     """Return whether `ids` begin with the tokens of a text."""
     first = Passage(name=text.name, ids=ids[: text.tokens])

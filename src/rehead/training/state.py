@@ -67,11 +67,8 @@ def read_numbers(folder: Path) -> dict[str, Any]:
     """Return the `numbers` given to `write`. Raises IntegrityError if they are missing or damaged."""
     try:
         numbers = strict_json(folder / NUMBERS, LARGEST)
-        kinds = {
-            "step": (int,),
-            "text_sha256": (str,),
-            "best_val_loss": (float, type(None)),
-        }  # true is no step
+        # By type, since true is an int.
+        kinds = {"step": (int,), "text_sha256": (str,), "best_val_loss": (float, type(None))}
         if all(type(numbers[name]) in kind for name, kind in kinds.items()) and numbers["step"] >= 0:
             return dict(numbers)
     except (InvalidInput, KeyError, TypeError) as error:
