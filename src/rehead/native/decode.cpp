@@ -143,16 +143,19 @@ inline void dots(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t k
     Floats s[I * J] = {};
     uintptr_t later = uintptr_t(b) + std::max(AHEAD, int64_t(2 * J * sizeof(T)) * ldb);
     int64_t at = 0;
-    for (; at + W <= k; at += W) {
+    auto more = [&](auto counted) {  // W products of each sum
         Floats row[J];
-        for (int j = 0; j < J; j++) row[j] = load(b + j * ldb + at);
+        for (int j = 0; j < J; j++) row[j] = counted(load(b + j * ldb + at));
         for (int line = 0; line < J * W * int(sizeof(T)); line += 64) __builtin_prefetch((const void*)(later + line), 0, 2);
         later += J * W * sizeof(T);
         for (int i = 0; i < I; i++) {
-            Floats v = load(a + i * lda + at);
+            Floats v = counted(load(a + i * lda + at));
             for (int j = 0; j < J; j++) s[i * J + j] += v * row[j];
         }
-    }
+        at += W;
+    };
+    while (at + W <= k) more([](Floats v) { return v; });
+    if (int64_t left = k - at; left && k >= W) at = k - W, more([left](Floats v) { return last(v, left); });
 #ifdef SUMS_TOGETHER
     if constexpr (I * J == W) {
         *(Floats*)out = sums(s);
@@ -315,17 +318,24 @@ inline void meet(const float* q, int64_t q_head, const T* key, int64_t ldk, cons
         top[i] = high, total[i] = total[i] * shrink + more;
     }
     int64_t v = 0;
-    for (; v + 2 * W <= n_value; v += 2 * W) {
-        Floats a[I][2];
-        for (int i = 0; i < I; i++) a[i][0] = load(y + i * y_head + v), a[i][1] = load(y + i * y_head + v + W);
+    auto add = [&]<int J>(auto counted) {  // J vectors of values
+        Floats a[I][J];
+        for (int i = 0; i < I; i++) for (int j = 0; j < J; j++) a[i][j] = load(y + i * y_head + v + j * W);
         for (int64_t s = 0; s < count; s++) {
-            Floats one = load(value + s * ldv + v), two = load(value + s * ldv + v + W);
-            for (int line = 0; line < 2 * W * int(sizeof(T)); line += 64)  // prefetch the next tile
+            Floats row[J];
+            for (int j = 0; j < J; j++) row[j] = counted(load(value + s * ldv + v + j * W));
+            for (int line = 0; line < J * W * int(sizeof(T)); line += 64)  // prefetch the next tile
                 __builtin_prefetch((const void*)(uintptr_t(value) + ((s + TILE) * ldv + v) * sizeof(T) + line), 0, 2);
-            for (int i = 0; i < I; i++) a[i][0] += p[i][s] * one, a[i][1] += p[i][s] * two;
+            for (int i = 0; i < I; i++) for (int j = 0; j < J; j++) a[i][j] += p[i][s] * row[j];
         }
-        for (int i = 0; i < I; i++) *(Floats*)(y + i * y_head + v) = a[i][0], *(Floats*)(y + i * y_head + v + W) = a[i][1];
-    }
+        for (int i = 0; i < I; i++) for (int j = 0; j < J; j++) *(Floats*)(y + i * y_head + v + j * W) = a[i][j];
+        v += J * W;
+    };
+    auto all = [](Floats row) { return row; };
+    while (v + 2 * W <= n_value) add.template operator()<2>(all);
+    if (v + W <= n_value) add.template operator()<1>(all);
+    if (int64_t left = n_value - v; left && n_value >= W)
+        v = n_value - W, add.template operator()<1>([left](Floats row) { return last(row, left); });
     for (; v < n_value; v++)
         for (int i = 0; i < I; i++)
             for (int64_t s = 0; s < count; s++) y[i * y_head + v] += p[i][s] * number(value[s * ldv + v]);

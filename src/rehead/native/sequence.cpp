@@ -127,8 +127,6 @@ inline Integers kept(const uint16_t* draws, int64_t at, int64_t n_drawn, int64_t
     return found >= int32_t(dropped);
 }
 
-const Integers COUNT = [] { Integers v; for (int i = 0; i < W; i++) v[i] = i; return v; }();
-
 // One tile: queries [begin, begin + n) over keys [from, to); `from` is a multiple of PANEL
 struct Tile { int64_t begin, n, from, to, columns; };
 inline Tile tile(const Sizes& n, int64_t begin) {

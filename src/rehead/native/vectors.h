@@ -23,8 +23,13 @@ constexpr int SUMS = 12;
 
 typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * W)));
+const Integers COUNT = [] { Integers v; for (int i = 0; i < W; i++) v[i] = i; return v; }();
 
 inline Floats load(const float* p) { return *(const Floats*)p; }
+
+// The last `left` of a vector, and 0 before them. What remains of a row is read so, in a vector that ends with the row.
+inline Floats last(Floats v, int64_t left) { return COUNT >= int32_t(W - left) ? v : Floats{}; }
+
 inline float sum(Floats v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 
 // e^x with a relative error of 3e-7 (4e-6 without fused multiply-add), clamped to [1e-38, 1e38]. Computed as 2^n times a
