@@ -2,6 +2,7 @@ import json
 import os
 import re
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -150,6 +151,36 @@ def test_the_token_before_every_text_where_the_first_one_has_none(around, begins
     found = Tokenizer.from_json(inner.to_str())
     assert found.decode([2]) == ""
     assert found.bos == (0 if begins else None)
+
+
+@pytest.mark.parametrize("first", ["<pad>", "7"])
+def test_the_token_before_every_text_where_the_first_one_cannot_be_read(first):
+    """As "<pad>" of a vocabulary without an unknown token, whose text is cut into words that it lacks."""
+    inner = hf.Tokenizer(models.WordLevel({first: 0, "8": 1}))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    found = Tokenizer.from_json(inner.to_str())
+    assert (found.bos, found.encode("8").tolist()) == (2, [1])
+
+
+def test_threads_read_special_tokens_each_in_its_way():
+    inner = hf.Tokenizer.from_str(trained("bpe").to_json())
+    inner.add_special_tokens(["<s>"])
+    found, failed = Tokenizer.from_json(inner.to_str()), []
+
+    def read(way):
+        alone = found.encode("<s>a", special_tokens=way).tolist()
+        failed.extend(
+            now for _ in range(2000) if (now := found.encode("<s>a", special_tokens=way).tolist()) != alone
+        )
+        return alone
+
+    with ThreadPoolExecutor(4) as threads:
+        plain, special, again, third = threads.map(read, [False, True, "read", False])
+    assert not failed
+    assert (len(special), again, third) == (2, special, plain)
+    assert len(plain) > 2
 
 
 def test_of_several_tokens_before_a_text_none_is_taken():

@@ -105,9 +105,10 @@ def test_what_is_called_impossible_is(attention, gpt):
             assert row.why in str(caught.value)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @models
-def test_what_is_called_pointless_would_not_shrink_the_cache(attention, gpt):
-    rows = plan(gpt(attention).config, context=11).rows
+def test_what_is_called_pointless_would_not_shrink_the_cache(attention, gpt, kv_dtype):
+    rows = plan(gpt(attention).config, context=11, kv_dtype=kv_dtype).rows
     for row in rows[1:]:
         grows = row.kv_bytes_per_token >= rows[0].kv_bytes_per_token
         assert (row.verdict == "pointless") == grows or row.verdict == "impossible"

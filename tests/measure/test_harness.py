@@ -134,6 +134,10 @@ def test_an_export_names_the_tokens_around_a_text(tmp_path, capfd):
             ["--tasks", "x", "--no-bos"],
             "--no-bos with --tasks: a task says how its texts begin. Leave one out.",
         ),
+        (
+            ["--tasks", "x", "--kv-dtype", "fp8"],
+            "--kv-dtype fp8 with --tasks: a cache is rounded for --data alone.",
+        ),
         (["--tasks", "x", "--limit", "0"], "--limit 0. Use 1 or more."),
         (["--data", "x", "--limit", "2"], "--limit 2 is for --tasks: a text is read whole. Leave it out."),
         ([], "eval needs --data, a text file or a folder of them, or --tasks."),

@@ -106,6 +106,33 @@ def test_a_conversion_of_a_conversion_is_fitted_and_measured():
     assert found["MLA"].reading["calibration"] == [found["MLA"].options.data.path]
 
 
+def test_a_study_measures_ranks_and_teaches_as_its_command_does():
+    saved("small", n_embd=16)
+    Path("fit.txt").write_text(TEXT)
+    quarter = {"to": "mla", "target": "uneven", "kv_fraction": 0.5, "calibration": "fit.txt"}
+    table = {
+        "variants": {
+            "Source": {"source": "small"},
+            "Half": {"from": "Source", "convert": {**quarter, "measured_ranks": True, "teach": 2}},
+            "Usual": {"from": "Source", "convert": {**quarter, "measured_ranks": False}},
+        }
+    }
+    run(table)
+    half = json.loads(Path("study/half/seed-3407/model/conversion.json").read_text())
+    usual = json.loads(Path("study/usual/seed-3407/model/conversion.json").read_text())
+    assert (half["teach"], usual["teach"]) == (2, 0)
+    assert (
+        half["result"]["attention"][0]["qk_rope_head_dim"]
+        != usual["result"]["attention"][0]["qk_rope_head_dim"]
+    )
+    words = shlex.split(planned(table)["Half"].command())
+    assert {"--measured-ranks", "--teach=2"} < set(words)
+    assert main([*words[1:3], "alone", *words[4:]]) == 0
+    weights = "model.safetensors"
+    made = Path("study/half/seed-3407/model", weights).read_bytes()
+    assert Path("alone", weights).read_bytes() == made
+
+
 def test_costs_hold_one_model_at_a_time(monkeypatch):
     alive, made = weakref.WeakSet(), []
     begin = costs._Subject.__init__
@@ -215,6 +242,14 @@ REFUSED = {
     ),
     "a shape beside a folder": (
         {"a": {"model": {"n_embd": 12}}}, ["model.folder=small"], "has no effect with model.folder=small",
+    ),
+    "ranks that leave nothing to measure": (
+        {"a": {"source": "small"}, "b": {"from": "a", "convert": {"to": "mla", "kv_rank": 4, "measured_ranks": True}}},
+        [], "b: ranks are measured for --to mla with either --kv-fraction",
+    ),
+    "fewer passes than none": (
+        {"a": {"source": "small"}, "b": {"from": "a", "convert": {"to": "mla", "kv_rank": 4, "teach": -1}}},
+        [], "b: teach=-1. Give the number of passes",
     ),
     "an export that cannot be": (
         {"a": {"model": {"shape": "gpt"}}, "b": {"from": "a", "export": {"format": "llama"}}}, [], "b: Llama",

@@ -174,7 +174,9 @@ def eval(
     ] = None,
     dtype: Annotated[
         Dtype | None,
-        Parameter(help="number format of the weights and of the computation [default: as saved]"),
+        Parameter(
+            help="number format of the weights and of the computation [default: as saved; fp32 with --stored-as]"
+        ),
     ] = None,
     stored_as: Annotated[
         Literal["fp16", "bf16", "q8_0"] | None,
@@ -205,13 +207,19 @@ def eval(
         rehead eval out/run --data input.txt --stored-as q8_0
         rehead eval out/llama --tasks task.yaml --limit 100
     """
+    if stored_as is not None and dtype is None:
+        dtype = "fp32"  # in 16 bits, the rounding of what is computed would count as well
     if tasks is not None:
-        given = {"--data": data, "--stride": stride, "--kv-dtype": kv_dtype}
+        given = {"--data": data, "--stride": stride}
         for option, value in given.items():
             if value is not None:
                 raise UsageError(
                     f"{option} {value} with --tasks: a task brings its own texts. Leave one out."
                 )
+        if kv_dtype is not None:
+            raise UsageError(
+                f"--kv-dtype {kv_dtype} with --tasks: a cache is rounded for --data alone. Leave one out."
+            )
         if not bos:
             raise UsageError("--no-bos with --tasks: a task says how its texts begin. Leave one out.")
         evaluate_tasks(

@@ -46,8 +46,6 @@ def evaluate_data(
             raise UsageError(f"{name}={number}. Use 1 or more.")
     chosen = choose_device(device)
     with tempfile.TemporaryDirectory() as scratch, Board():
-        if stored_as is not None and dtype is None:
-            dtype = "fp32"  # in 16 bits, the rounding of what is computed would count as well
         opened = open_model(folder, device=chosen, dtype=None if dtype is None else torch_dtype(dtype))
         model, tokenizer = opened.model, opened.require_tokenizer()
         length = text_length(model.config, length, folder)

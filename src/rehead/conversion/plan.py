@@ -114,14 +114,15 @@ def plan(
 
     variants = [Variant(command="", config=config, verdict="present", why="")]
     refused = ""
-    try:
-        variants += others(config)
-    except ConfigError as error:
-        refused = str(error)
     kind = None if kv_dtype is None else kv_dtypes[kv_dtype]()
-    left_out: list[str] = []
     if kind is not None:
         kind.require(config)
+    try:
+        variants += others(config, kind or dtype)
+    except ConfigError as error:
+        refused = str(error)
+    left_out: list[str] = []
+    if kind is not None:
         fit = [variant for variant in variants if not kind.fault(variant.config)]
         if len(fit) < len(variants):
             left_out = [f"Variants left out, as {kind.name} cannot hold them: {len(variants) - len(fit)}."]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
+import torch
+
 from rehead.attention import AttentionConfig
 from rehead.attention.grouped_config import divisors
 from rehead.config import GPTConfig, ModelConfig
@@ -15,6 +17,7 @@ from rehead.conversion.search import path
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.measure import kv_bytes_per_token
+from rehead.measure.kv_dtype import KVDtype
 from rehead.measure.size import is_recomputed
 
 Verdict = Literal["present", "exact", "approximate", "impossible", "pointless"]
@@ -48,8 +51,8 @@ class Variant:
         return self.config.attention[0] if isinstance(self.config, GPTConfig) else None
 
 
-def others(config: ModelConfig) -> Iterator[Variant]:
-    """Yield what else the model could be."""
+def others(config: ModelConfig, kind: torch.dtype | KVDtype = torch.float32) -> Iterator[Variant]:
+    """Yield what else the model could be, with a KV cache of this format."""
     if not isinstance(config, GPTConfig):
         state = "" if is_recomputed(config) else ": its state is as large after any number of tokens"
         raise ConfigError(f"a model of type {config.model_type} has no heads to convert{state}.")
@@ -62,7 +65,7 @@ def others(config: ModelConfig) -> Iterator[Variant]:
         layers = tuple(targets[layer] for layer in config.attention)
         if layers not in seen:
             seen.add(layers)
-            yield _judge(config, replace(config, attention=layers), candidate)
+            yield _judge(config, replace(config, attention=layers), candidate, kind)
 
 
 def _candidates(config: GPTConfig) -> Iterator[Candidate]:
@@ -97,9 +100,11 @@ def _rotate_alike(config: GPTConfig) -> bool:
     return True
 
 
-def _judge(source: GPTConfig, result: GPTConfig, candidate: Candidate) -> Variant:
+def _judge(
+    source: GPTConfig, result: GPTConfig, candidate: Candidate, kind: torch.dtype | KVDtype
+) -> Variant:
     """Judge the conversion to `result`. One that does not shrink the cache is pointless."""
-    before, after = (kv_bytes_per_token(config) for config in (source, result))
+    before, after = (kv_bytes_per_token(config, kind) for config in (source, result))
 
     def judged(verdict: Verdict, why: str, step: str = "") -> Variant:
         return Variant(command=candidate.command, config=result, verdict=verdict, why=why, step=step)

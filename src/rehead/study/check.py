@@ -7,9 +7,11 @@ from typing import get_args
 from rehead.checkpoint import families
 from rehead.config import GPTConfig, ModelConfig
 from rehead.conversion import methods
+from rehead.conversion.arguments import require_passes
 from rehead.conversion.export.engines import Engine
 from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.folder import read_plannable
+from rehead.conversion.measured import require_measurable
 from rehead.conversion.texts import SELF
 from rehead.data import CORPORA
 from rehead.errors import ConfigError
@@ -40,13 +42,19 @@ def check(job: Job) -> None:
 
 
 def _require_conversion(job: Job) -> None:
-    """Raise ConfigError for an unknown method, a text that is not there, and a target that the model cannot have."""
+    """Raise ConfigError for an unknown method, a text that is not there, and a target that the model cannot have.
+
+    Raises UsageError for ranks that cannot be measured.
+    """
     method = (job.convert or {}).get("method")
     if method not in (None, *methods()):
         raise ConfigError(f"method={method!r} is unknown. Use one of {', '.join(methods())}.")
     for text in [*job.reading.get("calibration", ()), *filter(None, [job.reading.get("test")])]:
         if text != SELF and text not in CORPORA and not Path(text).exists():
             raise ConfigError(f"convert: no text at {text!r}. Give a file or folder that exists.")
+    require_passes(job.fitting.get("teach", 0))
+    if job.fitting.get("measured_ranks"):
+        require_measurable(job.target, None)
     config = config_of(job.parent)
     if isinstance(config, GPTConfig):
         for layer in config.attention:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from rehead.config import RunOptions, flags
-from rehead.errors import ConfigError
+from rehead.errors import ConfigError, UsageError
 from rehead.study.check import check
 from rehead.study.job import Job, folder_of, written
 from rehead.study.preset import Flags, Preset, Variant
@@ -146,7 +146,7 @@ class _Grid:
             for key, why in job.options.unused().items():
                 if isinstance(self.given.get(key), list):
                     raise ConfigError(f"{key}={written(self.given[key])} has no effect {why}")
-        except ConfigError as error:
+        except UsageError as error:
             named = str(error).removeprefix("model.").startswith(title)  # such as n_kv_head=5
             raise ConfigError(str(error) if named else f"{title}: {error}") from error
         return job

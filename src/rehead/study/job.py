@@ -22,6 +22,7 @@ SOURCE = "{source}"
 LONGEST, BEGINNING = 255, 100
 """Bytes of a folder's name, at most, and what is left of a longer one."""
 TARGET_OPTIONS = {field.name for field in fields(Target)}
+FITTING_OPTIONS = {"measured_ranks", "teach"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +100,24 @@ class Job:
     @property
     def target(self) -> Target:
         """Return the target of a conversion."""
-        return Target(**{key: value for key, value in (self.convert or {}).items() if key in TARGET_OPTIONS})
+        return Target(**self._converted(TARGET_OPTIONS))
+
+    @property
+    def fitting(self) -> dict[str, Any]:
+        """Return what a conversion does with its text besides: ranks measured, attentions taught."""
+        return self._converted(FITTING_OPTIONS)
+
+    def _converted(self, options: set[str]) -> dict[str, Any]:
+        return {key: value for key, value in (self.convert or {}).items() if key in options}
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Return the options of `rehead convert` besides the target: method and texts.
+        """Return the method and texts of a conversion, as `rehead convert` takes them.
 
         In the name of a text, `{source}` is the folder of the model at the root. A model that is not a run has no
         text of its own; its conversion is fitted to the study's text, of which the last tenth is held out.
         """
-        options = {key: value for key, value in (self.convert or {}).items() if key not in TARGET_OPTIONS}
+        options = self._converted({"method", "calibration", "test"})
         root = self
         while root.parent is not None:
             root = root.parent
@@ -154,8 +163,8 @@ class Job:
             return shlex.join([*words, *_flags(self.export or {})])
         if self.parent is not None and self.kind == "converted":
             words = ["rehead", "convert", str(self.parent.model), str(self.model), "--allow-loss"]
-            target = {key: value for key, value in (self.convert or {}).items() if key in TARGET_OPTIONS}
-            return shlex.join([*words, *_flags(target | self.reading | {"seed": self.seed})])
+            options = self._converted(TARGET_OPTIONS) | self.reading | self.fitting | {"seed": self.seed}
+            return shlex.join([*words, *_flags(options)])
         default, table = asdict(RunOptions()), asdict(self.options)
         table["trainer"]["resume"] = default["trainer"]["resume"]
         words = ["rehead", "train"]
@@ -219,11 +228,12 @@ def written(value: Any) -> str:
 
 
 def _flags(options: Flags) -> list[str]:
-    """Return options of a command as typed; a list repeats its option."""
+    """Return options of a command as typed; a list repeats its option, and True is the option alone."""
     return [
-        f"--{key.replace('_', '-')}={each}"
+        f"--{key.replace('_', '-')}" + f"={each}" * (each is not True)
         for key, value in options.items()
         for each in (value if isinstance(value, list) else [value])
+        if each is not False
     ]
 
 

@@ -32,6 +32,8 @@ CONVERT = {
     "method": str,
     "calibration": str | list,
     "test": str,
+    "measured_ranks": bool,
+    "teach": int,
 }
 EXPORT = {"format": str, "for": str}
 """Options of `rehead convert` and `rehead export` that a variant may set."""

@@ -35,7 +35,7 @@ class Sharing:
         require_apart(job.parent.model, job.model)
         opened = self._open(job, job.parent.model)
         with publish(job.model) as aside:
-            opened.convert(aside, job.target, allow_loss=True)
+            opened.convert(aside, job.target, allow_loss=True, **job.fitting)
 
     def _open(self, job: Job, source: Path) -> FolderConverter:
         key = (source, job.reading, job.seed)

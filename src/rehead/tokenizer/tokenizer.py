@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal, SupportsInt
@@ -70,7 +71,8 @@ class Tokenizer:
             if np.array_equal(ids[: len(head)], head):
                 return ids[len(head) :]
         if self.kind not in UNITS:
-            return np.array(self._encoding(valid_text(text), special_tokens).ids, dtype=np.int64)
+            inner = self._reading_special if special_tokens else self._inner
+            return np.array(_encoding(inner, valid_text(text), special_tokens is True).ids, dtype=np.int64)
         codec, dtype = UNITS[self.kind]
         units = np.frombuffer(valid_text(text).encode(codec), dtype=dtype)
         ids = np.asarray(self._table[np.minimum(units, len(self._table) - 1)])
@@ -83,12 +85,10 @@ class Tokenizer:
             )
         return ids
 
-    def _encoding(self, text: str, special_tokens: bool | Literal["read"]) -> hf.Encoding:
-        """Return what the library makes of a text."""
-        way = "Leave out what its vocabulary lacks, or use another tokenizer"
-        self._inner.encode_special_tokens = not special_tokens
-        with _guard("the tokenizer cannot read this text", way):
-            return self._inner.encode(text, add_special_tokens=special_tokens is True)
+    @cached_property
+    def _reading_special(self) -> hf.Tokenizer:
+        """The same tokenizer, reading special tokens. The library has a switch for it, which threads would share."""
+        return hf.Tokenizer.from_str(self.to_json())
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text of ids (N,); bytes that are not UTF-8 become U+FFFD.
@@ -112,9 +112,8 @@ class Tokenizer:
     @property
     def bos(self) -> int | None:
         """The id that the file puts before a text (`encode(..., special_tokens=True)`); None for none or several."""
-        # A bare "▁" has an empty text, of which every special token would be one before it.
         texts = (self._text([id]) for id in self.ordinary_ids.tolist())
-        encoding = self._encoding(next((text for text in texts if len(self.encode(text))), ""), True)
+        encoding = _encoding(self._inner, next(filter(self._has_ids, texts), ""), True)
         begins = list(takewhile(lambda part: part is None, encoding.sequence_ids))
         if len(begins) > 1:
             tokens = " ".join(encoding.tokens[: len(begins)])
@@ -124,6 +123,13 @@ class Tokenizer:
                 stacklevel=2,
             )
         return encoding.ids[0] if len(begins) == 1 else None
+
+    def _has_ids(self, text: str) -> bool:
+        """Return False for the text of a bare "▁", which is empty, and of a token that is no text, as "<pad>" may be."""
+        try:
+            return len(self.encode(text)) > 0
+        except InvalidInput:
+            return False
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -274,6 +280,13 @@ def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -
         raise ConfigError(f"{rule}. Leave it out, or use data.tokenizer=bpe.")
     chunks = [text] if isinstance(text, str) else text
     return Tokenizer(KINDS[kind](map(valid_text, chunks), vocab_size), kind)
+
+
+def _encoding(inner: hf.Tokenizer, text: str, with_special: bool) -> hf.Encoding:
+    """Return what the library makes of a text, between the special tokens that the file puts around it or not."""
+    way = "Leave out what its vocabulary lacks, or use another tokenizer"
+    with _guard("the tokenizer cannot read this text", way):
+        return inner.encode(text, add_special_tokens=with_special)
 
 
 def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
