@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -125,11 +125,11 @@ class Tokenizer:
         return encoding.ids[0] if len(begins) == 1 else None
 
     def _has_ids(self, text: str) -> bool:
-        """Return False for the text of a bare "▁", which is empty, and of a token that is no text, as "<pad>" may be."""
-        try:
-            return len(self.encode(text)) > 0
-        except InvalidInput:
-            return False
+        """Return False for the text of a bare "▁", which is empty, and of a "<pad>" that is cut into unknown words."""
+        ids = []
+        with suppress(InvalidInput):
+            ids = self.encode(text)
+        return len(ids) > 0
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -137,6 +137,8 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         frequency, rank = order.T
         taken, made = found.taken[frequency, rank], found.made[frequency, :, rank]  # P/2 K
         turned = torch.einsum("pk,kpd->pd", taken, key[:, frequency])
+        times = _as_large(turned, key[:, frequency])
+        turned, made = turned * times, made / times
         own = torch.arange(source.n_query_head) // source.group
         sized = (source.rope.magnitude / result.rope.magnitude) ** 2
         asking = query[:, frequency] * made[:, own].mT.conj()[:, :, None] * sized
@@ -171,6 +173,17 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             lost=_lost(found.matters, used),
             residual=max(still_there, _off(source, result)),
         )
+
+
+def _as_large(turned: Complex128[Tensor, "P D"], key: Complex128[Tensor, "K P D"]) -> Float64[Tensor, "P 1"]:
+    """Return the powers of 2 that make the rows of the rotary part as large as those of the keys.
+
+    Directions are in units of what they matter. So small numbers would vanish in an 8-bit cache, and steps of Adam, of
+    one size for all numbers, would replace them.
+    """
+    have, want = turned.norm(dim=1, keepdim=True), key.norm(dim=2).mean(0)[:, None]
+    times = torch.exp2((want / have.clamp(min=TINY)).log2().round())
+    return torch.where((have > 0) & (want > 0), times, 1.0)
 
 
 def _off(source: GroupedConfig, result: LatentConfig) -> float:
