@@ -54,7 +54,7 @@ def ours(
     `measured` is `--measured-ranks`.
     """
     converter.method = method
-    to = measured_layers(converter, Target(to="mla", target=target, kv_fraction=share), measured, None)
+    to, _ = measured_layers(converter, Target(to="mla", target=target, kv_fraction=share), measured, None)
     return converter.convert(to, teach=teach)[0]
 
 

@@ -166,6 +166,7 @@ def test_a_model_folder_without_tokenizer(model, capfd):
     ],
 )
 @pytest.mark.filterwarnings("always:method")
+@pytest.mark.filterwarnings("ignore:the test text begins with a.txt")
 def test_a_certificate_names_the_texts_that_were_read(words, reads, run, capfd):
     """Other texts give other weights where, and only where, it does; and who named one in vain is told."""
     weights = []
@@ -469,6 +470,11 @@ MISTAKES = {
         ["ranks are measured on a text", "--calibration"],
     ),
     "loss without text": (["--to", "mla", "--max-loss", "0.1"], 2, ["--calibration TEXT"]),
+    "loss of pooled heads": (
+        ["--to", "mla", "--n-kv-head", "1", "--max-loss", "0.1", "--calibration", "self"],
+        2,
+        ["--n-kv-head 1: ranks are measured for the KV heads there are", "--to gqa first"],
+    ),
     "layout without rope": (["--rope-layout", "interleaved"], 2, ["--rope-layout", "Leave it out"]),
     "a rank of nothing": (["--kv-rank", "3"], 2, ["--kv-rank 3", "--to mla or reduced"]),
     "no number": (["--to", "mla", "--kv-rank", "many"], 2, ["many", "kv-rank"]),
@@ -620,9 +626,53 @@ def test_what_needs_no_weights_is_refused_before_they_are_read(model, capfd, mon
     refused(capfd, [model, "new", *lossy, "--teach", "1"], 2, "--teach 1 without a text to learn from")
     refused(capfd, [model, "new", *lossy, "--measured-ranks"], 2, "ranks are measured on a text")
     refused(capfd, [model, "new", "--to", "mla", "--max-loss", "0.1"], 2, "ranks are measured on a text")
+    refused(
+        capfd, [model, "new", "--to", "mla", "--teach", "1", "--calibration", "self"], 2, "nothing to learn"
+    )
     heads = [*lossy, "--calibration", "self", "--target", "uneven"]
     refused(capfd, [model, "new", *heads], 2, "none of its layers rotates its keys")
     assert not Path("new.unfinished").exists()
+
+
+def test_ranks_beside_a_rotary_part_are_refused_before_weights_are_read(gpt, capfd, monkeypatch):
+    """They would differ by layer, and no stock class could hold the result."""
+    beside = {"kv_lora_rank": 9, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    rehead.save(
+        gpt(LatentConfig(n_query_head=6, latent_norm=False, rope=RopeConfig(), **beside)).float(), "model"
+    )
+    monkeypatch.setattr("rehead.conversion.folder.open_model", lambda *given, **named: pytest.fail("read"))
+    words = [
+        "model",
+        "new",
+        "--to",
+        "mla",
+        "--kv-fraction",
+        "0.5",
+        "--measured-ranks",
+        "--calibration",
+        "self",
+    ]
+    refused(capfd, words, 2, "this MLA has a rotary part. Give --kv-fraction or --kv-rank alone")
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (["--test", "text.txt"], "the training part of the run's text"),
+        (["--calibration", "begin.txt", "--test", "text.txt"], "begin.txt"),
+        (["--test", "other.txt"], None),
+        (["--test", "text.txt", "--method", "svd"], None),
+    ],
+)
+@pytest.mark.filterwarnings("always:the test text begins")
+def test_a_test_text_that_begins_with_what_was_fitted_to_is_told_of(words, begins, run, capfd):
+    whole = Path("text.txt").read_text()
+    Path("begin.txt").write_text(whole[:300])
+    Path("other.txt").write_text(whole[40:])
+    assert main(["convert", run, "new", "--to", "mla", "--kv-rank", "3", "--allow-loss", *words]) == 0
+    said = capfd.readouterr().err
+    assert ("the loss looks better than it is" in said) == (begins is not None)
+    assert begins is None or f"the test text begins with {begins}, which was fitted to" in said
 
 
 def test_texts_that_are_too_short_are_refused_before_the_weights_are_read(run, capfd, monkeypatch):

@@ -57,6 +57,16 @@ def damage(table, latents):
     return sum(damages[grid.index(latent)] for grid, damages, latent in pairs)
 
 
+def test_ranks_that_nothing_is_fitted_to_say_how_much_was_read(gpt, words):
+    text = Passage(name="text", ids=words(300))
+    converter = Converter(gpt(GQA), "svd", [text], length=16)
+    _, certificate = converter.convert([replace(LATENT, kv_lora_rank=7)] * 2, ranked_on=64)
+    assert [one.read for one in certificate.calibration] == [64]
+    with pytest.warns(UserWarning, match="ranks that were chosen are exact: teach=2 has nothing to learn"):
+        _, certificate = converter.convert([LATENT] * 2, ranked_on=64, teach=2)
+    assert certificate.teach == 0
+
+
 grids = st.lists(st.sets(st.integers(1, 18), min_size=1, max_size=4).map(sorted), min_size=1, max_size=4)
 
 

@@ -489,6 +489,24 @@ def test_a_latent_beside_a_rotary_part_is_fitted_where_it_is(gpt, text):
     assert losses["weighted"] < losses["svd"]
 
 
+def test_all_rotations_are_kept_without_reading_a_text(gpt, text, monkeypatch):
+    """A calibration as long as the default reads for minutes."""
+    monkeypatch.setattr("rehead.conversion.converter.gather", lambda *given, **named: pytest.fail("read"))
+    _, certificate = rehead.convert(gpt(GQA), "mla", target="uneven", calibration=text)
+    assert certificate.exact
+    assert not certificate.calibration
+
+
+def test_rotary_parts_are_as_large_as_the_keys_they_are_made_of(gpt, text):
+    """Whatever their rotation matters: an 8-bit cache rounds small numbers to 0, and Adam replaces small weights."""
+    model = gpt(replace(GQA, rope=RopeConfig(theta=1e6)))
+    result, _ = rehead.convert(model, "mla", target="uneven", rope_dim=20, calibration=text, length=16)
+    for old, new in zip(model.layers, result.layers, strict=True):
+        keys = old.self_attn.k_proj.weight.norm(dim=1)
+        rotary = new.self_attn.kv_a_proj_with_mqa.weight[-20:].norm(dim=1)
+        assert 0.25 * keys.min() < rotary.min() < rotary.max() < 4 * keys.max()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

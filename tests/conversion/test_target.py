@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
 from rehead.conversion import Target, targets
 from rehead.conversion.target import layers_of
@@ -50,6 +51,16 @@ def test_a_layout_is_turned_beside_the_kind():
     rope, other = RopeConfig(), RopeConfig(layout="interleaved")
     target = Target(to="mla", rope_layout="interleaved")
     assert target.attention(replace(GQA, rope=rope), D) == replace(MLA, rope=other)
+
+
+def test_a_layout_is_turned_where_a_layer_rotates(gpt):
+    """As of SmolLM3, whose every fourth layer does not."""
+    model = gpt(replace(GQA, rope=RopeConfig()), GQA)
+    turned, _ = rehead.convert(model, "mla", rope_layout="interleaved")
+    assert turned.config.attention[0].rope == RopeConfig(layout="interleaved")
+    assert turned.config.attention[1].rope is None
+    with pytest.raises(ConfigError, match="rope_layout=interleaved: none of its layers rotates its keys"):
+        rehead.convert(gpt(GQA), "mla", rope_layout="interleaved")
 
 
 @given(st.floats(0, 1, exclude_min=True), st.sampled_from([1, 2, 3, 6]))
@@ -104,7 +115,6 @@ MEANINGLESS = {  # options, what the message must name
     "rank of gqa": ({"to": "gqa", "kv_rank": 3}, ["kv_rank=3", "--to mla or reduced"]),
     "fraction of mha": ({"to": "mha", "kv_fraction": 0.5}, ["kv_fraction=0.5", "--to mla or reduced"]),
     "map of mla": ({"to": "mla", "head_map": "modular"}, ["head_map=modular", "mla", "Leave it out"]),
-    "layout without rope": ({"rope_layout": "interleaved"}, ["rope_layout=interleaved", "Leave it out"]),
     "unknown": ({"to": "mlq"}, ["'mlq'", "Did you mean", "mha, mqa, gqa, mla, reduced"]),
 }
 

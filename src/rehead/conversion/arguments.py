@@ -18,6 +18,13 @@ def require_passes(teach: int) -> None:
         raise ConfigError(f"teach={teach!r:.40}. Give the number of passes over the calibration, 0 for none.")
 
 
+def nothing_to_learn(teach: int) -> ConfigError:
+    """Return the error for passes of a conversion that loses nothing."""
+    return ConfigError(
+        f"teach={teach}: this conversion is exact, so there is nothing to learn. Leave teach out."
+    )
+
+
 def require_text(passes: int, some: object) -> None:
     """Refuse passes without a text."""
     if passes and not some:

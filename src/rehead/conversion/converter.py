@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 from rehead.attention import AttentionConfig
 from rehead.checkpoint.files.deferred import in_memory
 from rehead.config import GPTConfig, encode
-from rehead.conversion.arguments import require_passes, require_seed, require_text
+from rehead.conversion.arguments import nothing_to_learn, require_passes, require_seed, require_text
 from rehead.conversion.base import Converted, Statistics, require_method
 from rehead.conversion.blocks import (
     CALIBRATION_TOKENS,
@@ -29,7 +30,7 @@ from rehead.conversion.finite import require_finite, require_holds
 from rehead.conversion.fit import teaching
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
-from rehead.conversion.frequencies import are_open, require_rotation, with_frequencies
+from rehead.conversion.frequencies import are_open, is_choice, require_rotation, with_frequencies
 from rehead.conversion.kept import Kept, Order
 from rehead.conversion.layers import Layers, with_layers
 from rehead.conversion.search import path
@@ -130,7 +131,7 @@ class Converter:
             return wanted
         paths = [path(layer, to, self.config.n_embd) for layer, to in zip(layers, wanted, strict=True)]
         require_method(self.method, [step for steps in paths for step in steps])  # before minutes are spent
-        fitted = self.blocks and self.method != "svd"
+        fitted = any(map(is_choice, layers, wanted)) and self.blocks and self.method != "svd"
         seen = self.statistics(["turns"]) if fitted else [Statistics()] * len(layers)
         return with_frequencies(self.model, wanted, seen)
 
@@ -146,40 +147,50 @@ class Converter:
         test: Passage | None = None,
         *,
         held_out: bool = False,
-        ranked: bool = False,
+        ranked_on: int = 0,
         teach: int = 0,
         kept: Kept | None = None,
     ) -> tuple[LanguageModel, Certificate]:
         """Return the model with `targets` for attentions, and its certificate: on `test`, or on random tokens.
 
-        `held_out` says that `test` is a part of a calibration text, `ranked` that `targets` were chosen on the
+        `held_out` says that `test` is a part of a calibration text; `targets` were chosen on `ranked_on` tokens of the
         calibration. `teach` is the number of passes over it in which lossy attentions learn from the source's.
         Layers are taken from `kept`, and put there.
         """
-        share = CALIBRATION_TOKENS // max(1, len(self.calibration))
-        calibration = [Text.of(text, share, self.length) for text in self.calibration]
+        calibration = self._described(CALIBRATION_TOKENS)
         measured = None if test is None else Text.of(test, TEST_TOKENS, self.length)
         require_different(calibration, measured)
         blocks = random_blocks(self.config, self.seed, self.length)
         if test is not None:
             blocks = measured_blocks(self.model, test, self.length)
         shared, records = self.follow(targets, kept)
+        if teach and ranked_on and all(record.exact for record in records):
+            warnings.warn(
+                f"the ranks that were chosen are exact: teach={teach} has nothing to learn", stacklevel=3
+            )
+            teach = 0
         if teach:
             records = self._taught(shared, records, teach)
-        fitted = ranked or any(record.fitted or record.taught for record in records)
+        if not any(record.fitted or record.taught for record in records):
+            calibration = self._described(ranked_on) if ranked_on else []
         result = copy.deepcopy(shared)
         return result, certify(
             self.model,
             result,
             records,
             blocks,
-            calibration=calibration if fitted else [],
+            calibration=calibration,
             test=measured,
             held_out=held_out,
             length=self.length,
             seed=self.seed,
             teach=teach,
         )
+
+    def _described(self, limit: int) -> list[Text]:
+        """Return the calibration texts, of which at most `limit` tokens are read together."""
+        share = limit // max(1, len(self.calibration))
+        return [Text.of(text, share, self.length) for text in self.calibration]
 
     def follow(
         self, targets: Sequence[AttentionConfig], kept: Kept | None = None
@@ -245,9 +256,7 @@ class Converter:
         """Teach the attentions that are not exact, in place, and return the records with their errors."""
         lossy = [index for index, record in enumerate(records) if not record.exact]
         if not lossy:
-            raise ConfigError(
-                f"teach={passes}: this conversion is exact, so there is nothing to learn. Leave teach out."
-            )
+            raise nothing_to_learn(passes)
         made_of = [encode(result.config), [record.methods for record in records], passes]
         with self._kept(f"teaching-{digest(made_of)}") as folder:
             errors = teaching.teach(

@@ -11,17 +11,28 @@ from rehead.checkpoint import own, publish, read_at, read_without_weights
 from rehead.checkpoint.find import is_run
 from rehead.checkpoint.hub import CARD
 from rehead.config import GPTConfig, ModelConfig, flags
-from rehead.conversion.arguments import require_apart, require_passes, require_seed, require_text
+from rehead.conversion.arguments import (
+    nothing_to_learn,
+    require_apart,
+    require_passes,
+    require_seed,
+    require_text,
+)
 from rehead.conversion.base import require_method
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter, require_heads
 from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
-from rehead.conversion.measured import measured_layers, require_measurable, require_measured_on
+from rehead.conversion.measured import (
+    measured_layers,
+    require_measurable,
+    require_measured_on,
+    require_rebuilt,
+)
 from rehead.conversion.origin import carried
 from rehead.conversion.page import PAGE, page
-from rehead.conversion.reading import Reader, require_texts
+from rehead.conversion.reading import Reader, Texts, require_texts
 from rehead.conversion.search import path
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
@@ -103,15 +114,16 @@ class FolderConverter:
         """
         self.converter.require_lessons(teach)
         _tell_classless(self.converter.config, target)
-        to = measured_layers(self.converter, target, measured_ranks, max_loss)
-        ranked = measured_ranks or max_loss is not None
+        to, ranked_on = measured_layers(self.converter, target, measured_ranks, max_loss)
         kept = self.converter.kept(to, n_process)
         result, certificate = self.converter.convert(
-            to, self.texts.test, held_out=self.texts.held_out, ranked=ranked, teach=teach, kept=kept
+            to, self.texts.test, held_out=self.texts.held_out, ranked_on=ranked_on, teach=teach, kept=kept
         )
         if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
         certificate = replace(self._decoded(certificate), earlier=self.earlier)
+        if certificate.calibration:
+            _tell_fitted(self.texts)
         if self.named and not certificate.calibration and not certificate.exact:
             _tell_unread(certificate)
         if max_loss is not None and certificate.loss is not None:
@@ -165,10 +177,11 @@ def convert_folder(
             named(text, option).require()
     if measured_ranks or max_loss is not None:
         require_measurable(target, max_loss)
-    _require_sensible(source, target, length, method)
+    measured = measured_ranks or max_loss is not None
+    _require_sensible(source, target, length, method, measured=measured, teach=teach)
     has_text = bool(calibration) or is_run(source)
     require_text(teach, has_text)
-    if measured_ranks or max_loss is not None:
+    if measured:
         require_measured_on(has_text)
     return_freed_memory()
     with unfinished(destination, resume=resume) as scratch, publish(destination) as aside:
@@ -218,15 +231,21 @@ def plannable_dtype(path: Path) -> torch.dtype:
     return found or torch.float32
 
 
-def _require_sensible(source: Path, target: Target, length: int | None, method: str | None) -> None:
+def _require_sensible(
+    source: Path, target: Target, length: int | None, method: str | None, *, measured: bool, teach: int
+) -> None:
     """Refuse, and warn of, what the source's config tells, before its weights are looked over and a text is sampled."""
     config = read_at(source, own.read_config)
     if isinstance(config, GPTConfig):
         if text_length(config, length, source) < 2:
             raise ConfigError("length=1: no token of such a window has another before it. Use 2 or more.")
         layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
-        paths = [path(layer, to, config.n_embd) for layer, to in layers.items()]
-        require_method(method, [step for steps in paths for step in steps])
+        steps = [step for layer, to in layers.items() for step in path(layer, to, config.n_embd)]
+        require_method(method, steps)
+        if measured:
+            require_rebuilt(config.attention)
+        elif teach and all(step.promise.exact for step in steps):
+            raise nothing_to_learn(teach)
         _tell_classless(config, target)
 
 
@@ -244,6 +263,17 @@ def _tell_classless(config: GPTConfig, target: Target) -> None:
             why := lacks_class(replace(config, attention=layers), Asked.of("auto", "vllm"))
         ):
             warnings.warn(f"vLLM and SGLang cannot serve the result: {why}", stacklevel=3)
+
+
+def _tell_fitted(texts: Texts) -> None:
+    """Warn of a test text that begins with what was fitted to, as the whole text of a run does."""
+    for text in texts.calibration if texts.test is not None else ():
+        assert texts.test is not None
+        if replace(texts.test, ids=texts.test.ids[: len(text.ids)]).sha256 == text.sha256:
+            warnings.warn(
+                f"the test text begins with {text.name}, which was fitted to: the loss looks better than it is",
+                stacklevel=3,
+            )
 
 
 def _tell_loss(most: float, before: float, after: float) -> None:

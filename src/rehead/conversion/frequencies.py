@@ -15,7 +15,7 @@ from rehead.conversion.fit.moments import attentions
 from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import repeated
-from rehead.conversion.steps.rotations import directions
+from rehead.conversion.steps.rotations import all_rotated, directions
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.model import LanguageModel
@@ -27,13 +27,23 @@ def are_open(layer: AttentionConfig, wanted: AttentionConfig) -> bool:
     return is_decoupled and isinstance(heads_of(layer), GroupedConfig)
 
 
+def is_choice(layer: AttentionConfig, wanted: AttentionConfig) -> bool:
+    """Whether the rotary part of `wanted` is made from some rotations of the keys, not from all of them."""
+    source = heads_of(layer)
+    if not (
+        are_open(layer, wanted) and isinstance(wanted, LatentConfig) and isinstance(source, GroupedConfig)
+    ):
+        return False
+    return wanted.qk_rope_head_dim < all_rotated(source)
+
+
 def require_rotation(target: Target, layers: Sequence[AttentionConfig]) -> None:
-    """Refuse options about the rotary part for a model without rope, or one that is an MLA already."""
+    """Refuse options about rope for a model without, and about the rotary part for one that is an MLA already."""
     given = {"rope_dim": target.rope_dim, "target": None if target.target == "rebuilt" else target.target}
-    for name, value in given.items():
+    for name, value in (given | {"rope_layout": target.rope_layout}).items():
         if value is not None and all(layer.rope is None for layer in layers):
             raise ConfigError(f"{name}={value}: none of its layers rotates its keys. Leave it out.")
-        if value is not None and all(isinstance(layer, LatentConfig) for layer in layers):
+        if name in given and value is not None and all(isinstance(layer, LatentConfig) for layer in layers):
             raise ConfigError(
                 f"{name}={value}: a rotary part is made from heads, and this model has latents already. Leave it out, "
                 "or convert the model it was made from."

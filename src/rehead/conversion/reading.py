@@ -152,7 +152,8 @@ class Reader:
             return own if held is None else Texts(calibration=own.calibration, test=held)
         share = CALIBRATION_TOKENS // len(names)
         found = {
-            name: self._read(named(name, "--calibration"), "calibration", Path(name).name) for name in files
+            name: self._read(named(name, "--calibration"), "calibration", Path(name).name, place)
+            for place, name in enumerate(files)
         }
         tails = []
         for name in files if held is None else []:
@@ -177,9 +178,10 @@ class Reader:
         begins = None if tokenizer is None or bos is not None else tokenizer.ordinary_ids
         return sampled_once(self.opened.model, tokens, self.length, seed, bos, begins)
 
-    def _read(self, text: Source, job: str, name: str) -> Passage:
+    def _read(self, text: Source, job: str, name: str, place: int = 0) -> Passage:
+        """Return a text, the one at `place` of a job; its tokens are kept where a resumed conversion puts them again."""
         assert self.opened.tokenizer is not None
-        store = self.scratch / f"text-{len(list(self.scratch.iterdir()))}"
+        store = self.scratch / f"text-{job}-{place}"
         with _about(job):
             ids = tokenize(text, self.opened.tokenizer, store).ids
         return Passage(name=name, ids=ids, bos=self.bos)

@@ -60,9 +60,7 @@ class Target:
             if not isinstance(made, GroupedConfig):
                 raise ConfigError(f"head_map={self.head_map} means nothing for {made.name}. Leave it out.")
             made = replace(made, head_map=self.head_map)
-        if self.rope_layout is not None:
-            if made.rope is None:
-                raise ConfigError(f"rope_layout={self.rope_layout} means nothing without rope. Leave it out.")
+        if self.rope_layout is not None and made.rope is not None:
             made = replace(made, rope=replace(made.rope, layout=self.rope_layout))
         return made
 

@@ -21,7 +21,7 @@ from rehead.system.open_files import allow_open_files
 
 log = logging.getLogger("rehead")
 SUFFIX = ".unfinished"
-OWN = re.compile(rf"\{LOCK}|result|passes|text(-\d+)?|[0-9a-f]{{16}}|\{ASIDE}.*")
+OWN = re.compile(rf"\{LOCK}|result|passes|text(-\w+)*|[0-9a-f]{{16}}|\{ASIDE}.*")
 """Names of what is kept in such a folder."""
 READ_FROM_TEXT = re.compile(r"(states|gradients|statistics|taught)-\d+")
 """Names of what was worked out from a text."""

@@ -11,6 +11,7 @@ from rehead.conversion.arguments import require_passes
 from rehead.conversion.export.engines import Engine
 from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.folder import read_plannable
+from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.measured import require_measurable
 from rehead.conversion.texts import SELF
 from rehead.data import CORPORA
@@ -57,6 +58,7 @@ def _require_conversion(job: Job) -> None:
         require_measurable(job.target, None)
     config = config_of(job.parent)
     if isinstance(config, GPTConfig):
+        require_rotation(job.target, config.attention)
         for layer in config.attention:
             job.target.attention(layer, config.n_embd)
 

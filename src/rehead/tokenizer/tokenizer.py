@@ -126,10 +126,10 @@ class Tokenizer:
 
     def _has_ids(self, text: str) -> bool:
         """Return False for the text of a bare "▁", which is empty, and of a "<pad>" that is cut into unknown words."""
-        ids = []
+        n = 0
         with suppress(InvalidInput):
-            ids = self.encode(text)
-        return len(ids) > 0
+            n = len(self.encode(text))
+        return n > 0
 
     @property
     def special_ids(self) -> frozenset[int]:

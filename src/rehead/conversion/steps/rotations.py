@@ -153,7 +153,9 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             keys = torch.cat([real_pairs(rest, layout), keys], dim=1)
         padding = (0, 0, 0, result.qk_nope_head_dim - keys.shape[1])  # 1, the least, where all rotates
         queries = torch.cat([F.pad(plain, padding), real_pairs(asking, layout)], dim=1)
-        queries = queries * (source.scale / result.scale) * sizes[own][:, None, None]
+        del asked, query, asking, still, plain  # of a large layer, gigabytes
+        queries *= source.scale / result.scale
+        queries *= sizes[own][:, None, None]
         if source.qk_norm_eps is None:
             keys[:, :, -1] = 0  # the bias adds one number to all scores of a query
             made = in_parts("q_proj", queries.flatten(0, 1), biased=source.qkv_bias)
