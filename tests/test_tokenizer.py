@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from rehead.errors import ConfigError, InvalidInput
 from rehead.tokenizer import FILE, KINDS, Tokenizer, train
 from rehead.tokenizer import tokenizer as module
+from rehead.tokenizer.guard import guard
 
 HARD = "nul\0 tab\t cr\r\n \x85 \u2028 \x1c é e\u0301 שלום 👩‍👩‍👧 𝄞 \ufeff \ufffd"
 SAMPLE = "to be, or not to be:\nthat is the question.\n\n" * 3 + HARD
@@ -427,6 +428,6 @@ def test_pieces_keep_the_blank_before_a_word_and_show_part_of_a_character():
 
 def test_an_interrupt_before_the_block_is_no_error_of_the_tokenizer():
     """Python then closes the context manager, and prints what that raises."""
-    guard = module._guard("it cannot read this text", "Use another")
-    guard.__enter__()
-    guard.gen.close()
+    guarding = guard("it cannot read this text", "Use another")
+    guarding.__enter__()
+    guarding.gen.close()

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -574,6 +576,9 @@ def test_a_long_text_is_told_in_parts():
         def get(self, key):
             return self[key]
 
+        def check(self, keys):
+            return keys[0] in self
+
     store, text = Held(), "a\u00e9\u4e2d\U0001f600" * 3_000_000
     tells = [object.__new__(Group) for _ in range(2)]
     for rank, one in enumerate(tells):
@@ -581,6 +586,17 @@ def test_a_long_text_is_told_in_parts():
     for said in (text, "", "b"):
         assert tells[0].tell(said) == said
         assert tells[1].tell(None) == said
+
+
+def test_a_process_waits_for_a_long_text_to_be_told():
+    """Longer than its store waits."""
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    tells = [object.__new__(Group) for _ in range(2)]
+    for rank, one in enumerate(tells):
+        one.rank, one._told, one._store = rank, 0, store
+    threading.Timer(0.3, tells[0].tell, ["late"]).start()
+    assert tells[1].tell(None) == "late"
 
 
 def test_batches_that_cannot_be_shared():

@@ -12,10 +12,12 @@ import rehead
 from rehead.checkpoint import resolve
 from rehead.cli import main
 from rehead.config import ModelOptions, TrainerOptions
+from rehead.config.flags import read
 from rehead.conversion.fit import teaching
-from rehead.errors import ReheadError
+from rehead.errors import ReheadError, ResourceError
 from rehead.measure.forecast import step_bytes
-from rehead.training import frozen, run, train
+from rehead.system import memory
+from rehead.training import frozen, run, start, train
 from rehead.training import heal as heal_module
 from rehead.training.heal import _usual_batch
 
@@ -186,6 +188,20 @@ def test_long_blocks_are_recomputed_and_batches_follow_the_memory(monkeypatch):
     assert _usual_batch(large, 2048) == {"batch_size": 1, "recompute": True}
 
 
+def test_nothing_is_recomputed_where_the_given_batch_fits_or_the_step_is_compiled(monkeypatch):
+    config = rehead.load("mqa").config
+    monkeypatch.setattr(heal_module, "STEP_BYTES", step_bytes(config, 1, 16))
+    for flags, batch_size, recompute in (
+        ([], 64, True),
+        (["trainer.batch_size=1"], 1, False),
+        (["trainer.batch_size=2"], 2, True),
+        (["trainer.compile=True"], 1, False),
+    ):
+        found = heal_module.heal_options(Path("mqa"), Path("source"), flags).trainer
+        assert found.recompute is recompute, flags
+        assert found.batch_size <= batch_size
+
+
 def test_processes_of_torchrun_choose_the_same_batch_and_can_share_it(monkeypatch):
     large = ModelOptions(n_layer=32, n_embd=960, n_query_head=15, shape="llama").resolve(49_152, 2048)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
@@ -275,6 +291,129 @@ def test_a_run_does_not_go_on_with_another_teacher(capsys):
     assert main(["train", "system.work_dir=once", "trainer.resume=True", "trainer.max_iters=2",
                  "trainer.teacher=mqa"]) == 2  # fmt: skip
     assert "trainer.teacher" in capsys.readouterr().err
+
+
+def test_a_teacher_may_move_but_not_change(capsys):
+    """It is known by its manifest."""
+    shutil.copytree("source", "there")
+    first = ["heal", "mqa", "--teacher", "there", *QUICK, "system.work_dir=followed"]
+    assert main([*first, "trainer.max_iters=1"]) == 0
+    shutil.move("there", "moved")
+
+    def resumed(steps, teacher):
+        words = ["train", "system.work_dir=followed", "trainer.resume=True"]
+        return main([*words, f"trainer.max_iters={steps}", f"trainer.teacher={teacher}"])
+
+    assert resumed(2, "moved") == 0
+    assert main(["train", "system.work_dir=moved", "trainer.resume=True", "trainer.max_iters=41"]) == 0
+    capsys.readouterr()
+    for other in ("moved", "null"):
+        assert resumed(3, other) == 2
+        said = capsys.readouterr().err
+        assert "is not the model that the run to resume learned from" in said
+        assert "its checkpoint of then" in said
+    assert resumed(3, "moved/checkpoints/step-000040") == 0
+
+
+def test_a_run_heals_the_model_that_it_began_with(capsys):
+    shutil.copytree("mqa", "twin")
+    assert heal("trainer.max_iters=1", "system.work_dir=one-model") == 0
+    words = ["--teacher", "source", "system.work_dir=one-model", "trainer.resume=True", "trainer.max_iters=2"]
+    capsys.readouterr()
+    assert main(["heal", "twin", *words]) == 2
+    assert f"the run in one-model heals {Path('mqa').absolute()}, not twin: give" in capsys.readouterr().err
+    assert main(["heal", "mqa", *words]) == 0
+
+
+def test_a_teacher_without_a_text_needs_one_only_at_the_start():
+    files = {"tokenizer.json": (resolve(Path("source")) / "tokenizer.json").read_text()}
+    rehead.save(rehead.load("source"), "untold", files=files)
+    words = ["heal", "mqa", "--teacher", "untold", "system.work_dir=told"]
+    assert main([*words, *QUICK, "trainer.max_iters=1", "data.path=input.txt"]) == 0
+    assert main([*words, "trainer.max_iters=2", "trainer.resume=True"]) == 0
+
+
+@pytest.mark.filterwarnings("always:.* is not the model that mqa was converted from")
+def test_another_teacher_than_the_source_leaves_no_certificate(capsys):
+    """Its figures would be those of the source."""
+    fewer = [flag for flag in TINY if not flag.startswith(("model.n_layer", "trainer.max_iters"))]
+    assert main(["train", *fewer, "model.n_layer=1", "trainer.max_iters=1", "system.work_dir=fewer"]) == 0
+    given = ["model.folder=mqa", "trainer.teacher=fewer", "data.path=input.txt", "data.block_size=16"]
+    assert main(["train", *given, *QUICK, "trainer.max_iters=1", "system.work_dir=led"]) == 0
+    assert "fewer is not the model that mqa was converted from" in capsys.readouterr().err
+    assert not (resolve(Path("led")) / "conversion.json").exists()
+
+
+def test_a_run_that_was_stopped_is_certified_at_its_last_step():
+    """Where its checkpoint is that of the last step asked for."""
+    words = ["trainer.save_every=2", "system.work_dir=enough"]
+    assert heal(*words, "trainer.max_iters=3") == 0
+    shutil.rmtree("enough/checkpoints/step-000003")
+    assert heal(*words, "trainer.max_iters=2", "trainer.resume=True") == 0
+    assert certificate("enough")["healing"][0]["steps"] == 2
+
+
+@pytest.mark.filterwarnings("always:.* is gone, and with it")
+def test_without_the_converted_model_there_is_no_certificate_and_it_is_said(capsys):
+    shutil.copytree("mqa", "brief")
+    words = ["--teacher", "source", *QUICK, "system.work_dir=orphan"]
+    assert main(["heal", "brief", *words, "trainer.max_iters=1"]) == 0
+    shutil.rmtree("brief")
+    assert main(["train", "system.work_dir=orphan", "trainer.resume=True", "trainer.max_iters=2"]) == 0
+    assert "brief is gone, and with it what was measured of its conversion" in capsys.readouterr().err
+    assert not (resolve(Path("orphan")) / "conversion.json").exists()
+
+
+def test_the_last_steps_are_saved_before_they_are_measured(monkeypatch):
+    """Which takes long, and memory."""
+
+    def full(*given):
+        raise ResourceError("no memory is left.")
+
+    words = ["trainer.max_iters=3", "trainer.save_every=3", "system.work_dir=unmeasured-yet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "healed_files", full)
+        assert heal(*words) == 5
+    assert resolve(Path("unmeasured-yet")).name == "step-000003"
+    assert heal(*words, "trainer.resume=True") == 0
+    assert certificate("unmeasured-yet")["healing"][0]["steps"] == 3
+    assert len(losses("unmeasured-yet")) == 3
+
+
+@pytest.mark.parametrize("parallel", ["none", "fsdp"])
+def test_a_teacher_of_trained_attentions_computes_in_float32(parallel):
+    """In all processes, so that their number changes nothing."""
+    rehead.save(rehead.load("source").bfloat16(), "narrow", overwrite=True)
+    options = read(["trainer.teacher=narrow", "trainer.train=attention", f"trainer.parallel={parallel}"])
+    teacher = start.read_teacher(options, rehead.load("mqa"), torch.device("cpu"))
+    assert {weight.dtype for weight in teacher.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("data.block_size=17", "data.block_size=17 is above the 16 of mqa"),
+        ("model.attn_pdrop=0", "model.folder=mqa"),
+        ("model.folder=recurrent", "trainer.train=attention needs a model.type=gpt"),
+    ],
+)
+def test_what_the_config_refuses_is_refused_before_the_text_is_read(flag, says, monkeypatch, capsys):
+    small = ["model.type=rnn", "data.path=input.txt", "trainer.max_iters=0", "trainer.sample_every=0"]
+    if not Path("recurrent").exists():
+        assert main(["train", *small, "system.work_dir=recurrent"]) == 0
+    monkeypatch.setattr(start, "tokenize", None)
+    given = {"model.folder": "mqa", "data.path": "input.txt", "data.block_size": "16"}
+    given |= {"trainer.train": "attention", "system.work_dir": "early"} | dict([flag.split("=")])
+    capsys.readouterr()
+    assert main(["train", *(f"{name}={value}" for name, value in given.items())]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_too_large_to_train_is_told_a_way_out_that_there_is(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    given = ["model.folder=mqa", "data.path=input.txt", "data.block_size=16", "system.work_dir=large"]
+    assert main(["train", *given]) == 5
+    assert "Where there is no --dtype, use a smaller model." in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("always:bare has no")
@@ -516,6 +655,14 @@ def test_lessons_that_make_no_sense(latent, capsys):
     assert not Path("one-taught").exists()
 
 
+def test_removed_lessons_are_not_called_another_run(latent, capsys):
+    assert taught("trainer.max_iters=1", "system.work_dir=removed") == 0
+    shutil.rmtree("removed-taught")
+    capsys.readouterr()
+    assert taught("trainer.max_iters=2", "system.work_dir=removed", "trainer.resume=True") == 2
+    assert "begun without --teach, or removed-taught has been removed" in capsys.readouterr().err
+
+
 def test_lessons_are_repeated_beside_the_first(latent, capsys):
     """With other passes in another work_dir; what the messages advise works."""
 
@@ -575,7 +722,7 @@ def test_a_text_that_was_fitted_to_is_not_called_held_out(trained, fitted, heale
 @pytest.mark.filterwarnings("always:the conversion was fitted")
 def test_the_last_of_several_texts_that_were_fitted_to_is_not_called_held_out(trained, capsys):
     """A folder is one text: its end is the last file's."""
-    for folder in ("several", "fitted", "measured"):
+    for folder in ("several", "fitted", "measured", "between", "measured-again"):
         shutil.rmtree(folder, ignore_errors=True)
     Path("several").mkdir()
     first, last = Path("several/a.txt"), Path("several/b.txt")
@@ -591,3 +738,27 @@ def test_the_last_of_several_texts_that_were_fitted_to_is_not_called_held_out(tr
     assert main(["heal", "fitted", "--teacher", "source", *QUICK, *words]) == 0
     assert certificate("measured")["held_out"] is False
     assert "the conversion was fitted to a part of this validation text" in capsys.readouterr().err
+    Path("third.txt").write_text("a road that leads east to the plain\n" * 60)
+    for folder, text, place, held_out in (
+        ("fitted", "third.txt", "between", True),
+        ("between", "several", "measured-again", False),
+    ):
+        words = [f"data.path={text}", "trainer.max_iters=1", f"system.work_dir={place}"]
+        assert main(["heal", folder, "--teacher", "source", *QUICK, *words]) == 0
+        assert certificate(place)["held_out"] is held_out
+
+
+@pytest.mark.filterwarnings("always:the model was healed on")
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.3, False), (0.1, True), (0.05, True)])
+def test_a_text_that_was_healed_on_is_not_called_held_out(trained, fraction, held_out, capsys):
+    for folder in ("once-healed", "twice-healed"):
+        shutil.rmtree(folder, ignore_errors=True)
+    assert heal("trainer.max_iters=1", "system.work_dir=once-healed") == 0
+    words = ["trainer.max_iters=1", f"data.val_fraction={fraction}", "system.work_dir=twice-healed"]
+    capsys.readouterr()
+    assert main(["heal", "once-healed", "--teacher", "source", *QUICK, *words]) == 0
+    found = certificate("twice-healed")
+    assert found["held_out"] is held_out
+    assert found["test"]["name"].endswith(", which the model was healed on") is not held_out
+    said = capsys.readouterr().err
+    assert ("the model was healed on a part of this validation text" in said) is not held_out

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import rehead
 from rehead.checkpoint.files.publish import _write_manifest
 from rehead.cli import main
 from rehead.config.flags import read
@@ -169,6 +170,25 @@ def test_a_card_that_is_no_file_stops_nothing(kind):
         "trainer.resume=True",
     )
     assert (place / "checkpoints/step-000002").is_dir()
+
+
+@pytest.mark.parametrize("place", ["corpus/out/run", "corpus"])
+def test_what_rehead_wrote_in_the_folder_of_the_text_is_no_text(place):
+    """Samples of the run itself, and cards of models."""
+    Path("corpus").mkdir()
+    shutil.move("text.txt", "corpus/text.txt")
+    others = [flag for flag in TINY if not flag.startswith(("data.path", "trainer.sample_every"))]
+
+    def run(folder, *flags):
+        words = ["data.path=corpus", "trainer.sample_every=1", "trainer.sample_tokens=2", *flags]
+        return list(train(read([*others, f"system.work_dir={folder}", *words])))
+
+    run(place, "trainer.max_iters=1")
+    rehead.save(rehead.load(place), "corpus/out/model", files={"CONVERSION.md": "# A model"})
+    assert list(Path(place, "samples").glob("*.txt"))
+    run(place, "trainer.max_iters=2", "trainer.resume=True")
+    start, *_ = run("other", "trainer.max_iters=0")
+    assert start["train_tokens"] + start["val_tokens"] == len(Path("corpus/text.txt").read_text())
 
 
 def test_samples_are_not_written_through_a_link(tmp_path):

@@ -271,6 +271,13 @@ def test_a_model_s_folder_is_no_place_for_a_run():
     assert sorted(os.listdir("model")) == before
 
 
+def test_the_options_of_a_resumed_run_begin_another_one():
+    run("a", "trainer.max_iters=1")
+    resume("a", "trainer.max_iters=2")
+    assert main(["train", "--config", "a/config.yaml", "system.work_dir=b"]) == 0
+    assert resolve(Path("b")).name == "step-000002"
+
+
 def test_a_refused_resume_leaves_the_runs_own_tokens():
     run("a")
     before = Path("a/tokens.bin").read_bytes()
@@ -404,6 +411,16 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning():
         with pytest.warns(UserWarning, match=f"skipped a damaged checkpoint: .*{name} is damaged"):
             resume(name, "trainer.save_every=3")
         assert everything(name) == everything("whole"), name
+
+
+def test_a_newest_checkpoint_without_a_manifest_is_replaced():
+    """As of a copy of the run that was cut off."""
+    run("whole", "trainer.save_every=3")
+    shutil.copytree("whole", "a")
+    Path("a/checkpoints/step-000006/MANIFEST.json").unlink()
+    with pytest.warns(UserWarning, match=r"skipped a damaged checkpoint: .*MANIFEST\.json is missing"):
+        resume("a", "trainer.save_every=3")
+    assert everything("a") == everything("whole")
 
 
 def test_a_save_is_kept_even_where_damaged_later_ones_lie():
@@ -904,6 +921,24 @@ def test_a_text_that_is_cut_while_it_is_read_ends_the_run_and_not_the_process():
     assert done.returncode == 0, done.returncode
     said = "tokens.bin was cut from 600,000 to 8,192 bytes while it was read: start again."
     assert [line.endswith(said) for line in done.stdout.splitlines()] == [True, True]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_copy_to_save_is_counted_in_the_cpu_s_memory(device, monkeypatch):
+    options = read(
+        ["model.n_embd=48", "data.block_size=8", "trainer.batch_size=1", "trainer.save_async=True"]
+    )
+    model = build(options.model.resolve(31, 8))
+    model.embed_tokens.requires_grad_(False)  # has no moments
+    every, frozen = (sum(w.numel() for w in part.parameters()) for part in (model, model.embed_tokens))
+    needed = []
+    monkeypatch.setattr("rehead.training.start.require_memory", lambda *given: needed.append(given))
+    require_step(options, model, torch.device(device))
+    copy = 4 * (3 * every - 2 * frozen)
+    found = [parts["a copy to save, with moments"] for _, parts, *_ in needed if len(parts) in (1, 4)]
+    assert found == [copy]
+    assert [len(parts) for _, parts, *_ in needed] == ([4] if device == "cpu" else [1, 3])
+    assert [given[3].type for given in needed if len(given) > 3] == [device]
 
 
 def test_a_compiled_step_holds_all_logits(monkeypatch):

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rehead.checkpoint import newest_step, resolve
+from rehead.checkpoint import newest_step, own, resolve
+from rehead.checkpoint.files.deferred import Deferred
 from rehead.config.flags import read
 from rehead.errors import Interrupted, NumericError, ResourceError
+from rehead.model import build, skeleton
 from rehead.training import train
 from rehead.training.saving import Snapshot
 
@@ -158,3 +160,24 @@ def test_a_loss_that_is_not_finite_is_told_after_what_is_being_written(held, mon
     monkeypatch.setattr(Trainer, "advance", broken)
     with pytest.raises(NumericError, match="resumes from step 6"):
         list(train(options("one", BESIDE)))
+
+
+def test_a_copy_gathers_what_is_sharded_at_once():
+    """Each tensor once, as the other processes take part only then."""
+    whole = build(options("one").model.resolve(9, 13))
+    model, gathered = skeleton(whole.config), []
+
+    def sharded(name, value):
+        return Deferred(lambda: gathered.append(name) or value, value.shape, value.dtype)
+
+    weights = {name: sharded(name, value.detach()) for name, value in whole.named_parameters()}
+    own.assign(model, weights, "the model", in_memory=False)
+    tensors = {"moment": sharded("moment", torch.ones(3))}
+    copy = Snapshot(model=model, tensors=tensors, numbers={}, texts={}).copied()
+    assert sorted(gathered) == sorted([*weights, "moment"])
+    assert type(copy.tensors["moment"]) is torch.Tensor
+    for name, weight in copy.model.named_parameters():
+        assert type(weight.data) is torch.Tensor
+        assert torch.equal(weight, whole.get_parameter(name))
+        assert weight.data_ptr() != whole.get_parameter(name).data_ptr()
+    assert len(gathered) == len(weights) + 1

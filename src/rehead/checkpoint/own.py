@@ -227,8 +227,10 @@ def assign(
         )
     if in_memory:
         n_bytes = sum(weight.numel() for weight in weights.values()) * held.itemsize
-        way_out = "Free some memory" + (", or use --dtype bf16." if held.itemsize > 2 else ".")
-        require_memory(f"loading {where}", {f"weights in {str(held)[6:]}": n_bytes}, way_out)
+        way_out = "Free some memory"
+        if held.itemsize > 2:
+            way_out += ", or use --dtype bf16. Where there is no --dtype, use a smaller model"
+        require_memory(f"loading {where}", {f"weights in {str(held)[6:]}": n_bytes}, f"{way_out}.")
     pages = HugePages(device)
     for name, weight in staged(weights.items(), "reading the weights", len(weights), "tensors"):
         owner, _, leaf = name.rpartition(".")

@@ -3,7 +3,9 @@
 from numbers import Integral
 from pathlib import Path
 
+from rehead.config import GPTConfig
 from rehead.errors import ConfigError, InvalidInput, UsageError
+from rehead.model import LanguageModel
 
 
 def require_seed(seed: int) -> None:
@@ -44,3 +46,12 @@ def require_apart(source: Path, destination: Path) -> None:
         raise UsageError(f"{found}: the source is never touched. Choose another folder for the result.")
     if destination.name in ("", ".."):
         raise InvalidInput(f"{destination} exists: choose another name.")
+
+
+def require_heads(model: LanguageModel) -> GPTConfig:
+    """Return the config of a model with attention; ConfigError for any other."""
+    if not isinstance(model.config, GPTConfig):
+        raise ConfigError(
+            f"a model of type {model.config.model_type} has no heads to convert: only a gpt has any."
+        )
+    return model.config

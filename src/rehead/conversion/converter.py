@@ -2,7 +2,6 @@
 
 import copy
 import tempfile
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,13 @@ from torch import Tensor
 from rehead.attention import AttentionConfig
 from rehead.checkpoint.files.deferred import in_memory
 from rehead.config import GPTConfig, encode
-from rehead.conversion.arguments import nothing_to_learn, require_passes, require_seed, require_text
+from rehead.conversion.arguments import (
+    nothing_to_learn,
+    require_heads,
+    require_passes,
+    require_seed,
+    require_text,
+)
 from rehead.conversion.base import Converted, Statistics, require_method
 from rehead.conversion.blocks import (
     CALIBRATION_TOKENS,
@@ -36,9 +41,9 @@ from rehead.conversion.layers import Layers, with_layers
 from rehead.conversion.search import path
 from rehead.conversion.target import Target, layers_of
 from rehead.conversion.texts import Passage, passage, passages
+from rehead.conversion.told import without_lessons
 from rehead.conversion.unfinished import digest
 from rehead.data import Batch, Ids
-from rehead.errors import ConfigError
 from rehead.measure.length import text_length
 from rehead.model import GPT, LanguageModel
 from rehead.model.base import require_model
@@ -85,15 +90,6 @@ def convert(
     if isinstance(to, str):
         layers = converter.attentions(Target(to=to, **options))
     return converter.convert(layers, measured, teach=teach)
-
-
-def require_heads(model: LanguageModel) -> GPTConfig:
-    """Return the config of a model with attention; ConfigError for any other."""
-    if not isinstance(model.config, GPTConfig):
-        raise ConfigError(
-            f"a model of type {model.config.model_type} has no heads to convert: only a gpt has any."
-        )
-    return model.config
 
 
 class Converter:
@@ -158,21 +154,18 @@ class Converter:
         Layers are taken from `kept`, and put there.
         """
         calibration = self._described(CALIBRATION_TOKENS)
-        measured = None if test is None else Text.of(test, TEST_TOKENS, self.length)
-        require_different(calibration, measured)
-        blocks = random_blocks(self.config, self.seed, self.length)
+        measured, blocks = None, random_blocks(self.config, self.seed, self.length)
         if test is not None:
+            measured = Text.of(test, TEST_TOKENS, self.length)
             blocks = measured_blocks(self.model, test, self.length)
+        require_different(calibration, measured)
         shared, records = self.follow(targets, kept)
         if teach and ranked_on and all(record.exact for record in records):
-            warnings.warn(
-                f"the ranks that were chosen are exact: teach={teach} has nothing to learn", stacklevel=3
-            )
-            teach = 0
+            teach = without_lessons(teach)
         if teach:
             records = self._taught(shared, records, teach)
         if not any(record.fitted or record.taught for record in records):
-            calibration = self._described(ranked_on) if ranked_on else []
+            calibration = self._described(ranked_on)
         result = copy.deepcopy(shared)
         return result, certify(
             self.model,
@@ -188,9 +181,9 @@ class Converter:
         )
 
     def _described(self, limit: int) -> list[Text]:
-        """Return the calibration texts, of which at most `limit` tokens are read together."""
+        """Return the calibration texts, of which at most `limit` tokens are read together; none of which none are."""
         share = limit // max(1, len(self.calibration))
-        return [Text.of(text, share, self.length) for text in self.calibration]
+        return [Text.of(text, share, self.length) for text in self.calibration if limit]
 
     def follow(
         self, targets: Sequence[AttentionConfig], kept: Kept | None = None
@@ -200,8 +193,7 @@ class Converter:
         All layers take their first step together, then their second, so that an approximation further
         on looks at the model as it then is.
         """
-        pairs = zip(self.config.attention, targets, strict=True)
-        paths = [path(old, new, self.config.n_embd) for old, new in pairs]
+        paths = [path(*pair, self.config.n_embd) for pair in zip(self.config.attention, targets, strict=True)]
         require_method(self.method, [step for steps in paths for step in steps])
         layers: Layers = [
             (config, {name: weight.detach().cpu() for name, weight in one.named_parameters()})

@@ -14,13 +14,14 @@ from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.arguments import (
     nothing_to_learn,
     require_apart,
+    require_heads,
     require_passes,
     require_seed,
     require_text,
 )
 from rehead.conversion.base import require_method
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
-from rehead.conversion.converter import Converter, require_heads
+from rehead.conversion.converter import Converter
 from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
@@ -32,11 +33,12 @@ from rehead.conversion.measured import (
 )
 from rehead.conversion.origin import carried
 from rehead.conversion.page import PAGE, page
-from rehead.conversion.reading import Reader, Texts, require_texts
+from rehead.conversion.reading import Reader, require_texts
 from rehead.conversion.search import path
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
 from rehead.conversion.texts import SELF
+from rehead.conversion.told import refusal, tell_fitted, tell_loss, tell_unread
 from rehead.conversion.unfinished import fingerprint, note_result, place_of, unfinished
 from rehead.data import named
 from rehead.errors import ConfigError, InvalidInput, ReheadError, UsageError
@@ -120,14 +122,14 @@ class FolderConverter:
             to, self.texts.test, held_out=self.texts.held_out, ranked_on=ranked_on, teach=teach, kept=kept
         )
         if not (certificate.exact or allow_loss or max_loss is not None):
-            raise UsageError(_refusal(certificate, can_read=self.tokenizer is not None))
+            raise UsageError(refusal(certificate, can_read=self.tokenizer is not None))
         certificate = replace(self._decoded(certificate), earlier=self.earlier)
         if certificate.calibration:
-            _tell_fitted(self.texts)
+            tell_fitted(self.texts)
         if self.named and not certificate.calibration and not certificate.exact:
-            _tell_unread(certificate)
+            tell_unread(certificate)
         if max_loss is not None and certificate.loss is not None:
-            _tell_loss(max_loss, *certificate.loss)
+            tell_loss(max_loss, *certificate.loss)
         files = {CERTIFICATE: certificate.to_json(), PAGE: page(certificate), **self.carried}
         own.write(result, aside, files)
         self.read.require_unchanged()
@@ -263,45 +265,3 @@ def _tell_classless(config: GPTConfig, target: Target) -> None:
             why := lacks_class(replace(config, attention=layers), Asked.of("auto", "vllm"))
         ):
             warnings.warn(f"vLLM and SGLang cannot serve the result: {why}", stacklevel=3)
-
-
-def _tell_fitted(texts: Texts) -> None:
-    """Warn of a test text that begins with what was fitted to, as the whole text of a run does."""
-    for text in texts.calibration if texts.test is not None else ():
-        assert texts.test is not None
-        if replace(texts.test, ids=texts.test.ids[: len(text.ids)]).sha256 == text.sha256:
-            warnings.warn(
-                f"the test text begins with {text.name}, which was fitted to: the loss looks better than it is",
-                stacklevel=3,
-            )
-
-
-def _tell_loss(most: float, before: float, after: float) -> None:
-    """Warn if the loss on the test text rises by more than `most`, which bounds it on the calibration text only."""
-    if after - before > most:
-        warnings.warn(
-            f"--max-loss {most:g} holds on the calibration text; on the test text the loss rises by "
-            f"{after - before:.4f} nats per token",
-            stacklevel=3,
-        )
-
-
-def _tell_unread(certificate: Certificate) -> None:
-    """Warn that a calibration text was given to methods that do not use one."""
-    methods = ", ".join(dict.fromkeys(method for layer in certificate.layers for method in layer.methods))
-    measured = " It is only measured on the part held out of it." if certificate.held_out else ""
-    warnings.warn(
-        f"method {methods} does not use a text: nothing was fitted to the calibration.{measured}",
-        stacklevel=3,
-    )
-
-
-def _refusal(certificate: Certificate, *, can_read: bool) -> str:
-    logits = certificate.logits
-    flips = f"{100 * logits['argmax_flips']:.2f} % of the likeliest tokens change, KL {logits['kl']:.2e} nats"
-    loss = how = ""
-    if certificate.loss is None:
-        how = " on random tokens" + ("; give --calibration TEXT to measure on text" if can_read else "")
-    else:
-        loss = "the loss would go from {:.4f} to {:.4f} nats per token, ".format(*certificate.loss)
-    return f"this conversion is lossy: {loss}{flips}{how}. Nothing was written. Accept it with --allow-loss."

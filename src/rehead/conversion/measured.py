@@ -58,8 +58,9 @@ def measured_layers(
 ) -> tuple[Sequence[AttentionConfig], int]:
     """Return the attention of each layer, and the number of tokens that it was chosen on.
 
-    It is what the target says or, if `measured`, what loses least. Latents with rebuilt keys get a rank of their own in each layer, within the budget or a loss of `max_loss`; an
-    uneven target gets the best rotary width for all layers. Raises UsageError without a text to measure on.
+    It is what the target says or, if `measured`, what loses least. Latents with rebuilt keys get a rank of their own
+    in each layer, within the budget or a loss of `max_loss`; an uneven target gets the best rotary width for all.
+    Raises UsageError without a text to measure on.
     """
     if not measured and max_loss is None:
         return converter.attentions(target), 0

@@ -140,7 +140,7 @@ def _layers(certificate: Certificate) -> list[str]:
         "error the attention's RMS error on the same inputs, relative to its output."
     )
     if any("keep-rotations" in layer.steps for layer in certificate.layers):
-        words += " Where keep-rotations is among the steps, lost energy has the share of what the rotations matter, too."
+        words += " Where keep-rotations is among the steps, lost energy has the share of what rotations matter, too."
     header = ["layer", "numbers per token", "steps", "lost energy", "output error"]
     rows = [_layer(index, layer) for index, layer in enumerate(certificate.layers)]
     if certificate.teach:

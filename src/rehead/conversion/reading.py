@@ -179,7 +179,7 @@ class Reader:
         return sampled_once(self.opened.model, tokens, self.length, seed, bos, begins)
 
     def _read(self, text: Source, job: str, name: str, place: int = 0) -> Passage:
-        """Return a text, the one at `place` of a job; its tokens are kept where a resumed conversion puts them again."""
+        """Return a text, the one at `place` of a job; a resumed conversion puts its tokens where they were."""
         assert self.opened.tokenizer is not None
         store = self.scratch / f"text-{job}-{place}"
         with _about(job):

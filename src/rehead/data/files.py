@@ -8,8 +8,13 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 
+from rehead.checkpoint.files.publish import MANIFEST
+from rehead.checkpoint.find import has_options
 from rehead.errors import InvalidInput, ReheadError, ResourceError
 from rehead.system.aside import aside, sync
+
+WRITTEN = {"checkpoints", "reports", "samples"}
+"""Folders in a run's folder that the run writes; beside them may be a text."""
 
 
 def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
@@ -44,7 +49,10 @@ def _read_folder(path: Path, size: int, option: str) -> Iterator[str]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield all files below a folder, links followed. Raises OSError for a folder that cannot be listed."""
+    """Yield all files below a folder, links followed, but for what rehead wrote itself: in models, and in runs.
+
+    Raises OSError for a folder that cannot be listed.
+    """
 
     def stop(error: OSError) -> None:
         raise error
@@ -56,6 +64,11 @@ def _files(path: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add((found.st_dev, found.st_ino))
+        if {MANIFEST, "config.json"} <= {*files}:
+            folders.clear()
+            continue
+        if has_options(Path(folder)):
+            folders[:] = {*folders} - WRITTEN
         folders.sort(
             key=lambda name: (os.path.islink(os.path.join(folder, name)), name)
         )  # folders before links to them

@@ -26,9 +26,10 @@ class Source:
     """A text; each iteration reads it again and yields its `chunks` of `chunk` characters or more.
 
     `path` is a UTF-8 file, or a folder: its *.txt and *.md files at any depth, in the order of their
-    relative paths, with a blank line ("\\n\\n") between. `name` is one of `CORPORA`. Line endings are kept, a
-    byte order mark is dropped. `option` is the option that gives the path, for error messages. Raises
-    InvalidInput for a text that is missing, not UTF-8, or blank.
+    relative paths, with a blank line ("\\n\\n") between; those that rehead wrote in models and runs are left
+    out. `name` is one of `CORPORA`. Line endings are kept, a byte order mark is dropped. `option` is the
+    option that gives the path, for error messages. Raises InvalidInput for a text that is missing, not UTF-8, or
+    blank.
     """
 
     path: Path | None = None

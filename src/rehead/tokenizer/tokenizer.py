@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -20,8 +20,9 @@ from tokenizers import models
 
 from rehead.checkpoint import read_config
 from rehead.checkpoint.files.strict import require_few_tables, require_regular
-from rehead.errors import ConfigError, InvalidInput, ReheadError
+from rehead.errors import ConfigError, InvalidInput
 from rehead.tokenizer.growth import require_modest
+from rehead.tokenizer.guard import encoding, guard
 from rehead.tokenizer.kinds import KINDS, MAX_VOCAB, UNITS, characters, single_bytes, valid_text
 
 FILE = "tokenizer.json"
@@ -72,7 +73,7 @@ class Tokenizer:
                 return ids[len(head) :]
         if self.kind not in UNITS:
             inner = self._reading_special if special_tokens else self._inner
-            return np.array(_encoding(inner, valid_text(text), special_tokens is True).ids, dtype=np.int64)
+            return np.array(encoding(inner, valid_text(text), special_tokens is True).ids, dtype=np.int64)
         codec, dtype = UNITS[self.kind]
         units = np.frombuffer(valid_text(text).encode(codec), dtype=dtype)
         ids = np.asarray(self._table[np.minimum(units, len(self._table) - 1)])
@@ -113,16 +114,16 @@ class Tokenizer:
     def bos(self) -> int | None:
         """The id that the file puts before a text (`encode(..., special_tokens=True)`); None for none or several."""
         texts = (self._text([id]) for id in self.ordinary_ids.tolist())
-        encoding = _encoding(self._inner, next(filter(self._has_ids, texts), ""), True)
-        begins = list(takewhile(lambda part: part is None, encoding.sequence_ids))
+        found = encoding(self._inner, next(filter(self._has_ids, texts), ""), True)
+        begins = list(takewhile(lambda part: part is None, found.sequence_ids))
         if len(begins) > 1:
-            tokens = " ".join(encoding.tokens[: len(begins)])
+            tokens = " ".join(found.tokens[: len(begins)])
             warnings.warn(
                 f"the tokenizer puts several tokens before a text ({tokens:.80}): no window of a text begins with "
                 "them, so losses are those of texts without them",
                 stacklevel=2,
             )
-        return encoding.ids[0] if len(begins) == 1 else None
+        return found.ids[0] if len(begins) == 1 else None
 
     def _has_ids(self, text: str) -> bool:
         """Return False for the text of a bare "▁", which is empty, and of a "<pad>" that is cut into unknown words."""
@@ -176,7 +177,7 @@ class Tokenizer:
         self._warn_of_unknown(n_unknown)
 
     def _text(self, ids: Sequence[int]) -> str:
-        with _guard("the tokenizer cannot decode these ids", "Use another tokenizer"):
+        with guard("the tokenizer cannot decode these ids", "Use another tokenizer"):
             return self._inner.decode(ids, skip_special_tokens=False)
 
     def _known(self, ids: Iterable[SupportsInt]) -> list[int]:
@@ -216,7 +217,7 @@ class Tokenizer:
 
         Raises InvalidInput when it is not one, or would cut the same text differently each time.
         """
-        with _guard(f"{name} is not a usable {FILE}", AGAIN):
+        with guard(f"{name} is not a usable {FILE}", AGAIN):
             require_few_tables(text)
             inner = hf.Tokenizer.from_str(text)
             require_modest(text, name)
@@ -245,7 +246,7 @@ class Tokenizer:
         In a model folder, all ids must be below the model's vocab_size, except those of special tokens such as Gemma
         3's for images, which plain text never has.
         """
-        with _guard(f"{path} is not a usable {FILE}", AGAIN):
+        with guard(f"{path} is not a usable {FILE}", AGAIN):
             file = path / FILE if path.is_dir() else path
             if not file.is_file():
                 raise missing(file)
@@ -282,13 +283,6 @@ def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -
     return Tokenizer(KINDS[kind](map(valid_text, chunks), vocab_size), kind)
 
 
-def _encoding(inner: hf.Tokenizer, text: str, with_special: bool) -> hf.Encoding:
-    """Return what the library makes of a text, between the special tokens that the file puts around it or not."""
-    way = "Leave out what its vocabulary lacks, or use another tokenizer"
-    with _guard("the tokenizer cannot read this text", way):
-        return inner.encode(text, add_special_tokens=with_special)
-
-
 def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
     try:
         if not isinstance(ids, str):
@@ -296,15 +290,3 @@ def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
     except (TypeError, ValueError):
         pass  # raised below
     raise InvalidInput(f"ids are {ids!r:.40} ({type(ids).__name__}): expected whole numbers, (N,).")
-
-
-@contextmanager
-def _guard(problem: str, way: str) -> Iterator[None]:
-    """Turn what the library raises into one line, Rust panics included, which are not Exceptions."""
-    try:
-        yield
-    except (ReheadError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise  # GeneratorExit: an interrupt came as the block was being entered
-    except BaseException as error:
-        why = str(error).partition("\n")[0]
-        raise InvalidInput(f"{problem}: {why}. {way}.") from None

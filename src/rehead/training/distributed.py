@@ -40,7 +40,8 @@ from rehead.training.start import read_text
 LONGEST = timedelta(minutes=30)
 """How long a process may wait for the others: one of them may write a checkpoint alone."""
 
-
+WAIT = 0.1
+"""Seconds between two looks for what the first process tells."""
 LONGEST_PART = 2**20
 """Characters of one value of the store, which has room for 8 MiB; a tokenizer of 151,000 tokens has more."""
 
@@ -91,6 +92,8 @@ class Group(OneProcess):
                 self._store.set(f"{key}/{index}", part)
             self._store.set(key, str(len(parts)))
             return text
+        while not self._store.check([key]):  # it may tokenize for hours; the heartbeat notices if it is lost
+            time.sleep(WAIT)
         n_part = int(self._store.get(key))
         return "".join(self._store.get(f"{key}/{index}").decode() for index in range(n_part))
 

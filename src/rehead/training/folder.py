@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rehead.checkpoint import newest_step, publish
-from rehead.checkpoint.files.publish import recover
+from rehead.checkpoint.files.publish import MANIFEST, recover
 from rehead.checkpoint.find import has_options, steps
 from rehead.data import TOKENS
 from rehead.data.files import resource, write_whole
@@ -127,6 +127,8 @@ class RunFolder:
         """
         folder = self.checkpoints / f"step-{step:06d}"
         self._require_held()
+        if folder.is_dir() and not folder.is_symlink() and not (folder / MANIFEST).is_file():
+            discard(folder)  # damaged: `publish` replaces only what has a manifest
         try:
             with publish(folder, overwrite=True) as aside:
                 self._require_held()  # the folders above may be new: of a run that has just been moved
@@ -137,6 +139,14 @@ class RunFolder:
         for _, old in [(number, old) for number, old in steps(self.path) if number <= step][:-keep]:
             discard(old)
         return folder
+
+    def way_back(self) -> str:
+        """Return how to resume a run that has diverged."""
+        good = newest_step(self.path)
+        if good is None:
+            return "There is no checkpoint to resume from yet: start again."
+        where = f"system.work_dir={self.path} trainer.resume=True"
+        return f"{where} resumes from step {int(good.name[5:])}."
 
     def meet(self) -> None:
         """Wait until the process that writes has come here, too."""

@@ -4,31 +4,37 @@ import torch
 from torch import nn
 
 from rehead.checkpoint.files.deferred import materialise
-from rehead.config import TrainerOptions
+from rehead.config import GPTConfig, ModelConfig, TrainerOptions
 from rehead.errors import ConfigError
 from rehead.model import GPT, LanguageModel
 from rehead.stages import staged
 
 
 def freeze(model: LanguageModel, options: TrainerOptions) -> None:
-    """Freeze all weights except those that `trainer.train` names.
+    """Freeze all weights except those that `trainer.train` names. Raises as `require_trainable`."""
+    require_trainable(model.config, options)
+    if options.train == "attention":
+        assert isinstance(model, GPT)
+        model.requires_grad_(requires_grad=False)
+        for layer in model.layers:
+            layer.self_attn.requires_grad_()
 
-    Raises ConfigError for `train` or `recompute` on an RNN, and for training experts: no loss keeps their load even.
+
+def require_trainable(config: ModelConfig, options: TrainerOptions) -> None:
+    """Raise ConfigError for `train` or `recompute` on an RNN, and for training experts.
+
+    No loss keeps their load even.
     """
-    if not isinstance(model, GPT):
+    if not isinstance(config, GPTConfig):
         for key, usual in (("train", "all"), ("recompute", False)):
             value = getattr(options, key)
             if value != usual:
                 raise ConfigError(f"trainer.{key}={value} needs a model.type=gpt. Use trainer.{key}={usual}.")
-    elif options.train != "attention" and model.config.experts is not None:
+    elif options.train != "attention" and config.experts is not None:
         raise ConfigError(
             f"trainer.train={options.train} would train experts and their routers, and rehead has no loss that "
             "keeps the routers from choosing only a few of them. Use trainer.train=attention."
         )
-    elif options.train == "attention":
-        model.requires_grad_(requires_grad=False)
-        for layer in model.layers:
-            layer.self_attn.requires_grad_()
 
 
 def share_frozen(model: LanguageModel, teacher: LanguageModel) -> None:

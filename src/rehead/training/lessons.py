@@ -24,11 +24,11 @@ from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 from rehead.training.heal import (
     healed_folder,
-    measured_again,
     require_its_tokenizer,
     require_same_tokens,
     require_same_vocabulary,
 )
+from rehead.training.healed import measured_again
 from rehead.training.seen import warn_unless_held_out
 
 PASSES = "passes"
@@ -76,8 +76,8 @@ def taught_first(folder: Path, options: RunOptions, passes: int) -> RunOptions:
             )
     elif resume and begun:
         raise ConfigError(
-            f"the run in {options.system.work_dir} was begun without --teach. Leave it out, or start again with "
-            "another system.work_dir and without trainer.resume."
+            f"the run in {options.system.work_dir} was begun without --teach, or {place} has been removed. Leave "
+            "--teach out, or start again with another system.work_dir and without trainer.resume."
         )
     elif resume and not kept.is_dir():
         raise UsageError(f"there is neither {place} nor a run to resume. Leave trainer.resume out.")

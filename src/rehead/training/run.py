@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from rehead.checkpoint import newest_step, own
+from rehead.checkpoint import own
 from rehead.config import RunOptions, flags
+from rehead.conversion.certificate import CERTIFICATE
 from rehead.data import BatchSampler, Split, Tokens, describe, evaluation_blocks, split
 from rehead.errors import ConfigError, Interrupted, NumericError
 from rehead.generation import stream
@@ -17,7 +18,8 @@ from rehead.tokenizer import Tokenizer
 from rehead.training import state
 from rehead.training.folder import RunFolder
 from rehead.training.frozen import freeze
-from rehead.training.heal import certificate_of, healed_files, require_same_tokens
+from rehead.training.heal import require_same_tokens
+from rehead.training.healed import certificate_of, healed_files
 from rehead.training.interrupt import Abandoned, Stop, stop_signals
 from rehead.training.loop import Trainer
 from rehead.training.ranks import OneProcess, ranks_of
@@ -32,6 +34,7 @@ from rehead.training.start import (
     require_same_run,
     require_step,
     start_model,
+    teacher_sha256,
 )
 
 PROMPT_TOKENS = 8
@@ -61,11 +64,7 @@ class Run:
     """A run in progress: its text, model, optimizer and folder."""
 
     def __init__(
-        self,
-        options: RunOptions,
-        ranks: OneProcess,
-        folder: RunFolder,
-        checkpoint: Path | None,
+        self, options: RunOptions, ranks: OneProcess, folder: RunFolder, checkpoint: Path | None
     ) -> None:
         self.options, self.ranks, self.folder = options, ranks, folder
         self.saver = Saver(folder, options.trainer.keep, ranks)
@@ -79,10 +78,13 @@ class Run:
         if options.trainer.teacher is not None:
             require_same_tokens(self.tokenizer, options.trainer.teacher)
         self.split: Split = split(self.tokens.ids, data.block_size, data.val_fraction)
+        self.teacher = teacher_sha256(options)
+        if checkpoint is not None:
+            require_same_run(checkpoint, folder.config, options, self.tokens.sha256, self.teacher)
+        self.certificate = certificate_of(options)
         if checkpoint is None:
             model = start_model(options, self.tokenizer.vocab_size, device, in_memory=not ranks.sharded)
         else:
-            require_same_run(checkpoint, folder.config, options, self.tokens.sha256)
             model = own.load(checkpoint, in_memory=not ranks.sharded)
         self.carried = carried_files(options.model, checkpoint)
         self.bos = self.tokenizer.bos
@@ -94,12 +96,14 @@ class Run:
         self.owed = numbers is not None and numbers.get("owed", False)
         """Whether the last step is not followed yet by what is due after it: a signal came before its end."""
         self.saved = None if numbers is None else numbers["step"]
+        if checkpoint and self.certificate and self.saved == options.trainer.max_iters:
+            self.owed |= not (checkpoint / CERTIFICATE).is_file()
         if self.owed:
             before = [one for one in before if one["step"] < self.saved or "loss" in one]
         if not ranks.sharded:  # else layer by layer, as they are sharded
             model = model.to(device)
         freeze(model, options.trainer)
-        teacher, self.certificate = read_teacher(options, model, device), certificate_of(options, model)
+        teacher = read_teacher(options, model, device)
         require_step(options, model, device, ranks.world, sharded=ranks.sharded)
         self.trainer = Trainer(model, options.trainer, teacher, ranks)
         ranks.begin_dropout(seed)
@@ -128,15 +132,7 @@ class Run:
             yield from self._records(stop)
         except NumericError as error:
             yield from self.saver.finish()
-            raise NumericError(f"{error} {self._way_back()}") from error
-
-    def _way_back(self) -> str:
-        """Return how to resume a run that has diverged."""
-        good = newest_step(self.folder.path)
-        if good is None:
-            return "There is no checkpoint to resume from yet: start again."
-        where = f"system.work_dir={self.folder.path} trainer.resume=True"
-        return f"{where} resumes from step {int(good.name[5:])}."
+            raise NumericError(f"{error} {self.folder.way_back()}") from error
 
     def _records(self, stop: Stop) -> Iterator[dict[str, Any]]:
         trainer = self.trainer
@@ -173,6 +169,9 @@ class Run:
                     sample = self._sample()
                 yield sample
             if done or trainer.step % options.save_every == 0:
+                if done and self.certificate is not None and self.saved != trainer.step:
+                    *before, _ = self.saver.save(self._snapshot(owed=True))  # measuring may take hours
+                    yield from before
                 certificate = self._certificate(stop) if done else {}
                 save = self.saver.begin if options.save_async and not done else self.saver.save
                 yield from save(self._snapshot(certificate))
@@ -276,6 +275,7 @@ class Run:
             "best_val_loss": self.best,
             "text_sha256": self.tokens.sha256,
             **arithmetic(self.ranks.world),
+            **({} if self.teacher is None else {"teacher_sha256": self.teacher}),
             **({"owed": True} if owed else {}),
         }
         self.saved = trainer.step

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rehead.checkpoint import own
+from rehead.checkpoint.files.deferred import materialise
 from rehead.model import LanguageModel, skeleton
 from rehead.training import state
 from rehead.training.folder import RunFolder
@@ -38,8 +39,7 @@ class Snapshot:
         """Return one on the CPU that training does not change; the same where there is no model."""
         if self.model is None:
             return self
-        tensors = {name: value.to("cpu", copy=True) for name, value in self.tensors.items()}
-        weights = {name: one.detach().to("cpu", copy=True) for name, one in self.model.named_parameters()}
+        tensors, weights = _copies(self.tensors), _copies(dict(self.model.named_parameters()))
         model = skeleton(self.model.config)
         own.assign(model, weights, "the model", in_memory=False)
         return replace(self, model=model, tensors=tensors)
@@ -93,3 +93,8 @@ class Saver:
         step = snapshot.numbers["step"]
         path = self.folder.save(step, snapshot.write, self.keep)
         return {"event": "save", "step": step, "path": str(path)}
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in the CPU's memory; what is deferred is gathered for them, one tensor at a time."""
+    return {name: materialise(one).detach().to("cpu", copy=True) for name, one in tensors.items()}

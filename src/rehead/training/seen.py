@@ -51,24 +51,31 @@ def fitted_tokens(certificate: Certificate | None, ids: Ids) -> int:
     return max((text.tokens for text in texts if _begins(ids, text)), default=0)
 
 
-def is_held_out(certificate: Certificate, ids: Ids, part: Ids) -> bool:
-    """Return whether the conversion was fitted to nothing of `part`, the end of `ids`.
+def already_seen(certificate: Certificate, ids: Ids, part: Ids) -> str:
+    """Return "the conversion was fitted to" or "the model was healed on" where some of `part`, the end of `ids`, was.
 
-    A text that it was fitted to is found as their beginning or, if nothing of it was held out, as their end, as where
-    several files are one text; not in between.
+    It is empty where neither is so. A text that it was fitted to is found as the beginning of `ids` or, if nothing of
+    it was held out, as their end, as where several files are one text; not in between. One that it was healed on last
+    is found by its validation part, which is the test text then: what comes before these tokens was trained on.
     """
-    ends = not certificate.held_out and any(
+    test, healed = certificate.test, bool(certificate.healing)
+    ends = (healed or not certificate.held_out) and any(
         0 < text.tokens < len(ids) and _begins(ids[-text.tokens :], text) for text in certificate.calibration
     )
-    return not ends and fitted_tokens(certificate, ids) <= len(ids) - len(part)
+    if ends or fitted_tokens(certificate, ids) > len(ids) - len(part):
+        return "the conversion was fitted to"
+    if healed and test is not None and test.tokens < len(part) and _begins(part[-test.tokens :], test):
+        return "the model was healed on"
+    return ""
 
 
 def warn_unless_held_out(certificate: Certificate, ids: Ids, part: Ids) -> None:
-    """Warn before a healing whose validation `part`, the end of `ids`, the conversion was fitted to."""
-    if not is_held_out(certificate, ids, part):
+    """Warn before a healing whose validation `part`, the end of `ids`, the model has seen."""
+    seen = already_seen(certificate, ids, part)
+    if seen:
         warnings.warn(
-            "the conversion was fitted to a part of this validation text, so the loss on it is too optimistic: name "
-            "another text with data.path, or convert without --test and leave data.val_fraction out",
+            f"{seen} a part of this validation text, so the loss on it is too optimistic: name another text with "
+            "data.path, or convert without --test and leave data.val_fraction out",
             stacklevel=3,
         )
 

@@ -1,6 +1,7 @@
 """The start of a run: its text, vocabulary, model and pretrained weights."""
 
 import dataclasses
+import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import torch
 
 from rehead.attention import AttentionConfig
-from rehead.checkpoint import load, read_at, resolve
+from rehead.checkpoint import load, read_at, read_config, resolve
 from rehead.checkpoint.companions import companions
+from rehead.checkpoint.files.publish import MANIFEST, READ
 from rehead.checkpoint.hub import CARD, pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
 from rehead.conversion.origin import carried, kept_card
@@ -21,7 +23,7 @@ from rehead.model import LanguageModel, build
 from rehead.system.memory import require_memory
 from rehead.tokenizer import Tokenizer, train
 from rehead.training import state
-from rehead.training.frozen import share_frozen
+from rehead.training.frozen import require_trainable, share_frozen
 from rehead.training.heal import require_its_tokenizer, require_same_vocabulary
 
 TRAINING_BYTES = 16
@@ -29,7 +31,10 @@ TRAINING_BYTES = 16
 
 
 def located(options: RunOptions) -> RunOptions:
-    """Return the options with absolute paths; names of models on the Hub are kept."""
+    """Return the options to write down: with absolute paths and without `resume`.
+
+    Names of models on the Hub are kept.
+    """
 
     def whole(path: str | None) -> str | None:
         if path is None or (pinned(path) and not os.path.exists(path)):
@@ -41,7 +46,7 @@ def located(options: RunOptions) -> RunOptions:
         options,
         data=replace(data, path=whole(data.path)),
         model=replace(model, pretrained_folder=whole(model.pretrained_folder), folder=whole(model.folder)),
-        trainer=replace(trainer, teacher=whole(trainer.teacher)),
+        trainer=replace(trainer, teacher=whole(trainer.teacher), resume=False),
     )
 
 
@@ -49,8 +54,10 @@ def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tupl
     """Return the tokenizer and the tokens of the text, which are written to the file `store`.
 
     The tokenizer comes from the checkpoint to resume or the folder to start from; otherwise it is trained
-    on the text. Raises ConfigError for options of another tokenizer than that of the folder.
+    on the text. Raises ConfigError, before the text is read, for options that do not fit the folder.
     """
+    if options.model.folder and checkpoint is None:
+        _require_folder(options, options.model.folder)
     data, text = options.data, source_of(options.data)
     pretrained = options.model.pretrained_folder or options.model.folder
     before = checkpoint or (resolve(Path(pretrained)) if pretrained else None)
@@ -58,6 +65,18 @@ def read_text(options: RunOptions, store: Path, checkpoint: Path | None) -> tupl
     if pretrained and checkpoint is None:
         require_its_tokenizer(tokenizer, data, pretrained)
     return tokenizer, tokenize(text, tokenizer, store)
+
+
+def _require_folder(run: RunOptions, folder: str) -> None:
+    """Raise ConfigError for a run that cannot train the model in `folder`, by its config."""
+    run.model.require_folder_only()
+    config = read_at(Path(folder), read_config)
+    require_trainable(config, run.trainer)
+    if run.data.block_size > config.block_size:
+        raise ConfigError(
+            f"data.block_size={run.data.block_size} is above the {config.block_size} of {folder}: use "
+            f"{config.block_size} or less."
+        )
 
 
 def start_model(
@@ -73,15 +92,8 @@ def start_model(
     options, block_size = run.model, run.data.block_size
     torch.manual_seed(run.system.seed)
     if options.folder is not None:
-        options.require_folder_only()
         # bfloat16 would round most steps away
-        model = load(options.folder, dtype=torch.float32, in_memory=in_memory)
-        limit = model.config.block_size
-        if block_size > limit:
-            raise ConfigError(
-                f"data.block_size={block_size} is above the {limit} of {options.folder}: use {limit} or less."
-            )
-        return model
+        return load(options.folder, dtype=torch.float32, in_memory=in_memory)
     place = options.pretrained_folder
     trained = None if place is None else load(place)
     config = options.resolve(trained.config.vocab_size if trained else vocab_size, block_size)
@@ -111,20 +123,37 @@ def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device
     place = options.trainer.teacher
     if place is None:
         return None
-    sharded = options.trainer.parallel == "fsdp"
-    # A sharded model has no whole weights that a teacher could share.
-    partly = options.trainer.train != "all" and not sharded
-    dtype = torch.float32 if partly else None
+    sharded, partly = options.trainer.parallel == "fsdp", options.trainer.train != "all"
+    dtype = torch.float32 if partly else None  # as the weights that it may share
     later = partly or sharded
     teacher = load(place, device="cpu" if later else device, dtype=dtype, in_memory=not later)
     require_same_vocabulary(model, teacher, place)
-    if partly:
+    if partly and not sharded:  # a sharded model has no whole weights to share
         share_frozen(model, teacher)
     return teacher.requires_grad_(False)
 
 
-def require_same_run(checkpoint: Path, config: Path, options: RunOptions, text: str) -> None:
-    """Raise ConfigError for another text (by its sha256), model or seed than the run of `config` began with.
+def teacher_sha256(options: RunOptions) -> str | None:
+    """Return the sha256 of the teacher's manifest; without one, of its config and of the names and sizes of its files.
+
+    None without a teacher.
+    """
+
+    def read(folder: Path) -> str:
+        if (folder / MANIFEST).is_file():
+            return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        files = sorted(file for file in folder.iterdir() if file.suffix in READ)
+        sizes = repr([(file.name, file.stat().st_size) for file in files])
+        return hashlib.sha256((folder / "config.json").read_bytes() + sizes.encode()).hexdigest()
+
+    place = options.trainer.teacher
+    return None if place is None else read_at(Path(place), read)
+
+
+def require_same_run(
+    checkpoint: Path, config: Path, options: RunOptions, text: str, teacher: str | None
+) -> None:
+    """Raise ConfigError for another text or teacher (by their sha256), model or seed than the run of `config` has.
 
     Also for a last step before that of `checkpoint`.
     """
@@ -140,11 +169,18 @@ def require_same_run(checkpoint: Path, config: Path, options: RunOptions, text: 
             f"{recorded['text_sha256'][:12]}... before): give the same data, or start a new system.work_dir."
         )
     before, given = located(flags.read([], (config,))), located(options)
+    if recorded.get("teacher_sha256", teacher) != teacher:
+        raise ConfigError(
+            f"trainer.teacher={given.trainer.teacher} is not the model that the run to resume learned from, which was "
+            f"{before.trainer.teacher}: give that model (of a run that was trained further, its checkpoint of then), "
+            "or start a new system.work_dir."
+        )
+    by_path = () if "teacher_sha256" in recorded else ("teacher",)
     for group, names in (
         ("model", vars(before.model)),
         ("data", ("block_size", "val_fraction", "tokenizer", "vocab_size")),
         ("system", ("seed",)),
-        ("trainer", ("batch_size", "grad_accumulation", "teacher", "distillation", "train")),
+        ("trainer", ("batch_size", "grad_accumulation", *by_path, "distillation", "train")),
     ):
         for name in names:
             was, now = getattr(getattr(before, group), name), getattr(getattr(given, group), name)
@@ -183,6 +219,13 @@ def require_step(
     if world > 1 and not sharded:
         parts["gradients and moments"] += n_parameter * FLOAT
         parts["gradients and moments"] *= world // shares
+    if options.trainer.save_async:
+        n_copied = sum(weight.numel() for weight in model.parameters()) + 2 * n_parameter
+        copy = {"a copy to save, with moments": FLOAT * n_copied}
+        if device.type == "cpu":
+            parts |= copy
+        else:
+            require_memory("trainer.save_async=True", copy, "Leave it out.")
     if sharded and device.type != "cpu":
         whole = 2 * config.vocab_size * config.n_embd  # embeddings and head are needed whole
         parts["weights"] = FLOAT * (sum(weight.numel() for weight in model.parameters()) / world + whole)

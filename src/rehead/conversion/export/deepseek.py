@@ -16,10 +16,11 @@ from rehead.checkpoint.files.deferred import map_deferred
 from rehead.checkpoint.huggingface.base import different, unusual
 from rehead.config import GPTConfig, encode
 from rehead.config.model import SCALES
+from rehead.conversion.arguments import require_heads
 from rehead.conversion.base import CannotConvert, heads_of
 from rehead.conversion.blocks import random_blocks
 from rehead.conversion.certificate import Certificate
-from rehead.conversion.converter import convert, require_heads
+from rehead.conversion.converter import convert
 from rehead.conversion.export.engines import ENGINES, V3, Engine, kind, require_served
 from rehead.conversion.export.storable import require_wide, storable
 from rehead.conversion.search import path

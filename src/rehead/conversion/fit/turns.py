@@ -132,5 +132,16 @@ class Directions:
         self.taken, self.made = basis.mH * root[:, None], basis / root[:, :, None]
 
 
+def as_large(turned: Complex128[Tensor, "P D"], key: Complex128[Tensor, "K P D"]) -> Float64[Tensor, "P 1"]:
+    """Return the powers of 2 that make the rows of the rotary part as large as those of the keys.
+
+    Directions are in units of what they matter. So small numbers would vanish in an 8-bit cache, and steps of Adam, of
+    one size for all numbers, would replace them.
+    """
+    have, want = turned.norm(dim=1, keepdim=True), key.norm(dim=2).mean(0)[:, None]
+    times = torch.exp2((want / have.clamp(min=TINY)).log2().round())
+    return torch.where((have > 0) & (want > 0), times, 1.0)
+
+
 TINY, TINY_SHARE = 1e-300, 1e-12
 """Floors that prevent division by zero: absolute, and as a share of the largest value."""

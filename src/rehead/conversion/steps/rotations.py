@@ -23,7 +23,7 @@ from rehead.conversion.base import (
     projections,
     with_bias,
 )
-from rehead.conversion.fit.turns import TINY, Directions, pairs
+from rehead.conversion.fit.turns import TINY, Directions, as_large, pairs
 from rehead.conversion.steps.latent import misfit, norm_weights
 from rehead.conversion.yarn import FAR, drift, stands_in
 
@@ -137,7 +137,7 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         frequency, rank = order.T
         taken, made = found.taken[frequency, rank], found.made[frequency, :, rank]  # P/2 K
         turned = torch.einsum("pk,kpd->pd", taken, key[:, frequency])
-        times = _as_large(turned, key[:, frequency])
+        times = as_large(turned, key[:, frequency])
         turned, made = turned * times, made / times
         own = torch.arange(source.n_query_head) // source.group
         sized = (source.rope.magnitude / result.rope.magnitude) ** 2
@@ -175,17 +175,6 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             lost=_lost(found.matters, used),
             residual=max(still_there, _off(source, result)),
         )
-
-
-def _as_large(turned: Complex128[Tensor, "P D"], key: Complex128[Tensor, "K P D"]) -> Float64[Tensor, "P 1"]:
-    """Return the powers of 2 that make the rows of the rotary part as large as those of the keys.
-
-    Directions are in units of what they matter. So small numbers would vanish in an 8-bit cache, and steps of Adam, of
-    one size for all numbers, would replace them.
-    """
-    have, want = turned.norm(dim=1, keepdim=True), key.norm(dim=2).mean(0)[:, None]
-    times = torch.exp2((want / have.clamp(min=TINY)).log2().round())
-    return torch.where((have > 0) & (want > 0), times, 1.0)
 
 
 def _off(source: GroupedConfig, result: LatentConfig) -> float:
