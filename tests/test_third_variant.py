@@ -6,17 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import rehead
-from rehead.attention import variants
+from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, variants
+from rehead.checkpoint.huggingface.base import families
 from rehead.cli import main
-from rehead.config import ModelOptions, model_options
+from rehead.config import ModelOptions, decode, encode, model_options
 from rehead.conversion.base import heads_of
 from rehead.conversion.export.deepseek import to_deepseek
+from rehead.conversion.plan import plan
 from rehead.errors import ConfigError
 from rehead.measure.parts import parts
 from rehead.model import build
@@ -111,6 +115,9 @@ def test_what_works_without_knowing_it(run, capfd, monkeypatch):
     assert found["advice"].startswith(
         "toy: no conversion starts from this attention, only from mha, gqa, mqa, mla"
     )
+    code, found, _ = said(capfd, "plan", "run", "--tp", "4", "--json")
+    assert code == 0
+    assert found["notes"][-1].startswith("6 query heads do not divide among 4 GPUs")
     sizes = ["--prompt-lengths", "8", "--new-tokens", "3", "--rounds", "1"]
     code, found, _ = said(capfd, "bench", "run", *sizes, "--explain", "--json")
     assert code == 0
@@ -203,3 +210,123 @@ def test_parts_of_a_layer_without_o_proj_are_refused_by_name(monkeypatch):
         ConfigError, match=r"toy has no weight o_proj\.weight\. Name its output projection o_proj"
     ):
         parts(ToyConfig(n_query_head=6, head_dim=7), 12, 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax1(GroupedConfig):
+    """Has its parent's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinks(GroupedConfig):
+    """Has a name of its own."""
+
+    @property
+    def name(self):
+        return "sinks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherLatent(LatentConfig):
+    """Has a name of its own."""
+
+    @property
+    def name(self):
+        return "other"
+
+
+def test_a_variant_with_the_name_of_its_parent_is_refused_before_it_learns():
+    variants.add("softmax1")(Softmax1)
+    with pytest.raises(
+        ConfigError, match=r"Softmax1 calls itself 'mha', .* Let `name` return what `variants.add`"
+    ):
+        ModelOptions(attention="softmax1").resolve(11, 8)
+    with pytest.raises(ConfigError, match=r"Softmax1 calls itself 'mha'"):
+        encode(Softmax1(n_query_head=6, head_dim=4))
+
+
+@pytest.mark.parametrize(("kind", "parent"), [(Sinks, "llama"), (OtherLatent, "deepseek_v3")])
+def test_a_variant_is_not_converted_or_exported_as_its_parent(kind, parent):
+    name = kind.examples()["mla" if kind is OtherLatent else "gqa, rope"].name
+    variants.add(name)(kind)
+    rank = {"kv_lora_rank": 9, "qk_nope_head_dim": 8, "v_head_dim": 8} if kind is OtherLatent else {}
+    config = ModelOptions(attention=name, n_layer=1, n_embd=48, shape="llama", **rank).resolve(11, 8)
+    for to in ("mla", "mqa"):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: no conversion starts from .* only from mha, gqa, mqa, mla, gqa_sum"
+        ):
+            rehead.convert(build(config), to=to, **({"kv_rank": 5} if to == "mla" else {}))
+    target = replace(config.attention[0], window=3)
+    with pytest.raises(
+        ConfigError, match=rf"no conversion leads from {name} .* no conversion starts from it"
+    ):
+        rehead.convert(build(config), to=target)
+    found = plan(config, 8)
+    assert len(found.rows) == 1
+    assert found.advice.startswith(f"{name}: no conversion starts")
+    with pytest.raises(ConfigError, match=r"cannot represent this model's .*attention"):
+        families[parent].write(config)
+
+
+def test_annotations_may_be_texts(monkeypatch):
+    """As in a module that begins with `from __future__ import annotations`."""
+    module = ModuleType("toy_with_texts")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(
+        "from __future__ import annotations\n" + Path(__file__).with_name("toy_variant.py").read_text(),
+        vars(module),
+    )
+    monkeypatch.setitem(variants._entries, "toy", module.ToyConfig)
+    config = ModelOptions(attention="toy", head_dim=5, n_layer=1).resolve(11, 8).attention[0]
+    assert type(config) is module.ToyConfig
+    assert decode(AttentionConfig, json.loads(json.dumps(encode(config)))) == config
+    with pytest.raises(ConfigError, match=r"head_dim=5\.0 is a float: expected a whole number"):
+        replace(config, head_dim=5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields(ToyConfig):
+    """Further fields, of every type that can be stored."""
+
+    names: tuple[str, ...] = ("a", "b")
+    spans: tuple[tuple[int, int], ...] = ((1, 2), (3, 4))
+    none: tuple[int, ...] = ()
+    slope: int | str | None = "learned"
+
+
+def test_further_fields_are_read_back(monkeypatch):
+    monkeypatch.setitem(variants._entries, "toy", Fields)
+    config = ModelOptions(attention="toy", head_dim=5, n_layer=1).resolve(11, 8).attention[0]
+    for one in (config, replace(config, slope=3, names=(), none=(7,)), replace(config, slope=None)):
+        assert decode(AttentionConfig, json.loads(json.dumps(encode(one)))) == one
+
+
+def test_a_field_that_cannot_be_read_back_is_refused_before_it_learns(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Table(ToyConfig):
+        table: dict[str, int] | None = None
+        other: dict[str, int] = None
+
+    monkeypatch.setitem(variants._entries, "toy", Table)
+    with pytest.raises(
+        ConfigError, match=r"toy\.other: a field of dict\[str, int\] cannot be read back\. Use a number"
+    ):
+        ModelOptions(attention="toy", head_dim=5, n_layer=1).resolve(11, 8)
+
+
+def test_a_cell_may_be_run_twice():
+    """A class that is defined again replaces the former; another class, or another name, is refused."""
+    source = Path(__file__).with_name("toy_variant.py").read_text()
+    again = {"__name__": ToyConfig.__module__}
+    exec(source, again)
+    before = ModelOptions(attention="toy", head_dim=5, n_layer=1).resolve(11, 8)
+    variants.add("toy")(again["ToyConfig"])
+    assert variants["toy"] is again["ToyConfig"]
+    assert encode(ModelOptions(attention="toy", head_dim=5, n_layer=1).resolve(11, 8))
+    with pytest.raises(ConfigError, match=r"ToyConfig calls itself 'toy', .* defined again"):
+        encode(before)
+    with pytest.raises(
+        ConfigError, match=r"attention variant 'mha' is registered twice\. Give this one another name"
+    ):
+        variants.add("new", "mha")(ToyConfig)
+    assert "new" not in variants

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
+from inspect import get_annotations
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -36,7 +37,20 @@ def require_types(config: Any, prefix: str = "") -> None:
 @cache
 def _rules(config: Any) -> list[tuple[str, Any, Any, Callable[[Any], bool]]]:
     """Return name, default, annotation and check of every field."""
-    return [(field.name, field.default, field.type, matcher(field.type)) for field in fields(config)]
+    kinds = annotations(config)
+    return [
+        (field.name, field.default, kinds[field.name], matcher(kinds[field.name])) for field in fields(config)
+    ]
+
+
+@cache
+def annotations(config: Any) -> dict[str, Any]:
+    """Return the annotation of every field; `from __future__ import annotations` makes texts of them."""
+    return {
+        name: kind
+        for cls in reversed(config.__mro__)
+        for name, kind in get_annotations(cls, eval_str=True).items()
+    }
 
 
 def matcher(kind: Any) -> Callable[[Any], bool]:

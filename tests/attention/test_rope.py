@@ -3,7 +3,7 @@
 import gc
 import math
 import weakref
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,14 @@ import torch
 from rehead.attention.grouped_config import GroupedConfig
 from rehead.attention.latent import LatentConfig
 from rehead.attention.rope import RopeConfig, Rotary
-from rehead.attention.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from rehead.attention.rope_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
+from rehead.config import encode
 from rehead.errors import ConfigError
 
 B, L, H, E = 3, 7, 5, 32
@@ -321,3 +328,23 @@ def test_a_trace_leaves_no_table_for_others():
     x = torch.randn(1, L, N_EMBD)
     torch.export.export(traced, (x,), strict=False)
     assert other(x).isfinite().all()
+
+
+def test_a_scaling_of_the_users_own_may_have_any_fields():
+    """Bounds are those of the scalings that have them; a scaling that is not registered cannot be saved."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Shifted(RopeScaling):
+        mode: str = "a"
+        truncate: bool = False
+        offset: float = 0.0
+
+        def scale(self, frequencies, theta):
+            return frequencies + self.offset
+
+    rope = RopeConfig(scaling=Shifted())
+    assert torch.equal(rope.frequencies(E), RopeConfig().frequencies(E))
+    with pytest.raises(
+        ConfigError, match=r"Shifted.* is not registered as a rope scaling: register it with `add`"
+    ):
+        encode(rope)

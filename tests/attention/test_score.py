@@ -3,15 +3,21 @@
 import math
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rehead.attention import kernels
+from rehead.attention import LatentConfig, kernels
 from rehead.attention.grouped_config import GroupedConfig
-from rehead.attention.score import Additive, Concatenated, Multiplicative, ScaledDot, scores
+from rehead.attention.program import Call, Embed, Program
+from rehead.attention.score import Additive, Concatenated, Multiplicative, ScaledDot, SoftCapped, scores
+from rehead.checkpoint.huggingface.base import families
+from rehead.conversion.search import path
 from rehead.errors import ConfigError
+from rehead.measure.forecast import forward_bytes
+from small import llama_shaped
 
 B, L, S, K, G, E, U, D = 3, 4, 7, 2, 5, 6, 9, 13
 LEARNED = {"multiplicative": Multiplicative(), "concatenated": Concatenated(), "additive": Additive(width=U)}
@@ -234,3 +240,42 @@ def test_a_model_without_weights_is_built_at_once(score):
         "assert 'sympy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_score_of_the_users_own_may_have_any_numbers():
+    """And its scaled products, if it is derived from those, are not taken for plain ones."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Shifted(ScaledDot):
+        shift: float = 0.0
+
+        def build(self, n_kv_head, group, head_dim):
+            return Additive().build(n_kv_head, group, head_dim)
+
+    assert Shifted(shift=-1.0).shift == -1
+    with pytest.raises(ConfigError, match=r"score_scale=-1\.0: expected a positive number\. Leave it out"):
+        Shifted(scale=-1.0)
+    heads = GroupedConfig(n_query_head=2, head_dim=4, score=Shifted(), rope=True)
+    with pytest.raises(
+        ConfigError, match=r"MLA has plain scaled dot products for scores, and this attention has learned"
+    ):
+        path(
+            heads,
+            LatentConfig(n_query_head=2, kv_lora_rank=5, qk_nope_head_dim=4, v_head_dim=4, rope=True),
+            8,
+        )
+    model = llama_shaped(heads, vocab_size=11, block_size=8, n_embd=8, n_hidden=9)
+    for family in ("llama", "granite", "gemma2", "gemma3_text"):
+        with pytest.raises(ConfigError, match=r"\bscore\b"):
+            families[family].write(model)
+    plain = llama_shaped(replace(heads, score=ScaledDot()), vocab_size=11, block_size=8, n_embd=8, n_hidden=9)
+    assert forward_bytes(model, 1, 8, torch.float32) > forward_bytes(plain, 1, 8, torch.float32)
+
+
+@pytest.mark.parametrize("kind", [SoftCapped, type("Own", (SoftCapped,), {})])
+def test_only_the_soft_cap_itself_is_decoded_as_one(kind):
+    """One token of a score derived from it is a call of `forward`, which computes what it builds."""
+    program, layer = Program(), GroupedConfig(n_query_head=2, head_dim=4, score=kind()).build(8)
+    layer.lower(program, program.add(Embed(torch.nn.Embedding(5, 8), None, 1.0)), 0)
+    assert any(isinstance(op, Call) for op in program.ops) == (kind is not SoftCapped)
+    assert layer.one_token().startswith("slow") == (kind is not SoftCapped)

@@ -688,6 +688,7 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
         "factor=nan",
         "Use 1 or more",
     ),
+    (lambda: scalings["longrope"](factors=()), "factors=[]", "a list of numbers, one for each pair"),
     (lambda: RopeConfig(theta=1.0, scaling=scalings["yarn"](factor=2.0)), "theta=1", "Use 10000"),
     (
         lambda: grouped(head_dim=6, rope=RopeConfig(scaling=scalings["longrope"](factors=(1.0, 2.0)))),

@@ -110,3 +110,16 @@ def test_a_stop_that_is_a_special_token_ends_a_text(writer):
     found = silent.answers(ids(writer), Sampling(max_new_tokens=NEW, stops=(stop, "no token")))
     assert found == [text.partition(stop)[0] for text in whole]
     assert len(found[1]) <= 3
+
+
+def test_a_batch_size_that_does_not_fit_is_refused(writer, monkeypatch):
+    """No more rows count than there are prompts."""
+    parts = generation_bytes(
+        writer.model.config, 4, LENGTH - NEW, NEW, writer.model.head.weight.dtype, ragged=True
+    )
+    monkeypatch.setattr("rehead.system.memory.free_memory", lambda device: sum(parts.values()))
+    assert len(writer.answers(ids(writer), Sampling(max_new_tokens=NEW), 99)) == 4
+    with pytest.raises(
+        ResourceError, match=r"^5 answers after 15 tokens .*Use a smaller --batch-size or --length"
+    ):
+        writer.answers(ids(writer, [*PROMPTS, "e"]), Sampling(max_new_tokens=NEW), 99)

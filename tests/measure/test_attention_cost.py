@@ -1,13 +1,17 @@
 """What attention itself takes of a training step (seeds B24, E21)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rehead.attention import kernels
-from rehead.config import ModelOptions
+from rehead.config import ModelOptions, TrainerOptions
+from rehead.config.options import RunOptions
 from rehead.errors import UsageError
 from rehead.measure.attention_cost import attention_cost
 from rehead.model import build
+from rehead.study.costs import _Subject
 
 B, L, H, N_LAYER = 3, 16, 4, 2
 
@@ -59,3 +63,38 @@ def test_without_attention_there_is_nothing_to_measure():
 def test_latents_and_windows_are_measured_too():
     assert cost(attention="mla", kv_lora_rank=8, qk_rope_head_dim=4, rope=True).kept_bytes > 0
     assert cost(rope=True, window=3).kept_bytes > 0
+
+
+@pytest.mark.parametrize("scores_kept", [False, True])
+def test_a_step_without_dropout_keeps_no_draws(scores_kept):
+    plain = cost(attn_pdrop=0.0, scores_kept=scores_kept).kept_bytes
+    found = attention_cost(
+        model_of(attn_pdrop=0.3), torch.randint(29, (B, L)), scores_kept=scores_kept, dropout=False
+    )
+    assert found.kept_bytes == plain < cost(attn_pdrop=0.3, scores_kept=scores_kept).kept_bytes
+
+
+def test_a_step_that_recomputes_keeps_one_layer_and_runs_forward_twice(monkeypatch):
+    calls, compute = [], kernels.attend
+    monkeypatch.setattr(
+        kernels, "attend", lambda *given, **rules: calls.append(1) or compute(*given, **rules)
+    )
+    ids, found = torch.randint(29, (B, L)), {}
+    for recompute in (False, True):
+        calls.clear()
+        found[recompute] = attention_cost(model_of(), ids, recompute=recompute)
+        assert len(calls) == N_LAYER * (3 if recompute else 2)  # one of them to see what is kept
+    assert found[False].kept_bytes == N_LAYER * found[True].kept_bytes
+
+
+def test_a_study_measures_the_step_that_its_trainer_takes():
+    """Without dropout after a teacher, and one layer at a time if it recomputes."""
+    subject, model = object.__new__(_Subject), model_of(attn_pdrop=0.3)
+    options = RunOptions(trainer=TrainerOptions(batch_size=B, recompute=True))
+    subject.model, subject.n_token, subject.job = model, L, SimpleNamespace(options=options)
+    for teacher in (None, model):
+        subject.trainer = SimpleNamespace(teacher=teacher)
+        wanted = attention_cost(
+            model, torch.randint(29, (B, L)), dropout=teacher is None, recompute=True
+        ).kept_bytes
+        assert subject._attention()["attention"].kept_bytes == wanted < cost(attn_pdrop=0.3).kept_bytes

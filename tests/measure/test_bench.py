@@ -104,7 +104,7 @@ def test_shares_of_what_only_computes(monkeypatch):
     monkeypatch.setattr(module, "matmul_rate", lambda dtype, device: 1e3)
     model = gpt()
     case = bench(model, prompt_length=5, batch_size=3, new_tokens=4, rounds=1)
-    prefill = 3 * module.prefill_flops(model.config, 5) / 1e3
+    prefill = 3 * module.prompt_flops(model.config, 5) / 1e3
     decode = 3 * module.decode_flops(model.config, 7) / 1e3
     assert case.prefill_share.median == pytest.approx(prefill / case.cached.prefill.median)
     assert case.decode_share.median == pytest.approx(decode / case.cached.decode.median)

@@ -203,3 +203,30 @@ def test_a_length_nobody_gave(tmp_path):
     for length in (0, 129, True):
         with pytest.raises(ConfigError, match=rf"length={length}: .* block_size=128 .*Use 1 to 128"):
             text_length(config(128), length)
+
+
+@pytest.mark.parametrize("stride", [None, 3])
+def test_a_text_shorter_than_a_block_is_not_padded(model, stride, monkeypatch):
+    """Nor are more rows counted than there are blocks; the result is that of the block as asked for."""
+    asked, blocks = [], []
+    monkeypatch.setattr(quality, "require_memory", lambda work, *_: asked.append(work))
+    whole = evaluate(model, evaluation_blocks(TEXT[:6], BLOCK, 1))
+    monkeypatch.setattr(
+        quality, "evaluate", lambda model, read, _: blocks.extend(read) or evaluate(model, blocks)
+    )
+    found = evaluate_text(model, TEXT[:6], length=BLOCK, stride=stride, batch_size=40)
+    assert (found.loss, found.tokens) == (pytest.approx(whole[0]), 5)
+    assert (found.length, found.stride) == (BLOCK, stride or BLOCK)
+    assert [inputs.shape for inputs, _ in blocks] == [(1, 5)]
+    assert asked == ["reading 1 x 5 tokens at once"]
+    n_block = sum(len(inputs) for inputs, _ in evaluation_blocks(TEXT, BLOCK, 40, stride=stride))
+    evaluate_text(model, TEXT, length=BLOCK, stride=stride, batch_size=40)
+    assert asked[1:] == [f"reading {n_block} x 8 tokens at once"]
+    with pytest.raises(ConfigError, match=r"stride=9: blocks of 8 tokens would leave some out"):
+        evaluate_text(model, TEXT[:6], length=BLOCK, stride=9)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([3.7, 1.2, 4.9]), torch.ones(3) > 0, ["to be", "or not"]])
+def test_what_are_no_ids_is_not_scored(model, ids):
+    with pytest.raises(InvalidInput, match=r"token ids of dtype .*: expected whole numbers"):
+        evaluate_text(model, ids)

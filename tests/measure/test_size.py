@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from rehead.attention import GroupedConfig, LatentConfig, kernels, variants
+from rehead.attention import GroupedConfig, LatentConfig, kernels, variants, visible
 from rehead.config import ExpertsConfig, GPTConfig, ModelOptions, RNNConfig, TrainerOptions
 from rehead.generation import generate
 from rehead.measure import cache_bytes, forward_flops, kv_bytes_per_token, parameters
 from rehead.measure.parts import parts
-from rehead.measure.size import decode_bytes, decode_flops, prefill_flops, training_flops
+from rehead.measure.size import decode_bytes, decode_flops, prefill_flops, prompt_flops, training_flops
 from rehead.model import build
 from rehead.training.frozen import freeze
 
@@ -287,6 +287,33 @@ def test_reading_a_prompt_takes_the_flops_torch_counts(name, monkeypatch):
     with Counter() as counter:
         generate(model, torch.arange(48).view(3, 16) % 29, 1)  # equal prompts would be read once
     assert counter.flops == 3 * prefill_flops(CONFIGS[name], 16)
+
+
+@pytest.mark.parametrize(
+    "name", ["mha", "window", "pattern", "mla", "mla, rebuilt keys, shared", "narrow", "rnn, forward"]
+)
+def test_a_prompts_queries_compute_nothing_of_the_keys_after_them(name, monkeypatch):
+    """As torch counts it, less the pairs that the mask hides; a latent is absorbed where `generate` absorbs it."""
+    narrow = {
+        "attention": "mla",
+        "kv_lora_rank": 2,
+        "qk_nope_head_dim": 5,
+        "v_head_dim": 4,
+        "qk_rope_head_dim": 4,
+    }
+    config = CONFIGS.get(name) or ModelOptions(**COMMON | narrow, rope=True).resolve(29, 16)
+    monkeypatch.setattr(kernels, "attend", by_reference)
+    with Counter() as counter:
+        generate(build(config).eval(), torch.arange(48).view(3, 16) % 29, 1)
+    layers = getattr(config, "attention", ())
+    windows = [layer.window or 16 for layer in layers]
+    masks = [visible(torch.arange(16)[None], torch.arange(16)[None], window) for window in windows]
+    per_pair = [
+        6 * 2 * (2 + 4 + 2) if name == "narrow" else layer.attention_flops(1) for layer in layers
+    ]  # a latent is key and value
+    hidden = sum(flops * int((~mask).sum()) for flops, mask in zip(per_pair, masks, strict=True))
+    assert counter.flops == 3 * (prompt_flops(config, 16) + hidden)
+    assert (prompt_flops(config, 16) < prefill_flops(config, 16)) == bool(layers)
 
 
 def test_a_step_of_an_rnn_does_not_grow():

@@ -17,7 +17,8 @@ from rehead.attention import GroupedConfig, LatentConfig
 from rehead.attention.rope import RopeConfig
 from rehead.data import evaluation_blocks
 from rehead.errors import NumericError, ResourceError
-from rehead.measure import stored
+from rehead.measure import quality, stored
+from rehead.measure.forecast import MOST_BLOCKS, batch_of
 from rehead.measure.kv_dtype import kv_dtypes, rounded_caches
 from rehead.measure.stored import as_stored, changed, lost_rows, rounded
 from rehead.model import build
@@ -268,11 +269,29 @@ def test_a_copy_that_does_not_fit_is_refused(monkeypatch):
 def test_the_comparison_obeys_the_batch_size(monkeypatch):
     rows = []
     monkeypatch.setattr(
-        stored, "evaluation_blocks", lambda *given: rows.append(given[2]) or evaluation_blocks(*given)
+        quality, "evaluation_blocks", lambda *given: rows.append(given[2]) or evaluation_blocks(*given)
     )
     model, ids = gpt(), np.arange(120) % 30
     assert changed(model, model, ids, 8, batch_size=1) == pytest.approx(changed(model, model, ids, 8))
-    assert rows == [1, 512]
+    assert rows == [1, MOST_BLOCKS]
+
+
+def test_the_comparison_counts_the_logits_of_both_models(monkeypatch):
+    """It reads as few blocks at once as the memory needs, and none that do not fit."""
+    model, ids, rows = gpt(), np.arange(120) % 30, []
+    monkeypatch.setattr(
+        quality, "evaluation_blocks", lambda *given: rows.append(given[2]) or evaluation_blocks(*given)
+    )
+    two, parts = batch_of(model.config, 8, torch.float64, 1 << 40, 2)
+    monkeypatch.setattr(
+        "rehead.system.memory.free_memory", lambda device: sum(parts.values()) + parts["logits"]
+    )
+    monkeypatch.setattr(quality, "free_memory", lambda device: 0)
+    changed(model, model, ids, 8, batch_size=two)
+    changed(model, model, ids, 8)
+    assert rows == [2, 1]
+    with pytest.raises(ResourceError, match=r"reading 3 x 8 tokens at once .*Use a smaller --batch-size"):
+        changed(model, model, ids, 8, batch_size=3)
 
 
 @pytest.mark.parametrize("head", [64, 48])

@@ -71,14 +71,14 @@ class GroupedAttention(Attention):
 
     def one_token(self) -> str:
         """Describe how one token is decoded."""
-        if self.score is not None and not isinstance(self.config.score, SoftCapped):
+        if self.score is not None and type(self.config.score) is not SoftCapped:
             return "slow, a learned score has only the reference kernel"
         return "two products per KV head, its group of query heads folded into the rows; keys are read once"
 
     def lower(self, program: Program, x: Slot, layer: int) -> Slot:
         """Append the operations of one token; with a learned score, a call of `forward`."""
         config, cap = self.config, None
-        if isinstance(config.score, SoftCapped):
+        if type(config.score) is SoftCapped:
             cap = config.score.cap
         elif self.score is not None:
             return super().lower(program, x, layer)

@@ -43,8 +43,8 @@ class RopeConfig:
             )
         if self.theta == 1 and isinstance(self.scaling, YarnScaling):
             raise ConfigError("rope theta=1 with yarn, which divides by its logarithm. Use 10000.")
-        for name, value in vars(self.scaling).items() if self.scaling is not None else ():
-            least = 1 if name == "factor" else 1e-6
+        for name in () if self.scaling is None else self.scaling.bounded:
+            least, value = 1 if name == "factor" else 1e-6, getattr(self.scaling, name)
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not least <= number <= 1e15:
                     raise ConfigError(f"rope scaling {name}={number}. Use {least:g} or more, up to 1e15.")

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -20,6 +21,9 @@ class RopeScaling(ABC):
 
     Names and formulas are Hugging Face's (`rope_type`), so a checkpoint's numbers keep their meaning.
     """
+
+    bounded: ClassVar[tuple[str, ...]] = ()
+    """Fields that a `RopeConfig` refuses below 1e-6 (`factor`: 1) and above 1e15."""
 
     __no_type_check__ = True  # __post_init__ checks the arguments
 
@@ -51,6 +55,7 @@ class LinearScaling(RopeScaling):
     """Position interpolation (arXiv 2306.15595): every angle divided by `factor`."""
 
     factor: float
+    bounded = ("factor",)
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
         """Return the scaled angles per position, float64."""
@@ -66,6 +71,7 @@ class Llama3Scaling(RopeScaling):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    bounded = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +104,10 @@ class YarnScaling(RopeScaling):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    bounded = (
+        "factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor", "mscale",
+        "mscale_all_dim",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +160,12 @@ class LongRopeScaling(RopeScaling):
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
+    bounded = ("factors", "attention_factor")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.factors:
+            raise ConfigError("rope scaling factors=[]: expected a list of numbers, one for each pair.")
 
     def scale(self, frequencies: Float[Tensor, " F"], theta: float) -> Float[Tensor, " F"]:
         """Return the scaled angles per position, float64."""

@@ -35,10 +35,12 @@ class ScoreConfig(ABC):
 
     def __post_init__(self) -> None:
         require_types(self, "score ")
-        for name, number in vars(self).items():
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if is_number and not 0 < number < math.inf:
-                default = getattr(type(self), name)
+
+    def require_positive(self, *names: str) -> None:
+        """Refuse numbers that are not positive, or not finite; None is a default."""
+        for name in names:
+            number, default = getattr(self, name), getattr(type(self), name)
+            if number is not None and not 0 < number < math.inf:
                 way = "Leave it out for the default" if default is None else f"Use {default}"
                 raise ConfigError(f"score_{name}={number}: expected a positive number. {way}.")
 
@@ -77,6 +79,10 @@ class ScaledDot(ScoreConfig):
 
     scale: float | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("scale")
+
     def build(self, n_kv_head: int, group: int, head_dim: int) -> None:
         """Return None: there are no parameters."""
         return
@@ -92,6 +98,10 @@ class SoftCapped(ScoreConfig):
 
     cap: float = 50.0
     scale: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("cap", "scale")
 
     def words(self) -> str:
         """Return the cap."""
@@ -204,6 +214,10 @@ class Additive(ScoreConfig):
 
     width: int = 64
     bias: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("width")
 
     def build(self, n_kv_head: int, group: int, head_dim: int) -> "AdditiveScore":
         """Build W (width, 2E), w (width) and b (width) per query head."""

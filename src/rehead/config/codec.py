@@ -1,6 +1,7 @@
 """Converts configs to plain dicts and back. Unknown keys, missing keys and values of another type are refused."""
 
 import sys
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from operator import itemgetter
 from types import NoneType, UnionType
@@ -12,6 +13,7 @@ from rehead.attention.score import ScoreConfig
 from rehead.config.model import ModelConfig, model_types
 from rehead.config.typed import WORDS
 from rehead.errors import ConfigError, InvalidInput
+from rehead.fields import annotations
 from rehead.registry import Registry, nearest
 
 TAGS: dict[type, tuple[str, Registry[Any]]] = {
@@ -59,21 +61,35 @@ def decode(kind: Any, value: Any, where: str = "config") -> Any:
 def _tag(value: Any) -> dict[str, str]:
     for family, (key, registry) in TAGS.items():
         if isinstance(value, family):
-            return {key: value.name if isinstance(value, AttentionConfig) else registry.name_of(type(value))}
+            return {
+                key: _variant(value) if isinstance(value, AttentionConfig) else registry.name_of(type(value))
+            }
     return {}
+
+
+def _variant(config: AttentionConfig) -> str:
+    """Return the name of an attention, by which it is read back; raise ConfigError if that is another class's."""
+    kind = type(config)
+    if config.name not in variants or variants[config.name] is not kind:
+        raise ConfigError(
+            f"{kind.__name__} calls itself {config.name!r}, and a model with that name would be read as another "
+            "attention. Let `name` return what `variants.add` was given; build a model whose class was defined again "
+            "anew."
+        )
+    return config.name
 
 
 def _decode_fields(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise InvalidInput(f"{where}: expected a table, got {value!r:.80}.")
-    known = {field.name: field for field in fields(kind)}
+    known, kinds = {field.name: field for field in fields(kind)}, annotations(kind)
     for key in value:
         if key not in known:
             raise InvalidInput(f"{where}: unknown key {key!r:.80}.{nearest(str(key), list(known))}")
     for name, field in known.items():
         if name not in value and field.default is MISSING:
             raise InvalidInput(f"{where}: {name} is missing.")
-    decoded = {name: decode(known[name].type, item, f"{where}.{name}") for name, item in value.items()}
+    decoded = {name: decode(kinds[name], item, f"{where}.{name}") for name, item in value.items()}
     try:
         return kind(**decoded)
     except ConfigError as error:
@@ -81,17 +97,26 @@ def _decode_fields(kind: Any, value: Any, where: str) -> Any:
 
 
 def _decode_plain(kind: Any, value: Any, where: str) -> Any:
-    """Decode a number, a name, an optional value or the list of layers."""
+    """Decode a number, a name, an optional value, a tuple or the list of layers."""
     if get_origin(kind) in (Union, UnionType):
-        options = [option for option in get_args(kind) if option is not NoneType]
-        return None if value is None else decode(options[0], value, where)
+        *others, last = [option for option in get_args(kind) if option is not NoneType]
+        if value is None:
+            return None
+        for option in others:
+            with suppress(InvalidInput):
+                return decode(option, value, where)
+        return decode(last, value, where)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise InvalidInput(f"{where}={value!r:.80}. Use one of {', '.join(map(repr, get_args(kind)))}.")
         return value
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
-        return _decode_numbers(item, value, where) if item in (float, int) else _decode_layers(value, where)
+        return _decode_layers(value, where) if item is AttentionConfig else _decode_items(item, value, where)
+    if kind not in (bool, int, float, str):
+        raise InvalidInput(
+            f"{where}: a field of {kind} cannot be read back. Use a number, a text, True or False, a tuple, or None."
+        )
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
@@ -102,10 +127,11 @@ def _decode_plain(kind: Any, value: Any, where: str) -> Any:
     raise InvalidInput(f"{where}={value!r:.80}: expected {WORDS[kind]}.")
 
 
-def _decode_numbers(kind: type, value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        raise InvalidInput(f"{where}={value!r:.80}: expected a list of numbers.")
-    return tuple(_decode_plain(kind, item, where) for item in value)
+def _decode_items(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        what = "numbers" if kind in (float, int) else "values"
+        raise InvalidInput(f"{where}={value!r:.80}: expected a list of {what}.")
+    return tuple(decode(kind, item, where) for item in value)
 
 
 def _decode_layers(value: Any, where: str) -> tuple[AttentionConfig, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig, RopeConfig, scores, variants
 from rehead.attention.grouped_config import divisors
 from rehead.attention.rope_scaling import RopeScaling
-from rehead.config.codec import decode
+from rehead.config.codec import decode, encode
 from rehead.errors import ConfigError, InvalidInput
 from rehead.registry import nearest
 
@@ -144,7 +144,8 @@ def _other(flags: "ModelOptions", kind: Variant) -> AttentionConfig:
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{because} has no default for {name}. Set model.{name}.")
-    return kind(**values)
+    written = encode(kind(**values))
+    return _decoded(AttentionConfig, written, because)  # refused here if no checkpoint of it could be read
 
 
 def _head_dim(flags: "ModelOptions") -> int:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
 from jaxtyping import Float64
@@ -194,18 +194,21 @@ def summary(name: str) -> str:
     return (conversions[name].__doc__ or "").partition("\n\n")[0]
 
 
+def starts_from(conversion: type[Conversion[Any, Any]], kind: type[AttentionConfig]) -> bool:
+    """Whether a conversion takes configs of a class; one derived from what it takes is another attention."""
+    return kind in (get_args(conversion.takes) or (conversion.takes,))
+
+
 def heads_of(config: AttentionConfig) -> GroupedConfig | LatentConfig:
     """Return `config`, or an equivalent config that conversions can start from.
 
     Raises ConfigError for a variant that no conversion knows.
     """
     equal = config.equivalent()
-    if isinstance(equal, GroupedConfig | LatentConfig):
+    if type(equal) is GroupedConfig or type(equal) is LatentConfig:
         return equal
     known = [
-        name
-        for name in variants
-        if any(issubclass(variants[name], conversions[c].takes) for c in conversions)
+        name for name in variants if any(starts_from(conversions[c], variants[name]) for c in conversions)
     ]
     raise ConfigError(
         f"{config.name}: no conversion starts from this attention, only from {', '.join(known)}. Keep it as it is."

@@ -9,7 +9,7 @@ import torch
 from rehead.attention import GroupedConfig, LatentConfig
 from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
-from rehead.conversion.base import heads_of, summary
+from rehead.conversion.base import summary
 from rehead.conversion.export.fit import lacks_class
 from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.target import Target
@@ -261,9 +261,8 @@ def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]
             f"{' and '.join(map(str, uneven))} KV heads do not divide among {tp} GPUs, which engines refuse. The "
             "figures are those of the fullest GPU."
         )
-    if queries := sorted(
-        {heads_of(layer).n_query_head for layer in layers if heads_of(layer).n_query_head % tp}
-    ):
+    counts = {getattr(layer.equivalent(), "n_query_head", 0) for layer in layers}
+    if queries := sorted(count for count in counts if count % tp):
         yield (
             f"{' and '.join(map(str, queries))} query heads do not divide among {tp} GPUs, which engines refuse, for "
             "every variant."

@@ -7,7 +7,7 @@ from typing import Any
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.attention.score import ScaledDot
-from rehead.conversion.base import CannotConvert, Conversion, Step, conversions
+from rehead.conversion.base import CannotConvert, Conversion, Step, conversions, starts_from
 from rehead.conversion.steps.latent import full_rank, rank_on_the_way
 
 NARROWEST = -(10**18)
@@ -54,7 +54,7 @@ def path(source: AttentionConfig, target: AttentionConfig, d_model: int) -> list
         f"no conversion leads from {source.name} to {_called(target)}: {'; '.join(texts)}.",
         texts[0],
     )
-    has_scores = not isinstance(getattr(source, "score", ScaledDot()), ScaledDot)
+    has_scores = type(getattr(source, "score", ScaledDot())) is not ScaledDot
     if obstacles[0][0] and has_scores and isinstance(target, LatentConfig):
         fewer = " Use --to mqa, or fewer KV heads with --to gqa." if _has_fewer(source, d_model) else ""
         message = f"{obstacles[0][1]}.{fewer}"
@@ -70,15 +70,16 @@ def _called(target: AttentionConfig) -> str:
 
 def _starting(source: AttentionConfig, target: AttentionConfig) -> list[tuple[str, Conversion[Any, Any]]]:
     """Return the conversions that take `source` and can be a step towards `target`."""
-    found = [(name, conversions[name]()) for name in conversions]
-    return [(name, one) for name, one in found if isinstance(source, one.takes) and one.serves(target)]
+    kind = type(source)
+    found = [(name, conversions[name]()) for name in conversions if starts_from(conversions[name], kind)]
+    return [(name, one) for name, one in found if one.serves(target)]
 
 
 def _obstacles(
     source: AttentionConfig, target: AttentionConfig, reached: set[AttentionConfig], d_model: int
 ) -> list[tuple[str, str]]:
     """Return why there is no path: pairs of the refusing conversion, if any, and its reason; the source's first."""
-    if not any(isinstance(source, conversions[name].takes) for name in conversions):
+    if not any(starts_from(conversions[name], type(source)) for name in conversions):
         return [("", "no conversion starts from it. Keep it as it is")]
     start, source = source, source.equivalent()
     there = {field.name: getattr(target, field.name) for field in fields(target)}

@@ -62,7 +62,8 @@ class Writer:
         prepare(self.model)
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         longest = min(max(map(len, prompts), default=1), room)
-        together = batch_size or self._together(longest, how.max_new_tokens)
+        given = None if batch_size is None else max(1, min(batch_size, len(prompts)))
+        together = self._together(longest, how.max_new_tokens, given)
         found = [""] * len(prompts)
         batches = [order[first : first + together] for first in range(0, len(order), together)]
         for batch in staged(batches, "writing answers", len(prompts), "answers", len):
@@ -71,11 +72,14 @@ class Writer:
                 found[index] = text
         return found
 
-    def _together(self, longest: int, new: int) -> int:
-        """Return how many prompts are continued at once: what half of the free memory holds, 16 at most."""
-        device, dtype = self.model.device, self.model.head.weight.dtype
-        parts = generation_bytes(self.model.config, 1, longest, new, dtype, ragged=True)
-        require_memory(f"an answer after {longest:,} tokens", parts, "Use a smaller --length.", device)
+    def _together(self, longest: int, new: int, given: int | None) -> int:
+        """Return how many prompts are continued at once: `given`, or what half of the free memory holds, 16 at most."""
+        device, dtype, least = self.model.device, self.model.head.weight.dtype, given or 1
+        parts = generation_bytes(self.model.config, least, longest, new, dtype, ragged=True)
+        many, smaller = ("an answer", "") if least == 1 else (f"{least} answers", "--batch-size or ")
+        require_memory(f"{many} after {longest:,} tokens", parts, f"Use a smaller {smaller}--length.", device)
+        if given is not None:
+            return given
         return max(1, min(TOGETHER, free_memory(device) // 2 // sum(parts.values())))
 
     def _batch(self, prompts: Sequence[Sequence[int]], how: Sampling) -> list[str]:

@@ -26,9 +26,18 @@ class AttentionCost:
 
 
 def attention_cost(
-    model: LanguageModel, inputs: Tensor, *, scores_kept: bool = False, dtype: torch.dtype | None = None
+    model: LanguageModel,
+    inputs: Tensor,
+    *,
+    scores_kept: bool = False,
+    dtype: torch.dtype | None = None,
+    dropout: bool = True,
+    recompute: bool = False,
 ) -> AttentionCost | None:
-    """Measure one training step on `inputs` (B, L), including dropout; None for a model without attention.
+    """Measure one training step on `inputs` (B, L); None for a model without attention.
+
+    Without `dropout` nothing is dropped, as in steps after a teacher. With `recompute` each layer is computed twice,
+    and one at a time keeps what its backward pass needs: `kept_bytes` is the largest of theirs.
 
     Uses the kernel of training or, with `scores_kept`, the definition, which stores the (L, L) scores of every
     head. So does the starter code of CMU 10-423's homework: its `attention_computation_time` and
@@ -51,17 +60,21 @@ def attention_cost(
         with torch.enable_grad():
             synchronize(device)
             start = time.perf_counter()
+            if recompute:
+                with torch.no_grad():
+                    run()
             gathered = run()
             gathered.backward(torch.ones_like(gathered))
             synchronize(device)
             cost.seconds += time.perf_counter() - start
             with _saved_bytes(leaves) as saved:
                 gathered = run()
-        cost.kept_bytes += sum(saved.values())
+        kept = sum(saved.values())
+        cost.kept_bytes = max(cost.kept_bytes, kept) if recompute else cost.kept_bytes + kept
         return gathered.detach()
 
     with modes_kept(model), torch.no_grad():
-        model.train()
+        model.train(dropout)
         kernels.attend = probe
         try:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):

@@ -17,7 +17,7 @@ from rehead.generation import stream
 from rehead.measure.forecast import generation_bytes
 from rehead.measure.memory_in_use import held_cache_bytes
 from rehead.measure.roofline import Roofline, matmul_rate, read_rate
-from rehead.measure.size import cache_bytes, decode_bytes, decode_flops, prefill_flops
+from rehead.measure.size import cache_bytes, decode_bytes, decode_flops, prompt_flops
 from rehead.model import LanguageModel
 from rehead.stages import staged
 from rehead.system.device import synchronize
@@ -162,7 +162,7 @@ def bench(
             _generate(model, prompts, new_tokens, use_cache, arms[use_cache])
     middle = prompt_length + (new_tokens + 1) // 2
     weights = decode_bytes(config, 0, batch_size * prompt_length, dtype)  # experts that a prompt chooses
-    reading = weights, batch_size * prefill_flops(config, prompt_length)
+    reading = weights, batch_size * prompt_flops(config, prompt_length)
     writing = decode_bytes(config, middle, batch_size, dtype), batch_size * decode_flops(config, middle)
     return Case(
         prompt_length=prompt_length,

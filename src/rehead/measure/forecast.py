@@ -170,7 +170,7 @@ def _mlp_numbers(config: GPTConfig) -> int:
 
 def _pair_bytes(attention: AttentionConfig) -> int:
     """Return the bytes that a learned score takes per pair of tokens; 0 for the dot product."""
-    if not isinstance(attention, GroupedConfig) or isinstance(attention.score, ScaledDot):
+    if not isinstance(attention, GroupedConfig) or type(attention.score) is ScaledDot:
         return 0
     units = getattr(attention.score, "width", 0)
     return attention.n_query_head * FLOAT * (4 + 2 * units)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rehead.attention import AttentionConfig, LatentConfig, LayerCache
 from rehead.config import GPTConfig, ModelConfig
 from rehead.errors import ConfigError
-from rehead.measure.stored import BLOCK, q8_0
+from rehead.measure.q8_0 import BLOCK, q8_0
 from rehead.model import LanguageModel
 from rehead.registry import Registry
 

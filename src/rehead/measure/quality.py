@@ -1,7 +1,7 @@
 """Measures how well a model predicts a text."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rehead.data import IGNORE, evaluation_blocks, require_vocabulary, shown
+from rehead.data import IGNORE, Batch, Ids, evaluation_blocks, require_vocabulary, shown
 from rehead.errors import InvalidInput, NumericError
 from rehead.measure.forecast import batch_of
 from rehead.measure.kv_dtype import KVDtype, kv_dtypes, rounded_caches
@@ -54,19 +54,46 @@ def evaluate_text(
     are not the model's or fewer than two, ResourceError for blocks that do not fit the memory.
     """
     text = np.asarray(ids)
+    if text.size and text.dtype.kind not in "iu":
+        raise InvalidInput(
+            f"token ids of dtype {text.dtype}: expected whole numbers, as a tokenizer gives them."
+        )
     require_vocabulary(text, model.config.vocab_size)
     length = text_length(model.config, length)
-    dtype, device = model.head.weight.dtype, model.device
-    cached = kv_dtype is not None
-    many, parts = batch_of(model.config, length, dtype, free_memory(device), batch_size, use_cache=cached)
-    way_out = "Use a smaller --length." if many == 1 else "Use a smaller --batch-size or --length."
-    require_memory(f"reading {many} x {length:,} tokens at once", parts, way_out, device)
-    blocks = evaluation_blocks(text, length, many, stride=stride, bos=bos)
+    blocks = blocks_of_text(model, text, length, stride, batch_size, bos, use_cache=kv_dtype is not None)
     kind = None if kv_dtype is None else kv_dtypes[kv_dtype]()
     if kind is not None:
         kind.require(model.config)
     loss, count = evaluate(model, shown(blocks, "eval", len(text) - 1), kind)
     return TextLoss(loss=loss, tokens=count, length=length, stride=length if stride is None else stride)
+
+
+def blocks_of_text(
+    model: LanguageModel,
+    text: Ids,
+    length: int,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    bos: int | None = None,
+    *,
+    use_cache: bool = False,
+    n_model: int = 1,
+) -> Iterator[Batch]:
+    """Return the blocks of `evaluate_text`, which `n_model` models read; a text below `length` is one, not padded.
+
+    Raises ResourceError where those that are read at once do not fit the memory.
+    """
+    block, step = length, length if stride is None else stride
+    if len(text) <= length and 1 <= step <= length:
+        block = step = max(1, len(text) - 1)
+    if batch_size is not None:
+        batch_size = min(batch_size, 1 + max(0, math.ceil((len(text) - 1 - block) / max(1, step))))
+    dtype, device = model.head.weight.dtype, model.device
+    many, parts = batch_of(model.config, block, dtype, free_memory(device), batch_size, use_cache=use_cache)
+    way_out = "Use a smaller --length." if many == 1 else "Use a smaller --batch-size or --length."
+    parts["logits"] *= n_model
+    require_memory(f"reading {many} x {block:,} tokens at once", parts, way_out, device)
+    return evaluation_blocks(text, block, many, None, step, bos)
 
 
 def evaluate(

@@ -1,11 +1,11 @@
 """Sizes computed from the config alone; tests compare them with the built model.
 
-A multiply-add is 2 FLOPs. Only matrix products count, and causality is ignored.
+A multiply-add is 2 FLOPs. Only matrix products count, and causality is ignored except by `prompt_flops`.
 """
 
 import torch
 
-from rehead.attention import AttentionConfig
+from rehead.attention import AttentionConfig, LatentConfig
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
 from rehead.measure.kv_dtype import KVDtype
 
@@ -84,6 +84,24 @@ def prefill_flops(config: ModelConfig, n_token: int) -> int | float:
         assert isinstance(config, RNNConfig)
         head = 2 * config.n_hidden * config.n_output
     return n_token * forward_flops(config, n_token) - (n_token - 1) * head
+
+
+def prompt_flops(config: ModelConfig, n_token: int) -> int | float:
+    """Return the least FLOPs of reading a prompt into an empty cache, where no query computes the keys after it.
+
+    They are those of `prefill_flops` without these pairs, and with latents that are absorbed where that is chosen.
+    """
+    flops, d_model = prefill_flops(config, n_token), config.n_embd
+    for layer in config.attention if isinstance(config, GPTConfig) else ():
+        seen = min(n_token, layer.window or n_token)
+        hidden = seen * (seen - 1) // 2  # of the first queries, which see 1, 2, ... keys
+        flops -= layer.attention_flops(hidden)
+        if isinstance(layer, LatentConfig) and not layer.rebuilds_keys and n_token < layer.absorbs_below:
+            n_pair = n_token * seen - hidden
+            per_token, per_pair = layer.decode_flops(d_model, 0), layer.decode_flops(d_model, 1)
+            flops += n_token * per_token + n_pair * (per_pair - per_token)
+            flops -= n_token * layer.projection_flops(d_model) + layer.attention_flops(n_pair)
+    return flops
 
 
 def decode_flops(config: ModelConfig, n_token: int) -> int:

@@ -15,6 +15,8 @@ from rehead.config import GPTConfig, ModelConfig
 from rehead.data import Ids, evaluation_blocks, shown
 from rehead.errors import NumericError
 from rehead.measure.fidelity import Caches, Comparison, compare
+from rehead.measure.q8_0 import BLOCK, q8_0
+from rehead.measure.quality import blocks_of_text
 from rehead.model import LanguageModel, assembled
 from rehead.model.base import keeps_dtype
 from rehead.nn.rows import by_rows, row_parts
@@ -24,8 +26,6 @@ from rehead.system.memory import require_memory
 Storage = Literal["fp16", "bf16", "q8_0"]
 LOST = 0.1
 """Relative error of a row from which on it counts as lost; rounding to 8 bits changes one by about 0.01."""
-BLOCK, STEPS = 32, 127
-"""q8_0: numbers that share a scale, and whole numbers on either side of 0."""
 KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.self_attn\.kv_b_proj\.weight")
 """Name of the matrix that a latent's keys and values come from."""
 WHOLE = ("embed_positions.weight", ".gate.weight")
@@ -62,15 +62,6 @@ def as_in_file(
     sizes = (layer.qk_nope_head_dim, layer.v_head_dim)
     keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return torch.cat([rounded(keys.mT.contiguous(), kind).mT, rounded(values, kind)], dim=1).flatten(0, 1)
-
-
-def q8_0(weight: Float[Tensor, "*N E"]) -> Float[Tensor, "*N E"]:
-    """Return rows as read back from llama.cpp's format: 32 numbers are whole numbers times one scale, a float16."""
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))
-    scale = blocks.abs().amax(-1, keepdim=True) / STEPS
-    whole = blocks * torch.where(scale > 0, 1 / scale, 0)
-    whole = whole.sign() * (whole.abs() + 0.5).floor()  # halves away from 0
-    return (whole * scale.to(torch.float16).float()).flatten(-2).to(weight.dtype)
 
 
 def as_stored(model: LanguageModel, kind: Storage) -> LanguageModel:
@@ -113,7 +104,8 @@ def changed(
     `kl` is the mean of KL(exact || stored) in nats, `argmax_flips` the share of tokens whose likeliest successor
     differs, `loss_exact` the loss before. `caches` are those of the stored model, as in `compare`.
     """
-    blocks = evaluation_blocks(ids, length, batch_size or max(1, BATCH // length), None, stride, bos)
+    cached = caches is not None
+    blocks = blocks_of_text(stored, ids, length, stride, batch_size, bos, use_cache=cached, n_model=2)
     found = compare(exact, stored, shown(blocks, "comparing with the exact weights", len(ids) - 1), caches)
     return {"kl": found.kl, "argmax_flips": found.argmax_flips, "loss_exact": found.losses[0]}
 

@@ -33,7 +33,7 @@ from rehead.training.loop import Trainer
 from rehead.training.start import read_teacher
 
 Record = dict[str, Any]
-FILE, FORMAT = "costs.json", 5
+FILE, FORMAT = "costs.json", 6
 """Costs of another format are measured again."""
 ROUNDS = 3
 SHOWN_LENGTHS = 8
@@ -164,11 +164,20 @@ class _Subject:
 
     def _attention(self) -> dict[str, AttentionCost]:
         """Measure attention in a training step, as it is computed and with all scores stored."""
-        low = torch.bfloat16 if self.job.options.trainer.dtype == "bfloat16" else None
+        assert self.trainer is not None
+        options, drops = self.job.options.trainer, self.trainer.teacher is None
+        low = torch.bfloat16 if options.dtype == "bfloat16" else None
         inputs = self._ids()[:, :-1]
         ways = {"attention": False, "attention_scores_kept": True}
         costs = {
-            key: attention_cost(self.model, inputs, scores_kept=stored, dtype=low)
+            key: attention_cost(
+                self.model,
+                inputs,
+                scores_kept=stored,
+                dtype=low,
+                dropout=drops,
+                recompute=options.recompute,
+            )
             for key, stored in ways.items()
         }
         return {key: cost for key, cost in costs.items() if cost is not None}

@@ -109,7 +109,7 @@ class Decoder(Family, Generic[A]):
         """Return the config.json of a model. `rms_norm_eps` is that of the residual stream."""
         first = config.attention[0]
         refused = {
-            self.attention_words: not all(isinstance(layer, self.attention) for layer in config.attention),
+            self.attention_words: not all(type(layer) is self.attention for layer in config.attention),
             **unusual(config, *self.says, *self.block),
             **{name: getattr(config, name) != value for name, value in (LLAMA | self.block).items()},
         }

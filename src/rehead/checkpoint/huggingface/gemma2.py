@@ -82,7 +82,7 @@ class Gemma2(LlamaLike):
         scales = (config.embed_scale, config.residual_scale, config.logit_scale)
         return super().unsupported(config, first) | {
             "scales": scales != (config.n_embd**0.5, 1.0, 1.0),
-            "score": not isinstance(first.score, ScaledDot | SoftCapped)
+            "score": type(first.score) not in (ScaledDot, SoftCapped)
             or scalar_of(first) ** -0.5 != first.scale,
             "n_embd, not a multiple of n_query_head,": config.n_embd % first.n_query_head != 0,
         }

@@ -74,7 +74,7 @@ class Gemma3Text(Gemma2):
         """Name other scores, and ropes that differ between layers of one kind."""
         ropes = {(layer.window is None, layer.rope) for layer in config.attention}
         return super().unsupported(config, first) | {
-            "score": not isinstance(first.score, ScaledDot) or scalar_of(first) ** -0.5 != first.scale,
+            "score": type(first.score) is not ScaledDot or scalar_of(first) ** -0.5 != first.scale,
             "different ropes": len(ropes) > len({has_none for has_none, _ in ropes}),
         }
 

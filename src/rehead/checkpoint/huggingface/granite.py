@@ -35,7 +35,7 @@ class Granite(Llama):
 
     def unsupported(self, config: GPTConfig, first: GroupedConfig) -> dict[str, bool]:
         """Name also other scores than the dot product."""
-        return super().unsupported(config, first) | {"score": not isinstance(first.score, ScaledDot)}
+        return super().unsupported(config, first) | {"score": type(first.score) is not ScaledDot}
 
     def extra_json(self, config: GPTConfig, first: GroupedConfig) -> Table:
         """Return the four factors, as numbers that read back as the same."""

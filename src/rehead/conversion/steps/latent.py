@@ -40,7 +40,7 @@ def full_rank(config: GroupedConfig | LatentConfig, d_model: int) -> int:
 
 def other_scores(source: GroupedConfig) -> str:
     """Return what is wrong with scores that are no scaled dot products; an empty text for those."""
-    if isinstance(source.score, ScaledDot):
+    if type(source.score) is ScaledDot:
         return ""
     return f"MLA has plain scaled dot products for scores, and this attention has {source.score.words()}"
 
