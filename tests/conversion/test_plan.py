@@ -117,6 +117,16 @@ def test_what_is_called_pointless_would_not_shrink_the_cache(attention, gpt, kv_
             assert f"{share} % of the present cache" in row.why
 
 
+@pytest.mark.parametrize(("width", "served"), [(64, True), (256, False)])
+def test_who_serves_the_canonical_target(width, served):
+    """vLLM's heads hold 128 numbers that do not rotate; `convert` says the same."""
+    heads = GroupedConfig(n_query_head=8, n_kv_head=4, head_dim=width, rope=ROPE)
+    config = llama_shaped(heads, heads, n_embd=1024, vocab_size=29, n_hidden=31)
+    (note,) = [note for note in plan(config, context=11).notes if note.startswith("canonical: ")]
+    assert note.endswith("vLLM and SGLang serve it with their MLA kernels.") == served
+    assert ("vLLM and SGLang cannot serve it: heads of 256 numbers" in note) != served
+
+
 @models
 def test_advice_is_a_row_that_pays(attention, gpt):
     made = plan(gpt(attention).config, context=11)

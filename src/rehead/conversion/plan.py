@@ -10,7 +10,7 @@ from rehead.attention import GroupedConfig, LatentConfig
 from rehead.config import ExpertsConfig, GPTConfig, ModelConfig, RNNConfig
 from rehead.config.model import LARGEST
 from rehead.conversion.base import summary
-from rehead.conversion.export.fit import lacks_class
+from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.target import Target
 from rehead.conversion.variants import Variant, Verdict, others, share
@@ -199,6 +199,9 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     for target, (words, served) in DECOUPLED.items():
         if made := [variant.config for variant in variants if f"--target {target}" in variant.command]:
             lacking = [lacks_class(config) for config in made]
+            unserved = [lacks_class(config, Asked.of("auto", "vllm")) for config in made]
+            if target == "canonical" and all(unserved):
+                served = f"vLLM and SGLang cannot serve it: {unserved[0]}"
             yield f"{target}: {words} {f'{CLASSLESS} {lacking[0]}' if all(lacking) else served}"
     yield from _without_rotary_part(variants[0].config)
     if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
