@@ -45,5 +45,8 @@ def draw(rows: Sequence[Measured], steps: Sequence[int], n_past: int, path: Path
     axes[0].set(xlabel="KV cache, share of the source's", ylabel="loss over the source's, nats per token")
     if n_past:
         axes[1].set(xlabel=f"time of a token after {n_past:,}, over the source's")
-    axes[0].legend(title=f"thick: after {steps[-1]} steps" if steps[-1] else None, fontsize=8)
+    title = f"thick: after {steps[-1]} steps of healing" if steps[-1] else None
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), title=title, fontsize=8, loc="outside lower center", ncols=4
+    )
     figure.savefig(path, dpi=120)

@@ -46,11 +46,15 @@ def _rules(config: Any) -> list[tuple[str, Any, Any, Callable[[Any], bool]]]:
 @cache
 def annotations(config: Any) -> dict[str, Any]:
     """Return the annotation of every field; `from __future__ import annotations` makes texts of them."""
-    return {
-        name: kind
-        for cls in reversed(config.__mro__)
-        for name, kind in get_annotations(cls, eval_str=True).items()
-    }
+    kinds = {field.name: field.type for field in fields(config)}
+    for cls in reversed(config.__mro__):
+        texts = {
+            name for name, kind in get_annotations(cls).items() if isinstance(kind, str) and name in kinds
+        }
+        if texts:
+            evaluated = get_annotations(cls, eval_str=True)
+            kinds |= {name: evaluated[name] for name in texts}
+    return kinds
 
 
 def matcher(kind: Any) -> Callable[[Any], bool]:

@@ -81,7 +81,8 @@ def test_the_width_is_that_of_the_least_change(share, model):
         trial.blocks = fit
         wanted = Target(to="mla", target="uneven", kv_fraction=share, rope_dim=width)
         changes[width] = compare(model, trial.follow(trial.attentions(wanted))[0], measured).kl
-    found = best_split(converter, target)
+    found, read = best_split(converter, target)
+    assert read == TRIAL_TOKENS
     best = min(changes, key=changes.__getitem__)
     assert [layer.qk_rope_head_dim for layer in found] == [best] * 2
     assert (best == usual) == (share == 0.5)
@@ -94,7 +95,7 @@ def test_the_width_is_that_of_the_least_change(share, model):
 def test_a_model_whose_cache_holds_all_rotations_keeps_them(model):
     target = Target(to="mla", target="uneven", kv_fraction=1.0)
     converter = Converter(model, None, [text(500, 1)], length=LENGTH)
-    assert [one.qk_rope_head_dim for one in best_split(converter, target)] == [16, 16]
+    assert [one.qk_rope_head_dim for one in best_split(converter, target)[0]] == [16, 16]
 
 
 def test_as_typed(model, tmp_path, monkeypatch, capsys):

@@ -247,6 +247,17 @@ REFUSED = {
         {"a": {"source": "small"}, "b": {"from": "a", "convert": {"to": "mla", "kv_rank": 4, "measured_ranks": True}}},
         [], "b: ranks are measured for --to mla with either --kv-fraction",
     ),
+    "nothing to learn": (
+        {"a": {"source": "small"}, "b": {"from": "a", "convert": {"to": "mla", "teach": 1}}},
+        [], "b: teach=1: this conversion is exact, so there is nothing to learn",
+    ),
+    "no text to learn from": (
+        {
+            "a": {"source": "small"},
+            "b": {"from": "a", "convert": {"to": "mla", "kv_rank": 4, "teach": 1, "test": "input.txt"}},
+        },
+        [], "b: teach=1 without a text to learn from",
+    ),
     "fewer passes than none": (
         {"a": {"source": "small"}, "b": {"from": "a", "convert": {"to": "mla", "kv_rank": 4, "teach": -1}}},
         [], "b: teach=-1. Give the number of passes",

@@ -174,9 +174,10 @@ def test_a_card_that_is_no_file_stops_nothing(kind):
 
 @pytest.mark.parametrize("place", ["corpus/out/run", "corpus"])
 def test_what_rehead_wrote_in_the_folder_of_the_text_is_no_text(place):
-    """Samples of the run itself, and cards of models."""
-    Path("corpus").mkdir()
+    """Samples of the run itself, and cards of models; other texts in folders of the same names are the user's."""
+    Path("corpus/samples").mkdir(parents=True)
     shutil.move("text.txt", "corpus/text.txt")
+    Path("corpus/samples/mine.txt").write_text(Path("corpus/text.txt").read_text()[:50])
     others = [flag for flag in TINY if not flag.startswith(("data.path", "trainer.sample_every"))]
 
     def run(folder, *flags):
@@ -188,7 +189,8 @@ def test_what_rehead_wrote_in_the_folder_of_the_text_is_no_text(place):
     assert list(Path(place, "samples").glob("*.txt"))
     run(place, "trainer.max_iters=2", "trainer.resume=True")
     start, *_ = run("other", "trainer.max_iters=0")
-    assert start["train_tokens"] + start["val_tokens"] == len(Path("corpus/text.txt").read_text())
+    mine = [Path("corpus", name).read_text() for name in ("samples/mine.txt", "text.txt")]
+    assert start["train_tokens"] + start["val_tokens"] == len("\n\n".join(mine))
 
 
 def test_samples_are_not_written_through_a_link(tmp_path):

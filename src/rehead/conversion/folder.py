@@ -47,6 +47,9 @@ from rehead.measure.length import text_length
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
+STEPS = 2
+"""Raised when a step's result changes: layers that are kept from before are then made again."""
+
 
 class FolderConverter:
     """Converts a model folder any number of times; the folder, its texts and their statistics are read once.
@@ -89,6 +92,7 @@ class FolderConverter:
             "length": window,
             "seed": seed,
             "environment": environment(opened.model.device),
+            "steps": STEPS,
         }
         self.converter = Converter(
             opened.model,
@@ -233,6 +237,20 @@ def plannable_dtype(path: Path) -> torch.dtype:
     return found or torch.float32
 
 
+def require_convertible(
+    config: GPTConfig, target: Target, method: str | None, *, measured: bool = False, teach: int = 0
+) -> None:
+    """Refuse what no steps lead to, a method that none of them has, and measuring or teaching where nothing is lost."""
+    require_rotation(target, config.attention)
+    layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
+    steps = [step for layer, to in layers.items() for step in path(layer, to, config.n_embd)]
+    require_method(method, steps)
+    if measured:
+        require_rebuilt(config.attention)
+    elif teach and all(step.promise.exact for step in steps):
+        raise nothing_to_learn(teach)
+
+
 def _require_sensible(
     source: Path, target: Target, length: int | None, method: str | None, *, measured: bool, teach: int
 ) -> None:
@@ -241,19 +259,12 @@ def _require_sensible(
     if isinstance(config, GPTConfig):
         if text_length(config, length, source) < 2:
             raise ConfigError("length=1: no token of such a window has another before it. Use 2 or more.")
-        layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
-        steps = [step for layer, to in layers.items() for step in path(layer, to, config.n_embd)]
-        require_method(method, steps)
-        if measured:
-            require_rebuilt(config.attention)
-        elif teach and all(step.promise.exact for step in steps):
-            raise nothing_to_learn(teach)
+        require_convertible(config, target, method, measured=measured, teach=teach)
         _tell_classless(config, target)
 
 
 def _tell_classless(config: GPTConfig, target: Target) -> None:
     """Warn of an MLA with a rotary part, which is made to be exported, that no stock class can hold."""
-    require_rotation(target, config.attention)
     if target.target in ("uneven", "canonical"):
         layers = tuple(target.attention(layer, config.n_embd) for layer in config.attention)
         if why := lacks_class(replace(config, attention=layers)):

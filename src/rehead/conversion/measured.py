@@ -6,7 +6,7 @@ from dataclasses import replace
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.conversion.converter import Converter
 from rehead.conversion.ranks import PROBE_TOKENS, Allocation, require_loss
-from rehead.conversion.split import TRIAL_TOKENS, best_split
+from rehead.conversion.split import best_split
 from rehead.conversion.target import Target
 from rehead.errors import UsageError
 
@@ -67,7 +67,7 @@ def measured_layers(
     require_rebuilt(converter.config.attention)
     require_measured_on(converter.calibration)
     if target.target == "uneven":
-        return best_split(converter, target), TRIAL_TOKENS
+        return best_split(converter, target)
     allocation = Allocation(converter, replace(target, kv_fraction=None))
     if max_loss is not None:
         return allocation.at_loss(max_loss), PROBE_TOKENS

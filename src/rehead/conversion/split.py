@@ -20,8 +20,10 @@ TRIAL_TOKENS = 16_384
 """Tokens read to try a width, of all texts together: half of the windows to fit to, the others to measure on."""
 
 
-def best_split(converter: Converter, target: Target) -> Sequence[AttentionConfig]:
+def best_split(converter: Converter, target: Target) -> tuple[Sequence[AttentionConfig], int]:
     """Return the attentions of an uneven `target` with a rotary width that changes the predictions little.
+
+    Also returns the number of tokens that were read for it: none where there is one width.
 
     Widths are tried from the usual one upwards, then downwards, as long as the KL to the source falls. For each, the
     model is converted on one half of the windows and measured on the other. Raises UsageError for a single window.
@@ -34,7 +36,7 @@ def best_split(converter: Converter, target: Target) -> Sequence[AttentionConfig
             "smaller --length."
         )
     if len(widths) == 1:
-        return converter.attentions(target)
+        return converter.attentions(target), 0
     with tempfile.TemporaryDirectory(dir=converter.scratch, ignore_cleanup_errors=True) as folder:
         trial = Converter(
             converter.model,
@@ -50,7 +52,7 @@ def best_split(converter: Converter, target: Target) -> Sequence[AttentionConfig
             return compare(converter.model, made, measured).kl
 
         *_, best = staged(_descent(widths, usual, lost), "trying how many numbers rotate", None, "widths")
-    return converter.attentions(replace(target, rope_dim=best))
+    return converter.attentions(replace(target, rope_dim=best)), TRIAL_TOKENS
 
 
 def _widths(converter: Converter, target: Target) -> tuple[int, list[int]]:

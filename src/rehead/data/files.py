@@ -2,6 +2,7 @@
 
 import codecs
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,8 +14,8 @@ from rehead.checkpoint.find import has_options
 from rehead.errors import InvalidInput, ReheadError, ResourceError
 from rehead.system.aside import aside, sync
 
-WRITTEN = {"checkpoints", "reports", "samples"}
-"""Folders in a run's folder that the run writes; beside them may be a text."""
+SAMPLE = re.compile(r"step-\d+\.txt")
+"""Names of the texts that a run writes into its folder `samples`."""
 
 
 def read(path: Path, size: int, option: str = "data.path") -> Iterator[str]:
@@ -67,8 +68,8 @@ def _files(path: Path) -> Iterator[Path]:
         if {MANIFEST, "config.json"} <= {*files}:
             folders.clear()
             continue
-        if has_options(Path(folder)):
-            folders[:] = {*folders} - WRITTEN
+        if os.path.basename(folder) == "samples" and has_options(Path(folder).parent):
+            files = [name for name in files if not SAMPLE.fullmatch(name)]
         folders.sort(
             key=lambda name: (os.path.islink(os.path.join(folder, name)), name)
         )  # folders before links to them

@@ -6,7 +6,6 @@ Tests compare these estimates with what a process takes: they are within a facto
 import torch
 
 from rehead.attention import AttentionConfig, GroupedConfig
-from rehead.attention.score import ScaledDot
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
 from rehead.measure import logits
 from rehead.measure.size import cache_bytes, forward_flops
@@ -170,7 +169,7 @@ def _mlp_numbers(config: GPTConfig) -> int:
 
 def _pair_bytes(attention: AttentionConfig) -> int:
     """Return the bytes that a learned score takes per pair of tokens; 0 for the dot product."""
-    if not isinstance(attention, GroupedConfig) or type(attention.score) is ScaledDot:
+    if not isinstance(attention, GroupedConfig) or attention.score.build(1, 1, 2) is None:
         return 0
     units = getattr(attention.score, "width", 0)
     return attention.n_query_head * FLOAT * (4 + 2 * units)

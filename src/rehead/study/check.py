@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import get_args
 
 from rehead.checkpoint import families
+from rehead.checkpoint.find import is_run
 from rehead.config import GPTConfig, ModelConfig
 from rehead.conversion import methods
-from rehead.conversion.arguments import require_passes
+from rehead.conversion.arguments import require_passes, require_text
 from rehead.conversion.export.engines import Engine
 from rehead.conversion.export.fit import Asked, require_fit
-from rehead.conversion.folder import read_plannable
-from rehead.conversion.frequencies import require_rotation
-from rehead.conversion.measured import require_measurable
+from rehead.conversion.folder import read_plannable, require_convertible
+from rehead.conversion.measured import require_measurable, require_measured_on
 from rehead.conversion.texts import SELF
 from rehead.data import CORPORA
 from rehead.errors import ConfigError
@@ -45,7 +45,7 @@ def check(job: Job) -> None:
 def _require_conversion(job: Job) -> None:
     """Raise ConfigError for an unknown method, a text that is not there, and a target that the model cannot have.
 
-    Raises UsageError for ranks that cannot be measured.
+    Raises UsageError for ranks that cannot be measured, and for teaching what is exact.
     """
     method = (job.convert or {}).get("method")
     if method not in (None, *methods()):
@@ -53,14 +53,17 @@ def _require_conversion(job: Job) -> None:
     for text in [*job.reading.get("calibration", ()), *filter(None, [job.reading.get("test")])]:
         if text != SELF and text not in CORPORA and not Path(text).exists():
             raise ConfigError(f"convert: no text at {text!r}. Give a file or folder that exists.")
-    require_passes(job.fitting.get("teach", 0))
-    if job.fitting.get("measured_ranks"):
+    measured, teach = job.fitting.get("measured_ranks", False), job.fitting.get("teach", 0)
+    assert job.parent is not None
+    has_text = "calibration" in job.reading or job.parent.is_trained or is_run(job.parent.model)
+    require_passes(teach)
+    require_text(teach, has_text)
+    if measured:
         require_measurable(job.target, None)
+        require_measured_on(has_text)
     config = config_of(job.parent)
     if isinstance(config, GPTConfig):
-        require_rotation(job.target, config.attention)
-        for layer in config.attention:
-            job.target.attention(layer, config.n_embd)
+        require_convertible(config, job.target, method, measured=measured, teach=teach)
 
 
 def _require_export(job: Job, export: Flags) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
+from rehead.checkpoint.hub import pinned
 from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import CERTIFICATE, Certificate
@@ -98,7 +99,7 @@ def _gives(changes: list[str], *keys: str) -> bool:
 def _require_its_model(folder: Path, options: RunOptions) -> None:
     """Raise ConfigError if the run to resume heals another model than that in `folder`, or what it was taught."""
     healed, place = options.model.folder, options.system.work_dir
-    if healed is None or not os.path.exists(healed):
+    if healed is None or not (os.path.exists(healed) or pinned(healed)):
         return
     known = (str(folder), f"{folder}-taught", f"{place}-taught")
     if os.path.realpath(healed) not in map(os.path.realpath, known):

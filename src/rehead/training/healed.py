@@ -38,7 +38,7 @@ def certificate_of(options: RunOptions) -> Certificate | None:
         resolve(path)
     except InvalidInput:  # a run may be resumed after the folder it began with is gone
         warnings.warn(
-            f"{path} is gone, and with it what was measured of its conversion: the healed model gets no {CERTIFICATE}",
+            f"{path} is gone, and with it what was measured if it was converted: the result gets no {CERTIFICATE}",
             stacklevel=2,
         )
         return None

@@ -11,7 +11,7 @@ import torch
 from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, read_at, read_config, resolve
 from rehead.checkpoint.companions import companions
-from rehead.checkpoint.files.publish import MANIFEST, READ
+from rehead.checkpoint.files.publish import MANIFEST
 from rehead.checkpoint.hub import CARD, pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
 from rehead.conversion.origin import carried, kept_card
@@ -134,7 +134,7 @@ def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device
 
 
 def teacher_sha256(options: RunOptions) -> str | None:
-    """Return the sha256 of the teacher's manifest; without one, of its config and of the names and sizes of its files.
+    """Return the sha256 of the teacher's manifest; else of its config and its weights' names and sizes.
 
     None without a teacher.
     """
@@ -142,7 +142,7 @@ def teacher_sha256(options: RunOptions) -> str | None:
     def read(folder: Path) -> str:
         if (folder / MANIFEST).is_file():
             return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-        files = sorted(file for file in folder.iterdir() if file.suffix in READ)
+        files = sorted(folder.glob("*.safetensors"))
         sizes = repr([(file.name, file.stat().st_size) for file in files])
         return hashlib.sha256((folder / "config.json").read_bytes() + sizes.encode()).hexdigest()
 
