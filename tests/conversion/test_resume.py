@@ -247,6 +247,7 @@ def test_layers_outlive_a_full_disk_without_a_text(source, made, monkeypatch):
     assert made == [0, 1, 2, 0, 1, 2]
 
 
+@pytest.mark.long
 def test_taught_killed_and_resumed(source):
     """All of them in children: shape checks choose other kernels, whose last bits differ."""
     teach = ["--teach", "2"]

@@ -115,7 +115,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("attention", KINDS.values(), ids=KINDS)
+LONG = ("biases", "window")
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [pytest.param(kind, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, kind in KINDS.items()],
+)
 def test_as_adam_written_out(attention, gpt, words, tmp_path):
     source = gpt(attention, n_layer=3, n_step=5)
     result, blocks = cut(source), blocks_of(words(150))

@@ -153,6 +153,7 @@ def test_an_export_says_what_a_smaller_format_would_lose(exported):
 
 
 @pytest.mark.process
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_long_text_is_compared_whole(exported):
     """The loss with and without rounding is of the same tokens: that of `eval` without --stored-as."""

@@ -169,6 +169,7 @@ def many(place):
     return place / folder
 
 
+@pytest.mark.long
 def test_trained_models_are_read_on_their_validation_text(many, here, typed):
     """All of it, which this study's evaluations cover, in its own blocks."""
     points, found = drawn(many), {one["variant"]: one for one in results(many)["variants"]}
