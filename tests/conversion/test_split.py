@@ -13,9 +13,11 @@ import rehead
 from rehead.attention import GroupedConfig
 from rehead.cli import main
 from rehead.conversion.converter import Converter
+from rehead.conversion.measured import measured_layers
 from rehead.conversion.split import TRIAL_TOKENS, _descent, _halves, _widths, best_split
 from rehead.conversion.target import Target
 from rehead.conversion.texts import Passage
+from rehead.errors import ConfigError
 from rehead.measure.fidelity import compare
 from rehead.model import build
 from small import llama_shaped
@@ -96,6 +98,15 @@ def test_a_model_whose_cache_holds_all_rotations_keeps_them(model):
     target = Target(to="mla", target="uneven", kv_fraction=1.0)
     converter = Converter(model, None, [text(500, 1)], length=LENGTH)
     assert [one.qk_rope_head_dim for one in best_split(converter, target)[0]] == [16, 16]
+
+
+def test_what_cannot_rotate_is_refused_where_a_study_converts_what_it_has_just_made(gpt):
+    """No config told it before: `measured_layers` does."""
+    plain = GroupedConfig(n_query_head=6, n_kv_head=2, head_dim=4, v_head_dim=5)
+    converter = Converter(gpt(plain), None, [text(500, 1)], length=LENGTH)
+    for asked in ({"target": "uneven"}, {"rope_layout": "interleaved"}):
+        with pytest.raises(ConfigError, match="none of its layers rotates its keys"):
+            measured_layers(converter, Target(to="mla", kv_fraction=0.5, **asked), True, None)
 
 
 def test_as_typed(model, tmp_path, monkeypatch, capsys):

@@ -181,7 +181,7 @@ class Converter:
         )
 
     def _described(self, limit: int) -> list[Text]:
-        """Return the calibration texts, of which at most `limit` tokens are read together; none of which none are."""
+        """Describe the calibration texts, of which at most `limit` tokens are read together; none if that is 0."""
         share = limit // max(1, len(self.calibration))
         return [Text.of(text, share, self.length) for text in self.calibration if limit]
 

@@ -181,9 +181,9 @@ def convert_folder(
     for option, texts in (("--calibration", files), ("--test", [test] if test is not None else [])):
         for text in texts:
             named(text, option).require()
-    if measured_ranks or max_loss is not None:
-        require_measurable(target, max_loss)
     measured = measured_ranks or max_loss is not None
+    if measured:
+        require_measurable(target, max_loss)
     _require_sensible(source, target, length, method, measured=measured, teach=teach)
     has_text = bool(calibration) or is_run(source)
     require_text(teach, has_text)

@@ -4,6 +4,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from rehead.config import ModelConfig, decode
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.events import Earlier
 from rehead.errors import InvalidInput
@@ -12,6 +13,11 @@ from rehead.errors import InvalidInput
 def conversion_of(folder: Path) -> Certificate | None:
     """Return the certificate in a folder; None without one. Raises InvalidInput for a damaged one."""
     return Certificate.read(folder) if (folder / CERTIFICATE).is_file() else None
+
+
+def is_source(config: ModelConfig, certificate: Certificate) -> bool:
+    """Whether a model of this config is what a certificate's conversion began with."""
+    return decode(ModelConfig, certificate.source, CERTIFICATE) == config
 
 
 def after(before: Certificate | None, made: Certificate) -> Certificate:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.conversion.converter import Converter
+from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.ranks import PROBE_TOKENS, Allocation, require_loss
 from rehead.conversion.split import best_split
 from rehead.conversion.target import Target
@@ -64,6 +65,7 @@ def measured_layers(
     """
     if not measured and max_loss is None:
         return converter.attentions(target), 0
+    require_rotation(target, converter.config.attention)
     require_rebuilt(converter.config.attention)
     require_measured_on(converter.calibration)
     if target.target == "uneven":

@@ -199,8 +199,9 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     for target, (words, served) in DECOUPLED.items():
         if made := [variant.config for variant in variants if f"--target {target}" in variant.command]:
             lacking = [lacks_class(config) for config in made]
-            unserved = [lacks_class(config, Asked.of("auto", "vllm")) for config in made]
-            if target == "canonical" and all(unserved):
+            if target == "canonical" and all(
+                unserved := [lacks_class(config, Asked.of("auto", "vllm")) for config in made]
+            ):
                 served = f"vLLM and SGLang cannot serve it: {unserved[0]}"
             yield f"{target}: {words} {f'{CLASSLESS} {lacking[0]}' if all(lacking) else served}"
     yield from _without_rotary_part(variants[0].config)

@@ -9,9 +9,11 @@ from rehead.conversion.reading import Texts
 
 def tell_fitted(texts: Texts) -> None:
     """Warn of a test text that begins with what was fitted to, as the whole text of a run does."""
-    for text in texts.calibration if texts.test is not None else ():
-        assert texts.test is not None
-        if replace(texts.test, ids=texts.test.ids[: len(text.ids)]).sha256 == text.sha256:
+    test = texts.test
+    if test is None:
+        return
+    for text in texts.calibration:
+        if replace(test, ids=test.ids[: len(text.ids)]).sha256 == text.sha256:
             warnings.warn(
                 f"the test text begins with {text.name}, which was fitted to: the loss looks better than it is",
                 stacklevel=3,

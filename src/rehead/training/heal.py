@@ -9,9 +9,10 @@ from typing import Any
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
 from rehead.checkpoint.hub import pinned
-from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, decode, flags
+from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, flags
 from rehead.conversion.arguments import require_apart
-from rehead.conversion.certificate import CERTIFICATE, Certificate
+from rehead.conversion.certificate import CERTIFICATE
+from rehead.conversion.history import conversion_of, is_source
 from rehead.conversion.page import PAGE
 from rehead.data import source_of
 from rehead.errors import ConfigError, InvalidInput, UsageError
@@ -141,13 +142,13 @@ def _require_its_text(teacher: Path, data: DataOptions) -> None:
 
 def _require_source(folder: Path, teacher: ModelConfig) -> None:
     """Raise ConfigError unless the teacher is the source named in the certificate."""
-    place = resolve(folder)
-    if not (place / CERTIFICATE).exists():
+    certificate = conversion_of(resolve(folder))
+    if certificate is None:
         warnings.warn(
             f"{folder} has no {CERTIFICATE}: it is trained without checking that it came from the teacher",
             stacklevel=3,
         )
-    elif decode(ModelConfig, Certificate.read(place).source, str(place / CERTIFICATE)) != teacher:
+    elif not is_source(teacher, certificate):
         raise ConfigError(
             f"{folder} was converted from another model than the teacher. Give the source named in its {PAGE}."
         )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.hub import pinned
-from rehead.config import ModelConfig, RunOptions, decode
+from rehead.config import RunOptions
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.events import Healing
-from rehead.conversion.history import conversion_of
+from rehead.conversion.history import conversion_of, is_source
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
 from rehead.data import Ids, read_ids, shown, split
@@ -45,7 +45,7 @@ def certificate_of(options: RunOptions) -> Certificate | None:
     certificate = read_at(path, conversion_of)
     if certificate is None:
         return None
-    if decode(ModelConfig, certificate.source, str(path / CERTIFICATE)) != read_at(teacher, read_config):
+    if not is_source(read_at(teacher, read_config), certificate):
         warnings.warn(
             f"{teacher} is not the model that {path} was converted from: the trained model gets no {CERTIFICATE}",
             stacklevel=2,
