@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,54 @@ def test_a_model_can_be_saved_over_the_folder_it_came_from(tmp_path):
     loaded = rehead.load(tmp_path / "model")
     rehead.save(loaded, tmp_path / "model", overwrite=True)
     assert same_weights(rehead.load(tmp_path / "model"), loaded)
+
+
+def fewer_outputs(model):
+    model.head.weight = torch.nn.Parameter(model.head.weight[:21].clone())
+
+
+def no_output_norm(model):
+    model.norm = torch.nn.Identity()
+
+
+def another_norm(model):
+    model.layers[0].mlp.norm = torch.nn.RMSNorm(3)
+
+
+def tied_by_hand(model):
+    model.head.weight = model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (fewer_outputs, "head.weight: the model has [21, 30], its config says [29, 30]"),
+        (no_output_norm, "norm.weight: the model has none, its config says [30]"),
+        (another_norm, "layers.0.mlp.norm.weight: the model has [3], its config says none"),
+        (tied_by_hand, "head.weight: the model has none, its config says [29, 30]"),
+    ],
+)
+def test_weights_beside_the_config_are_not_saved_over_a_good_model(change, said, tmp_path):
+    good, changed = make(), make()
+    rehead.save(good, tmp_path / "model")
+    change(changed)
+    with pytest.raises(InvalidInput) as caught:
+        rehead.save(changed, tmp_path / "model", overwrite=True)
+    assert said in str(caught.value)
+    assert same_weights(rehead.load(tmp_path / "model"), good)
+
+
+def test_a_config_changed_with_the_weights_is_saved(tmp_path):
+    model = make()
+    for layer in model.layers:
+        mlp = layer.mlp
+        mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight[:10].clone())
+        mlp.up_proj.bias = torch.nn.Parameter(mlp.up_proj.bias[:10].clone())
+        mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight[:, :10].clone())
+    model.config = replace(model.config, n_hidden=10)
+    rehead.save(model, tmp_path / "model")
+    loaded, ids = rehead.load(tmp_path / "model"), torch.arange(8)[None]
+    assert torch.equal(loaded(ids), model.eval()(ids))
 
 
 def test_loading_draws_no_random_numbers(folder):

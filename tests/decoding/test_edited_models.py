@@ -10,17 +10,21 @@ from rehead import decoding
 from rehead.attention import EMPTY, GroupedConfig, LatentConfig, RopeConfig
 from rehead.attention.program import Embed, PerHead, Program
 from rehead.attention.rope import Rotary
+from rehead.config import RNNConfig
 from rehead.decoding.native_limits import refusal
 from rehead.decoding.native_op import kernel
 from rehead.decoding.native_program import NativeProgram
 from rehead.decoding.torch_engine import TorchProgram
+from rehead.errors import UsageError
 from rehead.model import build
 from rehead.native import KernelUnavailable
+from rehead.nn.norm import ZeroCenteredRMSNorm
 from small import llama_shaped
 
 B, V, D = 3, 23, 16
 GQA = GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=8, rope=RopeConfig())
 MLA = LatentConfig(n_query_head=4, n_kv_head=2, kv_lora_rank=6, qk_nope_head_dim=8, v_head_dim=5)
+REBUILT = replace(MLA, rope=RopeConfig(), qk_norm_eps=1e-6)
 ENGINES = {"torch": decoding.torch_decoder, "C++": decoding.native_decoder}
 HAS_CPP = not isinstance(kernel(), KernelUnavailable)
 
@@ -64,6 +68,26 @@ def no_mlp_norm(model):
         layer.post_attention_layernorm = nn.Identity()
 
 
+def fewer_query_heads(model):
+    for layer in model.layers:
+        rows = torch.arange(32).view(2, 2, 8)[:, 0].flatten()  # the first head of each group
+        q_proj, o_proj = layer.self_attn.q_proj, layer.self_attn.o_proj
+        q_proj.weight = nn.Parameter(q_proj.weight[rows])
+        o_proj.weight = nn.Parameter(o_proj.weight[:, rows].contiguous())
+
+
+def centred_key_norm(model):
+    for layer in model.layers:
+        layer.self_attn.k_norm = nn.LayerNorm(8).float()
+        layer.self_attn.k_norm.weight.data += torch.rand(8)
+
+
+def offset_key_norm(model):
+    for layer in model.layers:
+        layer.self_attn.k_norm = ZeroCenteredRMSNorm(8, 1e-6).float()
+        layer.self_attn.k_norm.weight.data += torch.rand(8)
+
+
 class Same(nn.Module):
     def forward(self, x):
         return x
@@ -99,10 +123,20 @@ CHANGES = {
     "a parallel MLP with a norm that is none": (llama(GQA, parallel_residual=True), same_mlp_norm),
     "a norm of latents": (llama(replace(MLA, latent_norm=False)), latent_norm),
     "a rotation of its own": (llama(GQA), own_rotation),
+    "a GQA of fewer query heads": (llama(GQA), fewer_query_heads),
+    "a modular GQA of fewer query heads": (
+        llama(replace(GQA, head_map="modular", rope=None), learned_positions=True),
+        fewer_query_heads,
+    ),
+    "rebuilt keys": (llama(REBUILT), lambda _: None),
+    "rebuilt keys with centred norms": (llama(REBUILT), centred_key_norm),
+    "rebuilt keys with norms of another formula": (llama(REBUILT), offset_key_norm),
 }
 REFUSED = {
     "a parallel MLP with a norm that is none": "Same",
     "a rotation of its own": "a rotation of its own",
+    "rebuilt keys with centred norms": "LayerNorm",
+    "rebuilt keys with norms of another formula": "ZeroCenteredRMSNorm",
 }
 
 
@@ -134,6 +168,66 @@ def wider_positions(model):
 
 def fewer_positions(model):
     model.embed_positions.weight.data = model.embed_positions.weight.data[:10]
+
+
+def wider_keys(model):
+    k_proj = model.layers[0].self_attn.k_proj
+    k_proj.weight = nn.Parameter(torch.cat([k_proj.weight] * 2))
+
+
+def narrower_keys(model):
+    k_proj = model.layers[0].self_attn.k_proj
+    k_proj.weight = nn.Parameter(k_proj.weight[:8].contiguous())
+
+
+def wider_sum(model):
+    o_proj = model.layers[1].self_attn.o_proj
+    o_proj.weight = nn.Parameter(torch.cat([o_proj.weight, o_proj.weight[:8]]))
+
+
+def narrower_gate(model):
+    gate_proj = model.layers[1].mlp.gate_proj
+    gate_proj.weight = nn.Parameter(gate_proj.weight[:10].contiguous())
+
+
+def three_query_heads(model):
+    attention = model.layers[0].self_attn
+    attention.q_proj.weight = nn.Parameter(attention.q_proj.weight[:24].contiguous())
+    attention.o_proj.weight = nn.Parameter(attention.o_proj.weight[:, :24].contiguous())
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not HAS_CPP, reason="no kernel")
+@pytest.mark.parametrize(
+    ("config", "change", "why"),
+    [
+        (llama(GQA), wider_keys, "heads of other widths than their rotation"),
+        (llama(GQA), narrower_keys, "heads of other widths than their rotation"),
+        (llama(GQA, parallel_residual=True), wider_sum, "a sum of different widths"),
+        (llama(GQA), narrower_gate, "a gate of another width than what it multiplies"),
+        (llama(GQA), three_query_heads, "query heads that its KV heads do not divide"),
+    ],
+)
+def test_what_forward_cannot_compute_is_refused_by_cpp(config, change, why):
+    """It would write beyond its buffers, in a decoder that is used without `forward`."""
+    model = made(config)
+    change(model)
+    with pytest.raises((RuntimeError, ValueError)):
+        model(torch.randint(V, (B, 3)))
+    assert decoding.native_refusal(model) == why
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not HAS_CPP, reason="no kernel")
+@pytest.mark.parametrize("change", [wider_keys, narrower_keys])
+def test_keys_wider_than_their_cache_are_not_written(change):
+    model = made(llama(replace(GQA, rope=None), learned_positions=True))
+    change(model)
+    width = len(model.layers[0].self_attn.k_proj.weight) // 2
+    with pytest.raises(
+        UsageError, match=f"layer 0 computes a key of {width} numbers, its cache has rows of 8"
+    ):
+        decoding.native_decoder(model)(torch.zeros(B, dtype=torch.long), model.new_cache(B))
 
 
 @pytest.mark.skipif(not HAS_CPP, reason="no kernel")
@@ -173,6 +267,30 @@ def test_a_call_that_fails_can_be_repeated():
     fails.clear()
     got = torch.stack([decode(one, cache) for one in ids[:, 4:].T], 1)
     torch.testing.assert_close(got, wanted[:, 4:], atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def test_an_rnns_call_that_fails_can_be_repeated():
+    """No layer's state has read the token of one that failed, in whichever layer."""
+    model = build(RNNConfig(vocab_size=V, block_size=8, n_embd=5, n_hidden=7, n_output=V, n_layer=3)).eval()
+    ids, fails = torch.randint(V, (B, 6)), []
+
+    def hook(module, inputs, output):
+        if module in fails:
+            raise MemoryError
+
+    for module in (*model.layers, model.head):
+        module.register_forward_hook(hook)
+    decode, cache = decoding.decoder(model), model.new_cache(B)
+    got = []
+    for one, failing in zip(ids.T, [*model.layers, model.head, None, None], strict=True):
+        fails[:] = [failing]
+        if failing is not None:
+            with pytest.raises(MemoryError):
+                decode(one, cache)
+        fails.clear()
+        got.append(decode(one, cache))
+    torch.testing.assert_close(torch.stack(got, 1), model(ids))
 
 
 @torch.no_grad()

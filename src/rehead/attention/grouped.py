@@ -82,9 +82,11 @@ class GroupedAttention(Attention):
             cap = config.score.cap
         elif self.score is not None:
             return super().lower(program, x, layer)
-        H, K, E, V = config.n_query_head, config.n_kv_head, config.head_dim, config.v_head_dim
+        K, E, V = config.n_kv_head, config.head_dim, config.v_head_dim
         to_value = [] if self.v_proj is None else [(self.v_proj, K * V)]
-        query, key, *values = program.linear(x, (self.q_proj, H * E), (self.k_proj, K * E), *to_value)
+        to_query = self.q_proj, config.n_query_head * E
+        query, key, *values = program.linear(x, to_query, (self.k_proj, K * E), *to_value)
+        H = query.width // E  # not the config's: as in `forward`, heads may have been cut out
         if self.norms_heads:
             query, key = query.split(H), key.split(K)
         if self.q_norm is not None:

@@ -45,14 +45,29 @@ def save(
     """Write a model folder atomically; `files` are further texts to put in it, such as tokenizer.json.
 
     Without tokenizer.json, the command line can neither generate with the model nor evaluate it. `overwrite`
-    replaces a folder that rehead wrote. Raises InvalidInput if anything else is at `path`, and for a name in `files`
-    that leads out of the folder or is that of the model's own config, weights or manifest.
+    replaces a folder that rehead wrote. Raises InvalidInput if anything else is at `path`, for a name in `files`
+    that leads out of the folder or is that of the model's own config, weights or manifest, and for a model changed by
+    hand to weights that its config does not describe, which `load` would refuse.
     """
     require_model(model)
+    _require_described(model)
     for name in files or {}:
         _require_free(name)
     with publish(path_of(path), overwrite=overwrite) as folder:
         write(model, folder, files or {})
+
+
+def _require_described(model: LanguageModel) -> None:
+    """Refuse a model whose weights are not those of its config."""
+    has = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    wants = {name: tuple(weight.shape) for name, weight in skeleton(model.config).named_parameters()}
+    for name in [*wants, *has]:
+        if has.get(name) != wants.get(name):
+            shapes = (str(list(weights[name])) if name in weights else "none" for weights in (has, wants))
+            raise InvalidInput(
+                "{}: the model has {}, its config says {}. Saved, it could not be loaded: change model.config "
+                "with the weights.".format(name, *shapes)
+            )
 
 
 def write(model: LanguageModel, folder: Path, files: Mapping[str, str]) -> None:

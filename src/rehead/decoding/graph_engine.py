@@ -98,10 +98,15 @@ class Graphed:
         if self.bound is None or not self.bound.fits(cache, reach):
             self.bound = None  # free its memory before the next capture
             self.bound = CapturedStep(self.run, cache, reach)
-        logits = self.bound(token)
+        try:
+            logits = self.bound(token)
+        except BaseException:
+            self.bound = None  # it has counted a step that the caches take back
+            raise
         self.is_trusted = self.bound.is_trusted
         if not self.is_trusted:
             self.bound = None
+            return self.run(token)  # what failed may have been the eager run, too
         return logits
 
     def _is_gapless(self, cache: LayerCache) -> bool:

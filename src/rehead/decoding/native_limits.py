@@ -4,6 +4,7 @@ from collections import defaultdict
 
 from torch import nn
 
+from rehead.attention.key_scales import are_plain
 from rehead.attention.program import (
     Add,
     Attend,
@@ -48,7 +49,7 @@ def refusal(program: Program) -> str | None:
             case Call(module=module):
                 return f"it has {only_forward(module)}"
             case AttendRebuilt(key_norm=norm) if norm is not None:
-                modules = () if _is_plain_norm(norm) else (norm,)
+                modules = () if are_plain(norm) and norm.weight is not None else (norm,)
             case Add(x=x) if not _can_add(previous, x):
                 return "an addition that does not follow a linear layer or a norm"
         if modules:
@@ -93,6 +94,14 @@ def _misfit(op: Op) -> str | None:
             return "matrices of heads in an order that C++ does not read"
         case Rotate(rotary=rotary) | AttendRebuilt(rotary=rotary) if type(rotary) is not Rotary:
             return "a rotation of its own"
+        case Rotate(xs=xs, rotary=rotary) if any(not rotary.width <= x.width == xs[0].width for x in xs):
+            return "heads of other widths than their rotation"
+        case Attend(query=(query, *_), n_kv_head=n_kv_head) if query.heads % n_kv_head:
+            return "query heads that its KV heads do not divide"
+        case Add(x=x, onto=onto) if x.width != onto.width:
+            return "a sum of different widths"
+        case Gate(gate=gate, up=up) if gate.width != up.width:
+            return "a gate of another width than what it multiplies"
         case Norm(x=x, module=norm) if norm.get_parameter("weight").numel() != x.width:
             return "a norm of another width than its input"
         case AttendRebuilt(key_up=up, key_norm=norm) if (

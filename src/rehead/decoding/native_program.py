@@ -245,6 +245,11 @@ class NativeProgram:
                     k=store.shape[-1], n=part.width, column=column,
                 )  # fmt: skip
                 column += part.width
+            if column != store.shape[-1]:  # C++ would write beyond them; this operation never runs
+                raise UsageError(
+                    f"layer {op.layer} computes a {name} of {column} numbers, its cache has rows of "
+                    f"{store.shape[-1]}: its weights do not fit its config."
+                )
 
     @_pack.register
     def _(self, op: Attend) -> None:

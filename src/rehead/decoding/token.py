@@ -10,6 +10,7 @@ from torch import Tensor
 from rehead.attention import LayerCache, visible
 from rehead.attention.cache import NextRow
 from rehead.attention.rope import Rotary
+from rehead.model import StateCache
 
 
 class Tables:
@@ -107,14 +108,17 @@ class Token:
 
 
 @contextmanager
-def counted(caches: Iterable[object]) -> Iterator[None]:
-    """Take back from all caches, if the block fails, the tokens that it counted."""
+def counted(caches: Sequence[object]) -> Iterator[None]:
+    """Take back from all caches, if the block fails, the tokens that it counted, or that an RNN's states have read."""
     counts = [(cache, cache.count) for cache in caches if isinstance(cache, LayerCache)]
+    states = [(cache, cache.state) for cache in caches if isinstance(cache, StateCache)]
     try:
         yield
     except BaseException:
         for cache, count in counts:
             cache.count = count
+        for layer, state in states:
+            layer.state = state
         raise
 
 
