@@ -408,6 +408,10 @@ def test_a_split_shorter_than_a_block_says_what_fits():
     with pytest.raises(InvalidInput, match=message):
         split(ids(900), 128)
     split(ids(900), 89)
+    with pytest.raises(
+        InvalidInput, match=r"^the training split has 810 .* or data\.block_size=89 or less\.$"
+    ):
+        split(ids(900), 1000)
 
 
 @given(block=st.integers(1, 9), extra=st.integers(-9, 3))

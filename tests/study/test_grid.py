@@ -1,6 +1,7 @@
 """From a preset and flags to jobs: lists, seeds, variants made from variants, and what is refused."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rehead.config import ModelOptions, flags
 from rehead.errors import ConfigError, InvalidInput
 from rehead.model import build
 from rehead.study import Preset, jobs
+from rehead.study.grid import overridden
 from rehead.tokenizer import train
 
 TABLE = {"about": "x", "run": {"trainer": {"max_iters": 60, "warmup_iters": 5}}}
@@ -82,7 +84,8 @@ def test_variants_follow_from_variants():
 
 
 def test_the_users_flags_go_before_a_variants_own():
-    found = jobs(preset(variants=STAGES), ["trainer.max_iters=8", "trainer.learning_rate=0.3"])
+    with pytest.warns(UserWarning, match="max_iters=8 takes the place of what Longer"):
+        found = jobs(preset(variants=STAGES), ["trainer.max_iters=8", "trainer.learning_rate=0.3"])
     assert names(found) == list(STAGES)
     assert {job.options.trainer.max_iters for job in found} == {8}
     assert {job.options.trainer.learning_rate for job in found} == {0.3}
@@ -221,6 +224,30 @@ def test_homework_asks_what_the_homework_asks():
     assert heads == {None, 1, 2, 3}
     assert found["Rotary, 3 KV heads"].model.rope
     assert {options.trainer.batch_size for options in found.values()} == {64}
+
+
+def test_a_flag_in_place_of_what_variants_set_is_told():
+    given = ["system.seed=1", "data.block_size=32"]
+    replaced = "data.block_size=32 takes the place of what Absolute to 256 (256), Rotary to 256 (256) set"
+    with pytest.warns(UserWarning, match=re.escape(f"{replaced}: the study compares other variants")):
+        found = jobs(Preset.read("homework"), given)
+    assert overridden(Preset.read("homework"), found) == replaced
+    assert overridden(Preset.read("homework"), jobs(Preset.read("homework"), ["data.block_size=256"])) == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "equal"),
+    [
+        ("model.n_kv_head=2", "'Absolute' and '3 KV heads'"),
+        ("trainer.max_iters=9", "'Absolute' and 'Absolute at 128'"),
+    ],
+)
+def test_a_flag_that_makes_variants_equal_is_refused(flag, equal):
+    with pytest.raises(ConfigError) as caught:
+        jobs(Preset.read("homework"), ["system.seed=[0,1]", flag])
+    said = str(caught.value)
+    assert said.startswith(f"{flag} takes the place of what ")
+    assert f"which makes {equal} equal. Leave it out. --fraction trains" in said
 
 
 def test_mistakes_on_the_command_line(here, capsys):

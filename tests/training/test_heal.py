@@ -1,5 +1,6 @@
 """Healing: a converted model learns back what it lost, and its certificate says so."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -271,7 +272,7 @@ def test_what_cannot_be_healed(capsys):
         words = [f"{name}={value}" for name, value in flags.items()]
         assert main(["train", *words, f"system.work_dir={folder}"]) == 0
     refusals = {
-        ("mqa", "other"): "was converted from another model",
+        ("mqa", "other"): "was converted from another model than the teacher, one with n_embd=24: give that",
         ("mqa", "few"): "was converted from another model",
         ("mqa", "nowhere"): "nowhere does not exist",
         ("nowhere", "source"): "nowhere does not exist",
@@ -342,6 +343,33 @@ def test_another_teacher_than_the_source_leaves_no_certificate(capsys):
     assert main(["train", *given, *QUICK, "trainer.max_iters=1", "system.work_dir=led"]) == 0
     assert "fewer is not the model that mqa was converted from" in capsys.readouterr().err
     assert not (resolve(Path("led")) / "conversion.json").exists()
+
+
+@pytest.mark.filterwarnings("always:.* is not the model that mqa was converted from")
+def test_nor_does_another_model_of_its_shape(capsys):
+    """The certificate has the sha256 of the source's weights; one of before has not, and cannot tell."""
+    fewer = [flag for flag in TINY if not flag.startswith("trainer.max_iters")]
+    words = [*fewer, "trainer.max_iters=1", "system.seed=7", "system.work_dir=stranger"]
+    assert main(["train", *words]) == 0
+    weights = (resolve(Path("source")) / "model.safetensors").read_bytes()
+    digest = hashlib.sha256(weights).hexdigest()
+    assert certificate("mqa")["source_sha256"] == [digest]
+    assert f"sha256 {digest[:12]}...." in Path("mqa/CONVERSION.md").read_text()
+    words = ["--teacher", "stranger", *QUICK, "data.path=input.txt", "trainer.max_iters=1"]
+    capsys.readouterr()
+    assert main(["heal", "mqa", *words, "system.work_dir=strange"]) == 0
+    assert (
+        "stranger is not the model that mqa was converted from, by its config and the"
+        in capsys.readouterr().err
+    )
+    assert not (resolve(Path("strange")) / "conversion.json").exists()
+    shutil.copytree("mqa", "older")
+    table = certificate("older")
+    del table["source_sha256"]
+    Path("older/conversion.json").write_text(json.dumps(table))
+    Path("older/MANIFEST.json").unlink()
+    assert main(["heal", "older", *words, "system.work_dir=strange-2"]) == 0
+    assert certificate("strange-2")["healing"]
 
 
 def test_a_run_that_was_stopped_is_certified_at_its_last_step():
@@ -661,6 +689,20 @@ def test_removed_lessons_are_not_called_another_run(latent, capsys):
     capsys.readouterr()
     assert taught("trainer.max_iters=2", "system.work_dir=removed", "trainer.resume=True") == 2
     assert "begun without --teach, or removed-taught has been removed" in capsys.readouterr().err
+
+
+def test_only_the_source_gives_lessons(latent, capsys):
+    shutil.copytree("source", "source-on")
+    assert main(["train", "system.work_dir=source-on", "trainer.resume=True", "trainer.max_iters=41"]) == 0
+    capsys.readouterr()
+    words = ["mla", "--teacher", "source-on", "--teach", "2", *QUICK, "system.work_dir=by-another"]
+    assert main(["heal", *words]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "--teach: source-on has other weights than the model that mla was converted from, whose sha256 is in"
+        in said
+    )
+    assert not list(Path().glob("by-another*"))
 
 
 def test_lessons_are_repeated_beside_the_first(latent, capsys):

@@ -106,13 +106,16 @@ def _named(path: Path) -> tuple[str, str] | None:
 
 
 def _newest(name: str, revision: str) -> str:
-    """Return the sentence of a message that names a branch's commit; empty if it is unknown."""
-    try:
-        from huggingface_hub import HfApi
+    """Return the sentence of a message that names a branch's commit, or tells why it is unknown."""
+    from huggingface_hub import HfApi, errors
 
+    try:
         commit = HfApi().model_info(name, revision=revision, timeout=PATIENCE).sha
-    except Exception:  # no network, no such model
-        return ""
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        return " There is no such model there, or it is private."
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        return f" Which commit its {revision} is at could not be asked ({reason:.80})."
     return f" Its {revision} is at {name}@{commit}." if commit else ""
 
 

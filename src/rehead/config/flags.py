@@ -167,7 +167,7 @@ def _require_literal(value: Any, where: str) -> None:
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise ConfigError(f"{where}: {value!r:.80} is a reference. Write the value itself.")
     if isinstance(value, int) and abs(value) >= 2**63:
-        raise ConfigError(f"{where}: {value!s:.40} has more than 64 bits. Use 0 up to {2**63 - 1} at most.")
+        raise ConfigError(f"{where}: {value!s:.40} has more than 64 bits: no size or seed is that large.")
 
 
 def _yaml(path: Path) -> Any:

@@ -102,14 +102,14 @@ class Layer:
 class Certificate:
     """Saved as conversion.json beside the model, and for people as CONVERSION.md.
 
-    `compared_on` says what the logits were compared on: a text, or random tokens, which say little.
-    `exact` is True where every step is exact by its promise, or changed no weight of the keys and
-    values beyond rounding. `logits` are compared as in `rehead.measure.fidelity`, on the `test` text or,
-    without one, on random tokens; `loss` is in nats per token of the test text. Pairs are before and
-    after. `calibration` is what approximations were fitted to; the windows of all texts have `length` tokens,
-    unless a text has its own. `held_out` is True where the test text is a part held out of what the model was fitted
-    or healed to, and so of its kind. `teach` is the number of passes in which the source's attentions taught.
-    `earlier` are the conversions that made the source, the oldest first: no other figure has their losses in it.
+    `compared_on` says what the logits were compared on: a text, or random tokens, which say little. `exact` is True
+    where every step is exact by its promise, or changed no weight of the keys and values beyond rounding. `logits` are
+    compared as in `rehead.measure.fidelity`, on the `test` text or, without one, on random tokens; `loss` is in nats
+    per token of the test text. Pairs are before and after. `calibration` is what approximations were fitted to; the
+    windows of all texts have `length` tokens, unless a text has its own. `held_out` is True where the test text is a
+    part held out of what the model was fitted or healed to, and so of its kind. `teach` is the number of passes in
+    which the source's attentions taught. `earlier` are the conversions that made the source, the oldest first: no other
+    figure has their losses in it. `source_sha256` are of the source's files of weights.
     """
 
     format: str = FORMAT
@@ -132,6 +132,7 @@ class Certificate:
     healing: list[Healing] = field(default_factory=list)
     compared_on: str = ""
     earlier: list[Earlier] = field(default_factory=list)
+    source_sha256: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> "Certificate":

@@ -127,7 +127,8 @@ class FolderConverter:
         )
         if not (certificate.exact or allow_loss or max_loss is not None):
             raise UsageError(refusal(certificate, can_read=self.tokenizer is not None))
-        certificate = replace(self._decoded(certificate), earlier=self.earlier)
+        digests = list(self.read.digests.values())
+        certificate = replace(self._decoded(certificate), earlier=self.earlier, source_sha256=digests)
         if certificate.calibration:
             tell_fitted(self.texts)
         if self.named and not certificate.calibration and not certificate.exact:

@@ -4,9 +4,11 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from rehead.checkpoint import read_at
 from rehead.config import ModelConfig, decode
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.events import Earlier
+from rehead.conversion.source import weights_sha256
 from rehead.errors import InvalidInput
 
 
@@ -16,8 +18,13 @@ def conversion_of(folder: Path) -> Certificate | None:
 
 
 def is_source(config: ModelConfig, certificate: Certificate) -> bool:
-    """Whether a model of this config is what a certificate's conversion began with."""
+    """Whether what a certificate's conversion began with is of this config."""
     return decode(ModelConfig, certificate.source, CERTIFICATE) == config
+
+
+def has_its_weights(model: Path, certificate: Certificate) -> bool:
+    """Whether a model's weights are those that a conversion began with; True if its certificate cannot tell."""
+    return not certificate.source_sha256 or read_at(model, weights_sha256) == certificate.source_sha256
 
 
 def after(before: Certificate | None, made: Certificate) -> Certificate:

@@ -186,4 +186,6 @@ def _where(certificate: Certificate) -> str:
         texts.setdefault(text.length or certificate.length, []).append(part)
     windows = [f"{', and '.join(parts)}, in windows of {length:,}" for length, parts in texts.items()]
     fitted = ", and ".join(windows) or "no text"
-    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {escaped(certificate.dtype)}; {facts}."
+    sums = ", ".join(f"{escaped(one[:12])}..." for one in certificate.source_sha256)
+    source = f" The source's weights have the sha256 {sums}." if sums else ""
+    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {escaped(certificate.dtype)}; {facts}.{source}"

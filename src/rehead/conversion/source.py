@@ -6,7 +6,13 @@ from pathlib import Path
 from rehead.checkpoint.files.deferred import origins
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.files.publish import MANIFEST, recorded
+from rehead.checkpoint.files.shards import Shards
 from rehead.model import LanguageModel
+
+
+def weights_sha256(folder: Path) -> list[str]:
+    """Return the sha256 of the files with a model's weights, in the order of their names."""
+    return list(Shards(folder).digests().values())
 
 
 class Source:

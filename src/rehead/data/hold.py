@@ -61,7 +61,7 @@ def hold(folder: Path, keep: Callable[[], bool], choose: str) -> Iterator[Held]:
             finally:
                 in_place = held.is_valid
     finally:
-        if in_place and not keep():
+        if in_place and not (folder.exists() and keep()):
             with suppress(OSError, ReheadError):  # not empty, or another process uses it
                 _remove(folder, created, choose)
 
@@ -74,7 +74,8 @@ def _remove(folder: Path, created: list[Path], choose: str) -> None:
             (folder / LOCK).unlink()
     sweep(folder.glob(f"{ASIDE}*"))  # left by an interrupt
     for place in created:
-        place.rmdir()
+        if place.exists():
+            place.rmdir()
 
 
 def _opened(file: Path) -> TextIO:

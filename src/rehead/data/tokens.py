@@ -123,18 +123,23 @@ def split(ids: Ids, block_size: int, val_fraction: float = 0.1) -> Split:
         )
     at = int(len(ids) * (1 - val_fraction))
     parts = Split(ids[:at], ids[at:])
-    require_block(parts.train, block_size, "training")
+    least = min(len(part) for part in parts[: 2 if val_fraction else 1])
+    require_block(parts.train, block_size, "training", least)
     if val_fraction:
-        require_block(parts.val, block_size, "validation")
+        require_block(parts.val, block_size, "validation", least)
     return parts
 
 
-def require_block(ids: Ids, block_size: int, name: str) -> None:
-    """Raise InvalidInput unless the split called `name` holds one block and the token after it."""
+def require_block(ids: Ids, block_size: int, name: str, least: int | None = None) -> None:
+    """Raise InvalidInput unless the split called `name` holds one block and the token after it.
+
+    `least` are the tokens of the shortest split, if that is another.
+    """
     if len(ids) <= block_size:
         rule = (
             f"the {name} split has {len(ids)} tokens, but one block needs "
             f"data.block_size + 1 = {block_size + 1}"
         )
-        smaller = f", or data.block_size={len(ids) - 1} or less" if len(ids) > 1 else ""
+        least = len(ids) if least is None else least
+        smaller = f", or data.block_size={least - 1} or less" if least > 1 else ""
         raise InvalidInput(f"{rule}: use a longer text{smaller}.")

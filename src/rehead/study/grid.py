@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -43,7 +44,37 @@ def jobs(preset: Preset, changes: list[str], fraction: float = 1.0) -> list[Job]
             raise ConfigError(
                 f"{job.variant!r} and another variant would both be written to {job.folder}: rename one of them."
             )
+    if replaced := overridden(preset, planned):
+        _require_unlike(preset, planned, replaced)
+        warnings.warn(
+            f"{replaced}: the study compares other variants than {preset.file} describes", stacklevel=2
+        )
     return planned
+
+
+def overridden(preset: Preset, planned: Sequence[Job]) -> str:
+    """Return the flags that take the place of what variants of the preset set, in words; "" without any."""
+    found = dict[str, dict[str, str]]()
+    for job in planned:
+        for key, own in preset.variants[job.of].flags.items():
+            if not isinstance(own, list) and job.flags.get(key, own) != own:
+                place = found.setdefault(f"{key}={written(job.flags[key])}", {})
+                place[job.of] = f"{job.of} ({written(own)})"
+    return "; ".join(
+        f"{flag} takes the place of what {', '.join(of.values())} set" for flag, of in found.items()
+    )
+
+
+def _require_unlike(preset: Preset, planned: Sequence[Job], replaced: str) -> None:
+    """Raise ConfigError if flags that took the place of what variants set have made two of them equal."""
+    first = dict[str, Job]()
+    for job in planned:
+        other = first.setdefault(repr(job.description()), job)
+        if other.of != job.of and preset.variants[job.of].flags:
+            raise ConfigError(
+                f"{replaced}, which makes {other.variant!r} and {job.variant!r} equal. Leave it out. --fraction trains "
+                "a share of every variant's iterations."
+            )
 
 
 def _require_one_place(place: Any, given: Flags, preset: Preset) -> None:

@@ -13,6 +13,7 @@ from rehead.conversion.folder import plannable_dtype, read_plannable
 from rehead.conversion.plan import plan
 from rehead.measure import parameters
 from rehead.study.claims import claim
+from rehead.study.grid import overridden
 from rehead.study.job import Job, one_source
 from rehead.study.preset import PANELS, Preset, Question
 from rehead.study.prompt import prompt_note
@@ -50,6 +51,7 @@ def gather(
     ]
     by_name = {variant["variant"]: variant for variant in variants}
     unknown = {name: variant["runs"][0].get("unknown_characters", []) for name, variant in by_name.items()}
+    replaced = overridden(preset, jobs)
     questions = []
     for question in preset.questions or _usual(preset, jobs):
         of = [name for name, several in by_variant.items() if several[0].of in question.of]
@@ -60,7 +62,7 @@ def gather(
         questions.append({"ask": question.ask, "of": of, "show": list(question.show), "claims": claims})
     return {
         "study": preset.name,
-        "about": preset.about,
+        "about": f"{preset.about} ({replaced}.)" if replaced else preset.about,
         "command": shlex.join(command),
         "fraction": fraction,
         "temperature": preset.temperature,

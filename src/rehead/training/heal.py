@@ -9,7 +9,16 @@ from typing import Any
 from rehead.checkpoint import read_at, read_config, resolve
 from rehead.checkpoint.find import run_data
 from rehead.checkpoint.hub import pinned
-from rehead.config import DataOptions, GPTConfig, ModelConfig, RunOptions, TrainerOptions, flags
+from rehead.config import (
+    DataOptions,
+    GPTConfig,
+    ModelConfig,
+    RunOptions,
+    TrainerOptions,
+    decode,
+    encode,
+    flags,
+)
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import CERTIFICATE
 from rehead.conversion.history import conversion_of, is_source
@@ -149,8 +158,11 @@ def _require_source(folder: Path, teacher: ModelConfig) -> None:
             stacklevel=3,
         )
     elif not is_source(teacher, certificate):
+        source, other = encode(decode(ModelConfig, certificate.source, CERTIFICATE)), encode(teacher)
+        name = next(name for name in source if source[name] != other.get(name))
         raise ConfigError(
-            f"{folder} was converted from another model than the teacher. Give the source named in its {PAGE}."
+            f"{folder} was converted from another model than the teacher, one with {name}={source[name]!s:.60}: give "
+            f"that model. The sha256 of its weights is in {PAGE}."
         )
 
 

@@ -10,7 +10,7 @@ from rehead.config import RunOptions
 from rehead.conversion.blocks import TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.events import Healing
-from rehead.conversion.history import conversion_of, is_source
+from rehead.conversion.history import conversion_of, has_its_weights, is_source
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.texts import Passage
 from rehead.data import Ids, read_ids, shown, split
@@ -45,9 +45,10 @@ def certificate_of(options: RunOptions) -> Certificate | None:
     certificate = read_at(path, conversion_of)
     if certificate is None:
         return None
-    if not is_source(read_at(teacher, read_config), certificate):
+    if not (is_source(read_at(teacher, read_config), certificate) and has_its_weights(teacher, certificate)):
         warnings.warn(
-            f"{teacher} is not the model that {path} was converted from: the trained model gets no {CERTIFICATE}",
+            f"{teacher} is not the model that {path} was converted from, by its config and the sha256 of its weights: "
+            f"the trained model gets no {CERTIFICATE}",
             stacklevel=2,
         )
         return None

@@ -10,6 +10,7 @@ from rehead.conversion.arguments import require_apart
 from rehead.conversion.blocks import CALIBRATION_TOKENS, TEST_TOKENS, blocks_of
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text, output_errors
 from rehead.conversion.fit.teaching import teach
+from rehead.conversion.history import has_its_weights
 from rehead.conversion.origin import carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
@@ -137,6 +138,11 @@ def _teach(folder: Path, aside: Path, scratch: Path, options: RunOptions, passes
     if not lossy:
         raise ConfigError(
             f"--teach: {folder} was converted exactly, so there is nothing to learn. Leave it out."
+        )
+    if not has_its_weights(Path(options.trainer.teacher), before):
+        raise ConfigError(
+            f"--teach: {options.trainer.teacher} has other weights than the model that {folder} was converted from, "
+            f"whose sha256 is in its {PAGE}. Give that one, or leave --teach out."
         )
     files = {CARD: carried(folder, opened.folder), **opened.texts()}
     read_from = [fingerprint(one.folder) for one in (teacher, opened)]
