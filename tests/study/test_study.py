@@ -310,6 +310,7 @@ CHANGED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*takes the place of what")
 def test_a_changed_option_is_refused_before_anything_is_trained(whole, here, capsys):
     """Otherwise the first variant would be trained on, the next refused, and the study as it was lost."""
     shutil.copytree(whole, "other")
@@ -341,6 +342,7 @@ def test_a_changed_option_is_refused_before_anything_is_trained(whole, here, cap
     shutil.rmtree("other")
 
 
+@pytest.mark.filterwarnings("ignore:.*takes the place of what")
 def test_a_study_does_not_go_into_somebodys_run(whole, here, capsys):
     shutil.copytree(whole / "one-head/seed-3", "mine")
     Path("mine/job.json").unlink()
