@@ -5,9 +5,11 @@ import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 from corpus import stock_folder
+from huggingface_hub import errors
 
 import rehead
 from rehead.checkpoint import hub
@@ -35,7 +37,7 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
         if "/org/model" not in path:
             return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if OTHER in path:
+        if OTHER in path or path.endswith("/abc123"):
             return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
         if path in (f"/api/models/org/model/revision/{name}" for name in ("main", COMMIT)):
             return self.answer(200, json.dumps({"id": "org/model", "sha": COMMIT}).encode())
@@ -109,11 +111,11 @@ MODEL = f"org/model@{COMMIT}"
 SAID = {
     "org/model": f"Its main is at {MODEL}.",
     "org/model@main": f"Its main is at {MODEL}.",
-    "org/model@abc123": "org/model@<40 hex digits>",
+    "org/model@abc123": "org/model@<40 hex digits>. It has no abc123.",
     f"org/model@{OTHER}": f"has no commit {OTHER}",
     f"org/gated@{COMMIT}": "is gated",
     f"org/nobody@{COMMIT}": "is not a model on",
-    "org/nobody": "org/nobody@<40 hex digits>",
+    "org/nobody": "org/nobody@<40 hex digits>. There is no such model there",
 }
 
 
@@ -195,6 +197,28 @@ def test_a_plan_fetches_no_weights(run, folder):
         assert code == 3
         assert words in message
         assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            OSError("[Errno -2] Name or service\nnot known"),
+            "could not be asked ([Errno -2] Name or service not known).",
+        ),
+        (
+            errors.RepositoryNotFoundError("404", response=Mock()),
+            " There is no such model there, or it is private.",
+        ),
+    ],
+)
+def test_why_a_newest_commit_is_unknown(raised, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=raised))
+    with pytest.raises(InvalidInput) as caught:
+        rehead.load("org/model")
+    assert str(caught.value).endswith(said)
+    assert "pin a commit: org/model@<40 hex digits>." in str(caught.value)
 
 
 def test_a_folder_of_the_same_name_wins(tmp_path, monkeypatch):

@@ -519,6 +519,23 @@ def test_a_folder_is_one_study_s_at_a_time(here, capsys):
     assert not Path("taken").exists()
 
 
+def test_a_folder_that_cannot_be_made_says_why(here, capsys, monkeypatch):
+    Path("ro").mkdir()
+    made = Path.mkdir
+
+    def mkdir(path, *given, **more):
+        if path.parent.name == "ro":
+            raise PermissionError(13, "Permission denied", str(path))
+        made(path, *given, **more)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert main([*TINY, "system.work_dir=ro/there"]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("rehead: cannot write in ro/there ([Errno 13] Permission denied: ")
+    assert said.endswith("choose another system.work_dir.\n")
+    assert not list(Path("ro").iterdir())
+
+
 @pytest.mark.parametrize("bos", [None, 7])
 def test_a_context_shorter_than_the_beginning_of_a_text_is_sampled_from(bos):
     """Without a prompt, 8 tokens are continued: as many as the model reads, with the one before them."""

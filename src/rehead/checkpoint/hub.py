@@ -111,7 +111,9 @@ def _newest(name: str, revision: str) -> str:
 
     try:
         commit = HfApi().model_info(name, revision=revision, timeout=PATIENCE).sha
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+    except errors.RevisionNotFoundError:
+        return f" It has no {revision}."
+    except errors.RepositoryNotFoundError:
         return " There is no such model there, or it is private."
     except Exception as error:
         reason = " ".join(str(error).split())
