@@ -156,7 +156,7 @@ REFUSED = [
     (["train", "data.path=nowhere.txt"], 3, ["nowhere.txt", "data.path"]),
     (["train", "data.path=empty.txt"], 3, ["empty.txt", "0 tokens"]),
     (["train", "data.path=latin.txt"], 3, ["latin.txt", "UTF-8", "byte 3"]),
-    (["train", "data.path=text.txt", "data.block_size=700"], 3, ["701", "data.block_size=665"]),
+    (["train", "data.path=text.txt", "data.block_size=700"], 3, ["701", "data.block_size=73"]),
     (["train", "--config", "nowhere.yaml"], 3, ["nowhere.yaml", "YAML"]),
     (["generate", "nowhere", "--prompt", "O"], 3, ["nowhere", "folder"]),
     (["generate", ".", "--prompt", "O"], 3, ["text.txt", "config.json"]),
