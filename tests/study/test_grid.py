@@ -250,6 +250,12 @@ def test_a_flag_that_makes_variants_equal_is_refused(flag, equal):
     assert f"which makes {equal} equal. Leave it out. --fraction trains" in said
 
 
+def test_variants_made_equal_are_refused_in_either_order():
+    variants = {"One": {"model": {"n_kv_head": 1}}, "All": {}}
+    with pytest.raises(ConfigError, match="which makes 'One' and 'All' equal"):
+        jobs(preset(variants=variants), ["model.n_kv_head=2", "model.n_query_head=4"])
+
+
 def test_mistakes_on_the_command_line(here, capsys):
     for words, status, named in (
         (["--preset", "hommework"], 3, ["hommework", "'homework'"]),

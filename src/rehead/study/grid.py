@@ -70,7 +70,7 @@ def _require_unlike(preset: Preset, planned: Sequence[Job], replaced: str) -> No
     first = dict[str, Job]()
     for job in planned:
         other = first.setdefault(repr(job.description()), job)
-        if other.of != job.of and preset.variants[job.of].flags:
+        if other.of != job.of and any(preset.variants[one.of].flags for one in (other, job)):
             raise ConfigError(
                 f"{replaced}, which makes {other.variant!r} and {job.variant!r} equal. Leave it out. --fraction trains "
                 "a share of every variant's iterations."

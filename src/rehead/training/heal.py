@@ -159,10 +159,11 @@ def _require_source(folder: Path, teacher: ModelConfig) -> None:
         )
     elif not is_source(teacher, certificate):
         source, other = encode(decode(ModelConfig, certificate.source, CERTIFICATE)), encode(teacher)
-        name = next(name for name in source if source[name] != other.get(name))
+        name = next(name for name in (*source, *other) if source.get(name) != other.get(name))
+        where = f" The sha256 of its weights is in {PAGE}." if certificate.source_sha256 else ""
         raise ConfigError(
-            f"{folder} was converted from another model than the teacher, one with {name}={source[name]!s:.60}: give "
-            f"that model. The sha256 of its weights is in {PAGE}."
+            f"{folder} was converted from another model than the teacher, one with {name}={source.get(name)!s:.60}: "
+            f"give that model.{where}"
         )
 
 
