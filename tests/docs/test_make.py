@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMED = ("README.md", "CONTRIBUTING.md", "SECURITY.md", ".ci/run", ".github/workflows/ci.yml")
-TARGETS = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -29,3 +30,14 @@ def test_named_targets_exist() -> None:
     }
     assert {name for name, _ in named} == {*NAMED}
     assert {target for _, target in named} - {*TARGETS} == set()
+
+
+def test_the_audit_accepts_what_security_md_explains() -> None:
+    accepted = re.findall(r"^ACCEPTED := (.*)$", MAKEFILE, re.MULTILINE)[0].split()
+    rows = [row.split("|") for row in (ROOT / "SECURITY.md").read_text().splitlines() if row.startswith("|")]
+    explained = [
+        name for _, _, advisory, *_ in rows for name in re.findall(r"\b(?:CVE|PYSEC)-[\d-]+", advisory)
+    ]
+    assert accepted == explained
+    pinned = re.findall(r"^([a-z-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert {package.split()[0] for _, package, *_ in rows[2:]} <= {*pinned}
