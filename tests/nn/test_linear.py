@@ -14,6 +14,13 @@ onednn = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def _avx2(monkeypatch):
+    """A CPU without products of 16 bits, whichever this one is."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+
+
 def operators(layer, x):
     with torch.profiler.profile(acc_events=True) as profiled:  # torch 2.11 warns without
         layer(x)
@@ -92,12 +99,12 @@ def test_decoding_joins_them_as_it_joins_others():
     assert JoinedLinear(Linear(4, 3), Other(4, 5)).joined is None
 
 
+@pytest.mark.usefixtures("_avx2")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(3, 50), (64,)])
 def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
     """As near to float64 as nn.Linear's, in every part of the weight; few rows are nn.Linear's."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr("rehead.nn.rows.PART", 5 * 37 + 1)
     layer, plain = (kind(37, 53, bias=bias, dtype=dtype) for kind in (WideLinear, nn.Linear))
     plain.load_state_dict(layer.state_dict())
@@ -112,13 +119,13 @@ def test_narrow_dtypes_are_products_in_float32(monkeypatch, dtype, bias, shape):
         assert "aten::_to_copy" in operators(layer, x)
 
 
+@pytest.mark.usefixtures("_avx2")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("shape", [(3, 50), (64,), (7,)])
 def test_their_gradients_are_too(monkeypatch, dtype, bias, frozen, shape):
     """Rounded once from float64's, of inputs, weights and biases; frozen weights get none and keep no input."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr("rehead.nn.rows.PART", 5 * 37 + 1)
     layer = WideLinear(37, 53, bias=bias, dtype=dtype).requires_grad_(not frozen)
     gold = copy.deepcopy(layer).double()
