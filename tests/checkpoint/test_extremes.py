@@ -28,7 +28,6 @@ def run(one_of, place):
     return found["inputs"], found["wrong"]
 
 
-@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_an_extreme_value_is_read_or_refused(tmp_path):

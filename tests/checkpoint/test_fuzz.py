@@ -45,7 +45,6 @@ def run(counts, seed, place):
     return found["wrong"]
 
 
-@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_random_faults_end_in_one_clean_line(tmp_path):

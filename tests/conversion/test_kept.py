@@ -83,7 +83,6 @@ def test_only_one_conversion_s_layers_are_kept(order, tmp_path):
     assert not first.folder.exists()
 
 
-@pytest.mark.long
 @pytest.mark.process
 def test_more_layers_than_files_may_be_open(tmp_path):
     """At the usual limit of macOS, divided by four."""
