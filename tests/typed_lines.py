@@ -6,6 +6,8 @@ import shlex
 import subprocess
 import sys
 
+import forked
+
 PROGRAM = """
 import contextlib, io, json, sys
 from rehead.cli import main
@@ -20,10 +22,12 @@ for line in json.loads(sys.argv[1]):
 def typed(*lines, cwd=None, before=(), **env):
     """Exit status, stdout and stderr of each line, a list of words or a text; `before` it another program."""
     words = [shlex.split(line) if isinstance(line, str) else [*map(str, line)] for line in lines]
-    done = subprocess.run(
-        [*before, sys.executable, "-c", PROGRAM, json.dumps(words)],
-        cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    given, there = json.dumps(words), {"cwd": cwd, "env": os.environ | env}
+    if before:
+        program = [*before, sys.executable, "-c", PROGRAM, given]
+        done = subprocess.run(program, **there, capture_output=True, text=True, check=False)
+    else:
+        done = forked.python(PROGRAM, given, **there)
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 

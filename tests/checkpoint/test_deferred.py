@@ -1,6 +1,8 @@
 """A model whose weights stay in their files computes what it computes in memory."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -36,6 +38,22 @@ def test_the_same_function(folder):
     assert outside.head.weight is outside.embed_tokens.weight
     for name, weight in inside.state_dict().items():
         assert torch.equal(materialise(outside.state_dict()[name]), weight)
+
+
+UNNEEDED = """
+import sys
+import rehead
+rehead.save(rehead.checkpoint.load("model", in_memory=False), "copy")
+print(*sorted({"sympy", "torch.distributed.tensor"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.process
+def test_what_is_read_and_written_waits_for_no_module_that_nothing_uses(folder):
+    """PyTorch's first operation on a tensor of a class like this one imports both, in most of a second."""
+    program = [sys.executable, "-c", UNNEEDED]
+    done = subprocess.run(program, cwd=folder.parent, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "\n"
 
 
 def test_read_at_every_use_and_not_kept():

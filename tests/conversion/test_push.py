@@ -5,16 +5,14 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+import forked
 import rehead
 from typed_lines import typed
 
@@ -194,10 +192,9 @@ def export(hub, source, tmp_path):
         own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
         own |= {} if token is None else {"HF_TOKEN": token}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        done = subprocess.run(
-            [Path(sys.executable).with_name("rehead"), "export", source, "out", *words],
-            cwd=tmp_path, env=kept | own | changes, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = forked.python(
+            forked.SCRIPT, "export", str(source), "out", *words, cwd=tmp_path, env=kept | own | changes
+        )
         assert TOKEN not in done.stdout + done.stderr
         assert ("Traceback" in done.stderr) is ("--debug" in words)
         return done

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 import rehead
 from processes import is_running
 from rehead.cli import main
@@ -79,9 +80,7 @@ def words(destination, *more):
 
 def in_a_child(place, *given):
     """Run a command, killed before a file is renamed to `place`."""
-    child = [sys.executable, "-c", CHILD, place, *given]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as in this process: the certificate names them
-    return subprocess.run(child, capture_output=True, text=True, timeout=100, env=one_thread)
+    return forked.python(CHILD, place, *given, timeout=100)
 
 
 def kill(place, destination, *more):

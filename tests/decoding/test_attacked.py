@@ -1,10 +1,8 @@
 """Weights and parts that C++ must not read or pass over; each in a process of its own, which a fault would end."""
 
-import subprocess
-import sys
-
 import pytest
 
+import forked
 from rehead.decoding.native_op import kernel
 from rehead.native import KernelUnavailable
 
@@ -43,9 +41,7 @@ def attacked(tmp_path):
     """attacked(code): run code after MODEL in a process of its own, in an empty folder; its output."""
 
     def run(code):
-        done = subprocess.run(
-            [sys.executable, "-c", MODEL + code], capture_output=True, text=True, cwd=tmp_path, timeout=120
-        )
+        done = forked.python(MODEL + code, cwd=tmp_path, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:] or done.returncode
         return done.stdout
 

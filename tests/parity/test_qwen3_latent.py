@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +21,7 @@ from rehead.conversion.steps.rotations import beside
 from rehead.conversion.target import Target
 from rehead.errors import ConfigError
 from rehead.measure import cache_bytes
+from typed_lines import documents
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -191,11 +190,7 @@ def test_all_logits_and_tokens_with_a_rotary_part(tmp_path):
 def test_half_the_cache_as_a_user_types_it(tmp_path):
     """Half the numbers a token, and other logits, but not nonsense."""
     written(FIELDS, tmp_path)
-    words = [sys.executable, "-m", "rehead", "convert", "theirs", "ours", "--to", "mla", "--kv-fraction", "0.5",
-             "--allow-loss", "--json"]  # fmt: skip
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    certificate = json.loads(done.stdout.splitlines()[-1])
+    (certificate,) = documents("convert theirs ours --to mla --kv-fraction 0.5 --allow-loss", cwd=tmp_path)
     assert certificate["exact"] is False
     assert {name for layer in certificate["layers"] for name in layer["methods"]} == {"svd"}
     ours, theirs = rehead.load(tmp_path / "ours"), rehead.load(tmp_path / "theirs")

@@ -1,8 +1,5 @@
 """Exports as DeepSeek's class, stored in float16 and 8 bits, as transformers then computes them."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +8,7 @@ from gguf import GGMLQuantizationType, quants
 
 from rehead.attention.latent import NORM_EPS
 from rehead.conversion.export.storable import ERROR, _powers
+from typed_lines import typed
 
 IDS = torch.arange(256).view(4, 64) * 7919 % 256
 
@@ -76,10 +74,9 @@ def llama(folder, n_kv_head):
 def test_an_export_survives_smaller_formats(n_kv_head, engine, tmp_path):
     llama(tmp_path / "llama", n_kv_head)
     words = ["export", "llama", "mla", "--format", "deepseek_v3", "--for", engine]
-    done = subprocess.run(
-        [sys.executable, "-m", "rehead", *words], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "keep this export" not in done.stderr
+    [(code, _, said)] = typed(words, cwd=tmp_path)
+    assert code == 0, said
+    assert "keep this export" not in said
     exact, tokens = logs(load(tmp_path / "llama")), greedy(load(tmp_path / "llama"))
     assert kl(exact, load(tmp_path / "mla")) < 1e-9
     half = load(tmp_path / "mla", fp16)

@@ -45,6 +45,10 @@ class Deferred(Tensor):
         memo[id(self)] = kind(copied, self.requires_grad)
         return memo[id(self)]
 
+    def detach(self) -> "Deferred":
+        """Return it without its gradient. PyTorch's own would import its distributed tensors first, in a second."""
+        return Deferred(self.make, self.shape, self.dtype, self.origins, self.device)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub says so of a disabled one
         cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
