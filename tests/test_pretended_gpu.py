@@ -27,7 +27,6 @@ def test_every_case(tmp_path):
         "PRETENDED_GPU": str(pretended_gpu.build(tmp_path)),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     options = "-p pretended_gpu -p no:cacheprovider -n 0 -o addopts= -q --timeout=300"
     cases = [str(HERE / "test_on_gpu.py")]

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from rehead.conversion.certificate import Certificate, Text
 from rehead.conversion.export.card import metrics
 from rehead.conversion.origin import Origin, front
 from rehead.tokenizer import open_model, train
+from typed_lines import typed
 
 pytestmark = pytest.mark.heavy
 
@@ -274,9 +273,9 @@ def test_templates_that_are_not_passed_on_are_named(capfd):
     several = [{"name": name, "template": name} for name in ("tool_use", "default", "rag")]
     Path("llama/tokenizer_config.json").write_text(json.dumps({"chat_template": several}), encoding="utf-8")
     capfd.readouterr()
-    command = [sys.executable, "-m", "rehead", "export", "llama", "stock"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [line for line in done.stderr.splitlines() if "warning" in line] == [
+    [(code, _, said)] = typed("export llama stock")
+    assert code == 0, said
+    assert [line for line in said.splitlines() if "warning" in line] == [
         "rehead: warning: llama: of its chat templates only the default is passed on, not tool_use, rag: copy "
         "chat_template in tokenizer_config.json to use them"
     ]

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from rehead.checkpoint.huggingface.base import SHARED, UNREAD, Fields
 from rehead.checkpoint.huggingface.mla import LatentLike
 from rehead.errors import InvalidInput
 from rehead.tokenizer import train
+from typed_lines import typed
 
 OF_CLASSES = r"(?<![\w.])(?:self\.)?config\.(\w+)"
 BY_NAME = r'(?:getattr|hasattr)\((?:self\.)?config, "(\w+)"'
@@ -134,10 +134,9 @@ FOUND = {
 def test_keys_the_class_does_not_read_are_named_once_and_change_nothing(folder):
     """As typed; the logits are those of transformers, which ignores the same keys."""
     say(folder, **FOUND)
-    words = ["-m", "rehead", "generate", str(folder), "--prompt", "abc", "--max-new-tokens", "2"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "ignored" in line]
+    [(code, _, said)] = typed(["generate", folder, "--prompt", "abc", "--max-new-tokens", "2"])
+    assert code == 0, said
+    (line,) = [line for line in said.splitlines() if "ignored" in line]
     assert all(name in line for name in FOUND)
     assert line.endswith(
         "which transformers' class for model_type llama does not read. auto_map names code in the "

@@ -253,7 +253,6 @@ def test_what_cannot_be_run_is_one_line(place, tmp_path, capfd, monkeypatch):
         ("gone.yaml", 5, ["task gone.yaml: its data cannot be read", "gone.jsonl"]),
         ("no.yaml", 3, ["task no.yaml cannot be used", "keys=['a']"]),
         ("empty", 3, ["empty holds no task"]),
-        ("./nowhere.yaml", 2, ["unknown task './nowhere.yaml', and no file of that name"]),
         ("hellaswg", 2, ["unknown task 'hellaswg'", "Did you mean 'hellaswag'?"]),
         (",", 2, ["names no task"]),
         (place / "tasks/tiny_choice.yaml", 3, ["an empty context", "bos_token_id"]),
@@ -262,6 +261,17 @@ def test_what_cannot_be_run_is_one_line(place, tmp_path, capfd, monkeypatch):
     ):
         status, line = refused(capfd, "model", "--tasks", tasks, "--length", 12)
         assert (status, [part for part in parts if part not in line]) == (code, []), line
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "tasks/nowhere.yaml", "nowhere.yaml"])
+def test_a_file_that_is_not_there_is_missed_at_once(name, tmp_path, capfd, monkeypatch):
+    """The harness's own tasks are thousands of files, which are not read for it."""
+    monkeypatch.chdir(tmp_path)
+    small(tmp_path / "model", TEXT)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", None)
+    status, line = refused(capfd, "model", "--tasks", name)
+    assert status == 2
+    assert f"unknown task {name!r}, and no file of that name." in line
 
 
 def test_as_typed(folders, place):

@@ -18,6 +18,10 @@ from rehead.stages import staged
 
 SEED = 1234
 """The harness's own, by which examples are drawn for few-shot prompts."""
+_UNKNOWN = (
+    "unknown task {!r}, and no file of that name.{} Give a task of lm-evaluation-harness, a YAML file, or a folder of "
+    "them; `lm_eval ls tasks` lists all."
+)
 
 
 def run_tasks(
@@ -75,6 +79,9 @@ def load(names: Sequence[str]) -> Any:
     files = [name for name in names if Path(name).is_file()]
     folders = [name for name in names if Path(name).is_dir()]
     known = [name for name in names if name not in files + folders]
+    for name in known:
+        if Path(name).name != name or Path(name).suffix == ".yaml":
+            raise UsageError(_UNKNOWN.format(name, ""))  # before the harness lists its own, in many seconds
     manager = TaskManager(include_path=folders or None, include_defaults=bool(known))
     wanted = list(files)
     for folder in folders:
@@ -87,10 +94,7 @@ def load(names: Sequence[str]) -> Any:
         if not matches:
             near = get_close_matches(name, manager.all_tasks, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UsageError(
-                f"unknown task {name!r}, and no file of that name.{hint} Give a task of lm-evaluation-harness, a "
-                "YAML file, or a folder of them; `lm_eval ls tasks` lists all."
-            )
+            raise UsageError(_UNKNOWN.format(name, hint))
         wanted += matches
     parts = []
     for name in staged(dict.fromkeys(wanted), "reading tasks", None, "tasks"):
