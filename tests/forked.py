@@ -35,11 +35,13 @@ def python(code, *words, cwd=None, env=None, timeout=None):
         given = (code, words, cwd, dict(os.environ if env is None else env), str(out), str(err))
         child = CONTEXT.Process(target=_run, args=given)
         child.start()
-        child.join(timeout)
-        if child.is_alive():
+        try:
+            child.join(timeout)
+            if child.is_alive():
+                raise subprocess.TimeoutExpired(words, timeout)
+        finally:  # also when the test is out of time
             child.kill()
             child.join()
-            raise subprocess.TimeoutExpired(words, timeout)
         return subprocess.CompletedProcess(words, child.exitcode, out.read_text(), err.read_text())
 
 
