@@ -4,10 +4,10 @@
 
 Losses in nats per token on each test text, over the source's. Of the published conversions every split of the cache is
 tried on the first window of each test text, and the best one is measured on all, which favours them. With --heal, every
-model is then healed on the texts it was fitted to, by each number of steps and each of --seeds; the control is the
-source, trained on them alike. With --decode 4096, the time of a token after so many is measured too, over the source's
-in alternating rounds. What is done is kept in out/latents/results.json, so that an interrupted run resumes; the table
-and a picture are beside it.
+model is then healed on the texts it was fitted to, or on those of --heal-on, by each number of steps and each of
+--seeds; the control is the source, trained on them alike. With --decode 4096, the time of a token after so many is
+measured too, over the source's in alternating rounds. What is done is kept in out/latents/results.json, so that an
+interrupted run resumes; the table and a picture are beside it.
 """
 
 import argparse
@@ -116,23 +116,29 @@ class Bench:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.file = given, given.out / "results.json"
         self.done: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        of = {name: getattr(given, name) for name in ("model", "fit", "test", "tokens", "length")}
+        names = ("model", "fit", "test", "tokens", "length", "heal_on", "heal_tokens")
+        of = {name: getattr(given, name) for name in names}
         if self.done.setdefault("of", of) != of:
             raise SystemExit(f"{self.file} is of {self.done['of']}: choose another folder")
         opened = open_model(given.model, dtype=torch.float32)
         self.model, self.tokenizer = opened.model, opened.require_tokenizer()
-        share = given.tokens // len(given.fit)
-        self.fit = [
-            sampled_once(self.model, share, given.length, 0)
-            if name == SELF
-            else Passage(name=name, ids=self.ids(name, share + 1))
-            for name in given.fit
-        ]
+        self.fit = self.passages(given.fit, given.tokens, 0)
         self.tests = [self.ids(name, given.windows * given.length + 1) for name in given.test]
+        lesson = self.passages(given.heal_on, given.heal_tokens, 1) if given.heal_on else self.fit
         self.lesson = given.out / "heal.txt"
         self.lesson.write_text(
-            "\n".join(self.tokenizer.decode(text.ids) for text in self.fit), encoding="utf-8"
+            "\n".join(self.tokenizer.decode(text.ids) for text in lesson), encoding="utf-8"
         )
+
+    def passages(self, names: list[str], tokens: int, seed: int) -> list[Passage]:
+        """Return equally many tokens of each text; `self` is sampled from the source."""
+        share, length = tokens // len(names), self.given.length
+        return [
+            sampled_once(self.model, share, length, seed)
+            if name == SELF
+            else Passage(name=name, ids=self.ids(name, share + 1))
+            for name in names
+        ]
 
     def ids(self, name: str, most: int) -> np.ndarray:
         """Return the first tokens of a text."""
@@ -250,6 +256,8 @@ def main() -> None:
         "--teach", type=int, default=0, help="passes: every target of rehead also taught layer by layer"
     )
     parser.add_argument("--heal", type=int, nargs="*", default=[], help="numbers of steps")
+    parser.add_argument("--heal-on", nargs="+", default=[], help="texts, or self, drawn anew")
+    parser.add_argument("--heal-tokens", type=int, default=98_304, help="of all texts of --heal-on together")
     parser.add_argument("--decode", type=int, default=0, help="tokens before the one that is timed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the healing")
     parser.add_argument("--flags", nargs="*", default=[], help="of the healing, as trainer.batch_size=2")

@@ -136,6 +136,34 @@ def test_processes_train_as_one(model, way):
     assert equal(moments("plain"), moments("1"))
 
 
+IN_PARTS = """
+import sys
+from rehead.cli import leave
+from rehead.cli.entry import main
+from rehead.measure import logits
+from rehead.training import loss
+
+mean, taken = loss._mean, []
+loss._mean = lambda *given: taken.append(1) or mean(*given)
+logits.LOGITS = 1000
+code = main(sys.argv[1:])
+assert len(taken) == 20
+leave(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_logits_in_parts_are_those_of_one_process(way):
+    """Where a vocabulary is large, the head's gradient is computed in the forward pass."""
+    Path("parts.py").write_text(IN_PARTS)
+    typed("train", *RUN, *MODELS["mha"], "system.work_dir=plain")
+    words = "trainer.grad_accumulation=1", f"trainer.parallel={way}", "system.work_dir=two"
+    run(*torchrun(2, "parts.py", "train", *RUN, *MODELS["mha"], *words))
+    agree("plain", "two")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)

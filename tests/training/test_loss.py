@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from rehead.config import ModelOptions, TrainerOptions
 from rehead.measure import logits
@@ -18,19 +19,44 @@ from rehead.training.loop import Trainer
 B, L, D, N = 3, 11, 5, 17
 
 
+def cross_entropy(head, hidden, targets):
+    """The loss in parts by a linear layer."""
+    trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
+
+    def logits_of(rows, *weights):
+        return functional_call(head, dict(zip(trained, weights, strict=True)), rows)
+
+    return loss.cross_entropy(logits_of, list(trained.values()), hidden, targets, head.out_features)
+
+
 @pytest.mark.parametrize("held", [1, N * 4, N * 33, N * 34])
 def test_parts_are_the_whole(held, monkeypatch):
     """Also where the last part is smaller."""
     monkeypatch.setattr(logits, "LOGITS", held)
     head, hidden = nn.Linear(D, N), torch.randn(B, L, D, requires_grad=True)
     targets = torch.randint(N, (B, L))
-    ours = loss.cross_entropy(head, hidden, targets, N)
+    ours = cross_entropy(head, hidden, targets)
     theirs = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(ours, theirs)
     leaves = [hidden, *head.parameters()]
     grads = [torch.autograd.grad(one, leaves) for one in (ours, theirs)]
     for mine, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_each_part_is_computed_once(learns, monkeypatch):
+    """The backward pass recomputes nothing; a frozen head gets no gradient, what is before it the same one."""
+    monkeypatch.setattr(logits, "LOGITS", N * 4)
+    head, hidden = nn.Linear(D, N).requires_grad_(learns), torch.randn(B, L, D, requires_grad=True)
+    targets = torch.randint(N, (B, L))
+    (wanted,) = torch.autograd.grad(F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten()), hidden)
+    computed = []
+    head.register_forward_hook(lambda *_: computed.append(1))
+    (2 * cross_entropy(head, hidden, targets)).backward()
+    assert len(computed) == -(-B * L // 4)
+    torch.testing.assert_close(hidden.grad, 2 * wanted)
+    assert (head.weight.grad is not None) == learns
 
 
 def test_memory_is_that_of_a_part(monkeypatch):
@@ -42,7 +68,7 @@ def test_memory_is_that_of_a_part(monkeypatch):
     whole = peak_allocated(
         lambda: logits.cross_entropy(head, hidden[0], targets[0], reduction="mean").backward()
     )
-    parts = peak_allocated(lambda: loss.cross_entropy(head, hidden, targets, n_token).backward())
+    parts = peak_allocated(lambda: cross_entropy(head, hidden, targets).backward())
     assert parts < whole / 3
 
 

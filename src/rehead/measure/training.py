@@ -2,9 +2,11 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from rehead.model import LanguageModel
@@ -55,14 +57,44 @@ def step_memory(
 
 
 def _tracker() -> Any:
-    """Return torch's memory tracker, made to accept frozen weights, on which it would install gradient hooks."""
+    """Return torch's memory tracker, which learns what weights there are as their modules are called.
+
+    It would also follow the calls of modules, which it cannot if a part of the gradient is computed in the forward
+    pass, as that of many logits is.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class Tracker(MemTracker):
-        def _track_module_params_and_buffers(
-            self, module: nn.Module, install_grad_hooks: bool = True
-        ) -> tuple[int, int]:
+        def __init__(self) -> None:
+            super().__init__()
+            self._mod_tracker: Any = _Calls(self._called)
+
+        def _called(self, module: nn.Module, _: Any) -> None:
             trained = all(weight.requires_grad for weight in module.parameters())
-            return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
+            self._track_module_params_and_buffers(module, install_grad_hooks=trained)
 
     return Tracker()
+
+
+class _Calls:
+    """What the memory tracker asks of torch's ModTracker."""
+
+    def __init__(self, called: Callable[[nn.Module, Any], None]) -> None:
+        self._called = called
+
+    @property
+    def is_bw(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def register_user_hooks(self, *hooks: Any) -> None:
+        """None is called: they follow the modules."""
+
+    def clear_user_hooks(self) -> None:
+        """There are none."""
+
+    def __enter__(self) -> Self:
+        self._hook = register_module_forward_pre_hook(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
