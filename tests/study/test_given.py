@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import weakref
 from pathlib import Path
 
@@ -329,6 +330,25 @@ def test_texts_about_a_given_model_may_be_edited(capsys):
     noted.write_text(json.dumps(older))
     run(table, status=3)
     assert "written again since" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["model.folder", "model.pretrained_folder", "trainer.teacher"])
+def test_a_model_that_runs_start_from_is_the_same_for_all(option, capsys):
+    """Else their losses, over seeds or side by side, would be of two models."""
+    saved("small")
+    common = {"data": RUN["data"], "trainer": RUN["trainer"]}
+    table = {"run": common | ({} if option == "model.folder" else {"model": RUN["model"]})}
+    words = [f"{option}=small", "trainer.learning_rate=[1e-3,1e-4]"]
+    run(table | {"variants": {"a": {}}}, *words)
+    noted = Path("study/a-learning_rate=0.001/seed-3407/job.json")
+    begun = json.loads(noted.read_text())
+    noted.write_text(json.dumps({key: value for key, value in begun.items() if key != "stamps"}))
+    run(table | {"variants": {"a": {}}}, *words)  # one that noted nothing
+    noted.write_text(json.dumps(begun))
+    shutil.rmtree("small")
+    saved("small")
+    run(table | {"variants": {"a": {}, "b": {}}}, *words, status=3)
+    assert f"was made with another model in {option}, written again since" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("always:the installed transformers cannot read")

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class _Calls:
     def clear_user_hooks(self) -> None:
         """There are none."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_Calls":
         self._hook = register_module_forward_pre_hook(self._called)
         return self
 

@@ -110,11 +110,7 @@ class GPT(LanguageModel):
 
     def logits(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... N"]:
         """Return the logits for the result of `hidden`, capped if the config says so."""
-        return self.capped(self.head(hidden))
-
-    def capped(self, logits: Float[Tensor, "... N"]) -> Float[Tensor, "... N"]:
-        """Return the head's results as logits: unchanged, or c tanh(z / c) for a cap c (Gemma 2)."""
-        cap = self.config.logit_softcap
+        logits, cap = self.head(hidden), self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def require_room(self, n_token: int) -> None:

@@ -144,6 +144,9 @@ def _changes(before: Record, now: Record) -> Iterator[str]:
             name, options = f"{group}.{key}", now["options"].get(group, {})
             if name not in FREE and key in options and options[key] != was:
                 yield f"{name}={was} (now {options[key]})"
+    for name, stamp in now.get("stamps", {}).items():  # a study of an older version noted none
+        if name in before.get("stamps", {}) and not same_source(before["stamps"][name], stamp):
+            yield f"another model in {name}, written again since"
     for key in ("convert", "heal", "export"):
         if before.get(key) != now.get(key):
             yield f"{key}={before.get(key)} (now {now.get(key)})"

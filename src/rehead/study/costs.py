@@ -33,7 +33,7 @@ from rehead.training.loop import Trainer
 from rehead.training.start import read_teacher
 
 Record = dict[str, Any]
-FILE, FORMAT = "costs.json", 6
+FILE, FORMAT = "costs.json", 7
 """Costs of another format are measured again."""
 ROUNDS = 3
 SHOWN_LENGTHS = 8

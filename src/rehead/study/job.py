@@ -139,6 +139,7 @@ class Job:
         """Return all that determines the model, without paths of the study; equal descriptions give equal models."""
         table = asdict(self.options)
         del table["system"]["work_dir"], table["trainer"]["resume"]
+        stamps: dict[str, Any] = {}
         for group, key, of_study in (
             ("model", "pretrained_folder", self.parent is not None),
             ("model", "folder", self.parent is not None or self.kind == "given"),
@@ -147,7 +148,11 @@ class Job:
             place = table[group].pop(key)
             if place is not None and not of_study:
                 table[group][key] = str(Path(place).resolve()) if Path(place).exists() else place
+                if Path(place).is_dir():
+                    stamps[f"{group}.{key}"] = _stamp(checkpoint.resolve(Path(place)))
         described: dict[str, Any] = {"options": table, "convert": self.convert, "heal": self.kind == "healed"}
+        if stamps:
+            described["stamps"] = stamps
         if self.export is not None:
             described["export"] = self.export
         if self.kind == "given":

@@ -14,26 +14,26 @@ from rehead.measure.logits import in_parts
 
 
 def cross_entropy(
-    head: Callable[..., Tensor],
+    head: Callable[[Tensor], Tensor],
     weights: Sequence[Tensor],
     hidden: Float[Tensor, "B L D"],
     targets: Int[Tensor, "B L"],
     n_token: int,
 ) -> Float[Tensor, ""]:
-    """Return the mean loss in nats per token; `head(hidden, *weights)` gives logits over `n_token` tokens.
+    """Return the mean loss in nats per token; `head` gives logits over a vocabulary of `n_token` tokens.
 
-    The logits are computed in parts, each with its gradient to `hidden` and to the `weights` that are trained: this
-    saves two copies of all logits.
+    The logits are computed in parts, each with its gradient to `hidden` and to `weights`, those of the head that are
+    trained: this saves two copies of all logits.
     """
 
-    def part(learned: Sequence[Tensor], some: Tensor, their: Tensor) -> Tensor:
-        return logits.cross_entropy(lambda rows: head(rows, *learned), some, their, "sum")
+    def part(some: Tensor, their: Tensor) -> Tensor:
+        return logits.cross_entropy(head, some, their, "sum")
 
     return _mean(part, weights, n_token, hidden.flatten(0, 1), targets.flatten())
 
 
 def distillation(
-    head: Callable[..., Tensor],
+    head: Callable[[Tensor], Tensor],
     weights: Sequence[Tensor],
     hidden: Float[Tensor, "B L D"],
     targets: Int[Tensor, "B L"],
@@ -47,8 +47,8 @@ def distillation(
     `taught` is the input of the teacher's head. Both logits are computed in parts, as in `cross_entropy`.
     """
 
-    def part(learned: Sequence[Tensor], some: Tensor, their: Tensor, known: Tensor) -> Tensor:
-        ours = head(some, *learned).float().log_softmax(-1)
+    def part(some: Tensor, their: Tensor, known: Tensor) -> Tensor:
+        ours = head(some).float().log_softmax(-1)
         with torch.no_grad():
             wanted = teacher_head(known).float().log_softmax(-1)
         divergence = F.kl_div(ours, wanted, log_target=True, reduction="sum")
@@ -81,14 +81,13 @@ class _Mean(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         sums, to_hidden = [], []
-        learned = [weight.detach().requires_grad_() for weight in weights]
         to_weights = [torch.zeros_like(weight) for weight in weights]
         for some, *others in in_parts(n_token, hidden, *rows):
             with torch.enable_grad():
                 leaf = some.detach().requires_grad_()
-                sums.append(part(learned, leaf, *others))
+                sums.append(part(leaf, *others))
             share = torch.full_like(sums[-1], 1 / len(hidden))
-            first, *rest = torch.autograd.grad(sums[-1], [leaf, *learned], share)
+            first, *rest = torch.autograd.grad(sums[-1], [leaf, *weights], share)
             to_hidden.append(first)
             for total, more in zip(to_weights, rest, strict=True):
                 total += more

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from rehead.config import TrainerOptions
@@ -58,25 +57,14 @@ class Objective(nn.Module):
         return plain and inputs.numel() * self.model.config.vocab_size > logits.LOGITS
 
     def _loss_in_parts(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        hidden, n_token, (head, weights) = self._hidden(inputs), self.model.config.vocab_size, self._head()
+        head, hidden, n_token = self.model.logits, self._hidden(inputs), self.model.config.vocab_size
+        weights = [weight for weight in self.model.head.parameters() if weight.requires_grad]
         if self.teacher is None:
             return cross_entropy(head, weights, hidden, targets, n_token)
         with torch.no_grad():
             taught = self.teacher.hidden(inputs)
         share = self.options.distillation
         return distillation(head, weights, hidden, targets, self.teacher.logits, taught, share, n_token)
-
-    def _head(self) -> tuple[Callable[..., Tensor], list[Tensor]]:
-        """Return a function of the result of `_hidden` and of the head's trained weights, and these."""
-        model = self.model
-        assert isinstance(model, GPT)
-        trained = {name: weight for name, weight in model.head.named_parameters() if weight.requires_grad}
-
-        def logits(hidden: Tensor, *weights: Tensor) -> Tensor:
-            named = dict(zip(trained, weights, strict=True))
-            return model.capped(functional_call(model.head, named, hidden))
-
-        return logits, list(trained.values())
 
     def _hidden(self, inputs: Tensor) -> Tensor:
         """Return the input of the head; with `recompute` only the inputs of layers are kept for the backward pass.
