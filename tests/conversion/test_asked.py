@@ -1,5 +1,6 @@
 """What a conversion is asked for is done, or refused before any work; work that was done is not done again."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,6 +181,38 @@ def test_a_canonical_result_that_no_server_takes_is_told_of(
     assert main([*words, "--allow-loss"]) == 0
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "cannot serve the result" in one]
     assert any(part in line for part in said.split("|"))
+
+
+@pytest.mark.filterwarnings("always:vLLM's kernels know")
+@pytest.mark.parametrize(("fraction", "said"), [
+    (0.5, "caches of 320, 512 and 576 numbers per token and layer: an export for vLLM pads the 256 of this one to 320, "
+    "62.5 % of the source's"),
+    (0.625, None),
+])  # fmt: skip
+def test_a_cache_that_vllm_pads_is_told_of(fraction, said, tmp_path, monkeypatch, capsys):
+    """And its export has that many numbers."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    heads = GroupedConfig(n_query_head=4, n_kv_head=4, head_dim=64, rope=RopeConfig())
+    rehead.save(build(llama_shaped(heads, vocab_size=29, n_embd=512, n_hidden=31)), Path("model"))
+    words = [
+        "convert",
+        "model",
+        "out",
+        "--to",
+        "mla",
+        "--target",
+        "canonical",
+        "--length",
+        "16",
+        "--allow-loss",
+    ]
+    assert main([*words, "--kv-fraction", str(fraction)]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "vLLM's kernels" in line]
+    assert said in lines[0] if said else not lines
+    assert main(["export", "out", "served", "--for", "vllm"]) == 0
+    config = json.loads(Path("served/config.json").read_text())
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 320
 
 
 def test_biases_of_the_output_alone_are_refused_with_canonical():

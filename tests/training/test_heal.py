@@ -15,6 +15,7 @@ from rehead.cli import main
 from rehead.config import ModelOptions, TrainerOptions
 from rehead.config.flags import read
 from rehead.conversion.fit import teaching
+from rehead.conversion.history import exported_of
 from rehead.errors import ReheadError, ResourceError
 from rehead.measure.forecast import step_bytes
 from rehead.system import memory
@@ -265,14 +266,32 @@ def test_flags_that_would_do_nothing(capsys):
     assert main(["train", "system.work_dir=nothing", "trainer.resume=True"]) == 0
 
 
+def test_an_export_of_a_healing_that_did_not_end_says_what_is_missing():
+    assert heal("trainer.max_iters=4", "trainer.save_every=2", "system.work_dir=halfway") == 0
+    first, last = (Path(f"halfway/checkpoints/step-00000{number}") for number in (2, 4))
+    with pytest.warns(UserWarning, match=r"step-000002 learnt from .*source, but has no conversion\.json"):
+        assert exported_of(first, first) is None
+    assert exported_of(last, last).loss is not None
+    assert exported_of(Path("source"), resolve(Path("source"))) is None
+
+
 def test_what_cannot_be_healed(capsys):
     Path("two.txt").write_text("ab" * 400)
-    for folder, changes in {"other": {"model.n_embd": "20"}, "few": {"data.path": "two.txt"}}.items():
+    others = {
+        "other": {"model.n_embd": "20"},
+        "heads": {"model.n_query_head": "2"},
+        "few": {"data.path": "two.txt"},
+    }
+    for folder, changes in others.items():
         flags = dict(flag.split("=") for flag in TINY) | {"trainer.max_iters": "1"} | changes
         words = [f"{name}={value}" for name, value in flags.items()]
         assert main(["train", *words, f"system.work_dir={folder}"]) == 0
     refusals = {
-        ("mqa", "other"): "was converted from another model than the teacher, one with n_embd=24: give that",
+        (
+            "mqa",
+            "other",
+        ): "another model than the teacher, one with n_embd=24 where the teacher has 20: give that",
+        ("mqa", "heads"): "n_query_head=4 where the teacher has 2: give that model",
         ("mqa", "few"): "was converted from another model",
         ("mqa", "nowhere"): "nowhere does not exist",
         ("nowhere", "source"): "nowhere does not exist",

@@ -13,7 +13,7 @@ from rehead.checkpoint import hub
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.files.publish import READ, standing, verify
 from rehead.checkpoint.files.strict import require_regular
-from rehead.config import DataOptions
+from rehead.config import DataOptions, RunOptions
 from rehead.errors import IntegrityError, InvalidInput, ResourceError
 
 T = TypeVar("T")
@@ -167,7 +167,13 @@ def run_of(path: Path) -> Path | None:
 
 
 def run_data(path: Path) -> DataOptions | None:
-    """Return the data options of the run at `path`, or of the run whose checkpoint it is; None if there is no run.
+    """Return the data options among `run_options`."""
+    options = run_options(path)
+    return None if options is None else options.data
+
+
+def run_options(path: Path) -> RunOptions | None:
+    """Return the options of the run at `path`, or of the run whose checkpoint it is; None if there is no run.
 
     They are read from config.yaml, which no manifest covers: do not trust a file that it names.
     """
@@ -177,7 +183,7 @@ def run_data(path: Path) -> DataOptions | None:
     if run is None:
         return None
     require_regular(run / "config.yaml")
-    return flags.read([], (run / "config.yaml",)).data
+    return flags.read([], (run / "config.yaml",))
 
 
 def _verify_once(folder: Path) -> None:

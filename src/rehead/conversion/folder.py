@@ -1,6 +1,5 @@
 """A model folder converted into another, with the certificate beside the weights."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from rehead.conversion.arguments import (
 from rehead.conversion.base import require_method
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter
-from rehead.conversion.export.fit import Asked, lacks_class
 from rehead.conversion.frequencies import require_rotation
 from rehead.conversion.history import earlier_of
 from rehead.conversion.measured import (
@@ -35,6 +33,7 @@ from rehead.conversion.origin import carried
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.reading import Reader, require_texts
 from rehead.conversion.search import path
+from rehead.conversion.serving import tell_classless
 from rehead.conversion.source import Source
 from rehead.conversion.target import Target
 from rehead.conversion.texts import SELF
@@ -119,7 +118,7 @@ class FolderConverter:
         Raises IntegrityError if a file of the source has changed since it was opened.
         """
         self.converter.require_lessons(teach)
-        _tell_classless(self.converter.config, target)
+        tell_classless(self.converter.config, target)
         to, ranked_on = measured_layers(self.converter, target, measured_ranks, max_loss)
         kept = self.converter.kept(to, n_process)
         result, certificate = self.converter.convert(
@@ -261,19 +260,4 @@ def _require_sensible(
         if text_length(config, length, source) < 2:
             raise ConfigError("length=1: no token of such a window has another before it. Use 2 or more.")
         require_convertible(config, target, method, measured=measured, teach=teach)
-        _tell_classless(config, target)
-
-
-def _tell_classless(config: GPTConfig, target: Target) -> None:
-    """Warn of an MLA with a rotary part, which is made to be exported, that no stock class can hold."""
-    if target.target in ("uneven", "canonical"):
-        layers = tuple(target.attention(layer, config.n_embd) for layer in config.attention)
-        if why := lacks_class(replace(config, attention=layers)):
-            warnings.warn(
-                f"no stock class can hold the result, so `export` will refuse it; rehead runs it: {why}",
-                stacklevel=3,
-            )
-        elif target.target == "canonical" and (
-            why := lacks_class(replace(config, attention=layers), Asked.of("auto", "vllm"))
-        ):
-            warnings.warn(f"vLLM and SGLang cannot serve the result: {why}", stacklevel=3)
+        tell_classless(config, target)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rehead.checkpoint import read_at
+from rehead.checkpoint.find import run_options
 from rehead.config import ModelConfig, decode
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.events import Earlier
@@ -15,6 +16,23 @@ from rehead.errors import InvalidInput
 def conversion_of(folder: Path) -> Certificate | None:
     """Return the certificate in a folder; None without one. Raises InvalidInput for a damaged one."""
     return Certificate.read(folder) if (folder / CERTIFICATE).is_file() else None
+
+
+def exported_of(source: Path, folder: Path) -> Certificate | None:
+    """Return the certificate of the model in `folder`, which an export of `source` reads.
+
+    Warns of a healing that has not written one.
+    """
+    certificate = conversion_of(folder)
+    run = run_options(source) if certificate is None else None
+    if run is not None and run.trainer.teacher is not None:
+        warnings.warn(
+            f"{source} learnt from {run.trainer.teacher}, but has no {CERTIFICATE}, which a healing writes after its "
+            "last step: the export does not say what a conversion changed. An unfinished healing goes on with "
+            "trainer.resume=True",
+            stacklevel=3,
+        )
+    return certificate
 
 
 def is_source(config: ModelConfig, certificate: Certificate) -> bool:

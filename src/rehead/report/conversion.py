@@ -28,7 +28,7 @@ def present_plan(plan: Plan) -> None:
         header[1], header[3] = "KV B/\ntoken, GPU", "cache, GPU"
     show(title, header, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
     console = Console(highlight=False, markup=False)
-    for line in (f"{row.variant}: {row.why}" for row in plan.rows if row.why):
+    for line in filter(None, map(_how, plan.rows)):
         console.print(_filled(inert(line), console.width, "  "))
     for line in ("", plan.advice, *plan.notes):
         console.print(_filled(inert(line), console.width, ""))
@@ -88,9 +88,14 @@ def predictions(certificate: Certificate) -> str:
         where = "a held-out text" if certificate.held_out else certificate.test.name
     return (
         f"predictions   KL {logits['kl']:.2e} nats, {100 * logits['argmax_flips']:.2f} % of the likeliest tokens "
-        f"change, logits within {logits['max_error']:.1e} ({100 * logits['relative_error']:.2g} % of the largest; "
+        f"change, logits within {logits['max_error']:.1e} ({_percent(logits['relative_error'])} of the largest; "
         f"on {where})"
     )
+
+
+def _percent(share: float) -> str:
+    """Return a share in per cent, with two digits or, above 100 %, none after the point."""
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
 
 def _reached(certificate: Certificate, asked: float, measured: bool = False) -> str:
@@ -107,6 +112,13 @@ def _reached(certificate: Certificate, asked: float, measured: bool = False) -> 
     if asked * before - after > rank:  # the bytes of one number more in every layer
         return f"{reached}: its latent needs less than the {wanted} asked for"
     return f"{reached}: {wanted} rounded {'down' if after < asked * before else 'up'} to a whole rank"
+
+
+def _how(row: Row) -> str:
+    """Return how a row is made, and what is to be known about it."""
+    makes = row.verdict in ("exact", "approximate")
+    command = f" ({row.command})" if makes and row.command else ""
+    return f"{row.variant}{command}{f': {row.why}' if row.why else ''}" if command or row.why else ""
 
 
 def _filled(line: str, width: int, indent: str) -> str:

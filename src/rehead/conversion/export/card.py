@@ -52,8 +52,8 @@ its norm keeps a few bits only.
 FORMATS = """
 ## Other number formats
 
-Keep these weights in bfloat16 or float32. Rounded to float16, or to 8 bits as in llama.cpp's q8_0, these rows lose more
-than {lost:.0%} of their size, and the model may predict noise:
+Keep these weights in bfloat16 or float32. Rounded to float16, or to 8 bits as in llama.cpp's q8_0, these shares of
+their rows lose more than {lost:.0%} of their size. Where many do, the model predicts noise:
 
 | rows of | float16 | q8_0 |
 |---|---:|---:|
@@ -112,7 +112,7 @@ class Card:
             parts.append(_section(self.made, "Conversion" if self.before is None else "Export"))
         if self.lost:
             rows = [
-                f"| `{name}` | {share['fp16']:.0%} | {share['q8_0']:.0%} |"
+                f"| `{name}` | {_share(share['fp16'])} | {_share(share['q8_0'])} |"
                 for name, share in self.lost.items()
             ]
             parts.append(FORMATS.format(lost=LOST, rows="\n".join(rows)))
@@ -151,6 +151,11 @@ def metrics(certificate: Certificate) -> list[dict[str, Any]]:
             ],
         }
     ]
+
+
+def _share(share: float) -> str:
+    """Return a share of rows in per cent, never as 0 % if there are some."""
+    return f"{share:.0%}" if share == 0 or share >= 0.01 else "< 1%"
 
 
 def _section(certificate: Certificate, title: str) -> str:

@@ -24,7 +24,7 @@ from rehead.conversion.export.engines import ENGINES, Engine
 from rehead.conversion.export.fit import SERVERS, Asked, architecture_of, require_fit
 from rehead.conversion.export.storable import LOSING, has_identity_norm, lost_by, require_wide
 from rehead.conversion.finite import require_finite
-from rehead.conversion.history import after, conversion_of
+from rehead.conversion.history import after, exported_of
 from rehead.conversion.origin import Origin
 from rehead.conversion.page import PAGE, page
 from rehead.conversion.source import Source
@@ -58,7 +58,7 @@ def export_folder(
         _require_fit(source, Asked.of(kind, engine), dtype)
         opened = open_model(source, dtype=dtype, in_memory=False)
         opened.tell_unread()
-        before, origin = conversion_of(opened.folder), Origin.read(source, opened.folder)
+        before, origin = exported_of(source, opened.folder), Origin.read(source, opened.folder)
         texts, keys = opened.texts(), opened.tokenizer_keys()
         opened.require_standing()
         require_finite(opened.model)

@@ -33,7 +33,7 @@ from rehead.conversion.export.fit import Asked, require_fit
 from rehead.conversion.export.folder import as_stock
 from rehead.conversion.export.storable import LOSING, lost_by
 from rehead.conversion.finite import require_finite
-from rehead.conversion.history import after, conversion_of
+from rehead.conversion.history import after, exported_of
 from rehead.conversion.origin import REPOSITORY, Origin
 from rehead.conversion.source import Source
 from rehead.errors import UsageError
@@ -71,7 +71,7 @@ def export_gguf(source: Path, file: Path, dtype: str | None = None) -> Written:
     return_freed_memory()
     with publish_file(file) as place, tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         opened = open_model(source, dtype=_dtype_to_read(source), in_memory=False)
-        passed, before = companions(opened.folder), conversion_of(opened.folder)
+        passed, before = companions(opened.folder), exported_of(source, opened.folder)
         origin = Origin.read(source, opened.folder)
         opened.require_standing()
         require_finite(opened.model)
