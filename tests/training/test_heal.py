@@ -272,6 +272,8 @@ def test_an_export_of_a_healing_that_did_not_end_says_what_is_missing():
     with pytest.warns(UserWarning, match=r"step-000002 learnt from .*source, but has no conversion\.json"):
         assert exported_of(first, first) is None
     assert exported_of(last, last).loss is not None
+    Path("halfway/config.yaml").write_text("system: {unknown: 1}\ndata: {}\nmodel: {}\ntrainer: {}\n")
+    assert exported_of(first, first) is None
     assert exported_of(Path("source"), resolve(Path("source"))) is None
 
 

@@ -1,6 +1,7 @@
 """The conversions that made a model, from the certificate in its folder."""
 
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rehead.config import ModelConfig, decode
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.events import Earlier
 from rehead.conversion.source import weights_sha256
-from rehead.errors import InvalidInput
+from rehead.errors import InvalidInput, ReheadError
 
 
 def conversion_of(folder: Path) -> Certificate | None:
@@ -23,8 +24,10 @@ def exported_of(source: Path, folder: Path) -> Certificate | None:
 
     Warns of a healing that has not written one.
     """
-    certificate = conversion_of(folder)
-    run = run_options(source) if certificate is None else None
+    certificate, run = conversion_of(folder), None
+    if certificate is None:
+        with suppress(ReheadError):  # options of another version
+            run = run_options(source)
     if run is not None and run.trainer.teacher is not None:
         warnings.warn(
             f"{source} learnt from {run.trainer.teacher}, but has no {CERTIFICATE}, which a healing writes after its "
