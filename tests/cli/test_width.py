@@ -37,7 +37,9 @@ def test_a_plan_is_one_table_with_its_reasons_below(width, monkeypatch, capsys):
         assert f"{row.kv_bytes_per_token:,}" in words
         assert row.verdict in words
         assert set(row.variant.split()) <= set(words)
-        assert not row.why or f"{row.variant}: {row.why}" in notes
+        made = f" ({row.command})" if row.command and row.verdict in ("exact", "approximate") else ""
+        assert not row.why or f"{row.variant}{made}: {row.why}" in notes
+        assert row.why or f"{row.variant}{made}" in " ".join(shown.split())
         assert (f"{row.parameters:,}" in words) == (width >= 120)
     assert found.advice in notes
 
