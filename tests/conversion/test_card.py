@@ -16,7 +16,7 @@ import rehead
 from rehead.checkpoint.companions import chat_template
 from rehead.cli import main
 from rehead.conversion.certificate import Certificate, Text
-from rehead.conversion.export.card import metrics
+from rehead.conversion.export.card import _share, metrics
 from rehead.conversion.origin import Origin, front
 from rehead.tokenizer import open_model, train
 from typed_lines import typed
@@ -404,3 +404,7 @@ def test_a_text_without_bytes_or_with_an_odd_name_is_described():
     assert card.data.eval_results[0].dataset_name == 'a" --- b: ['
     sampled = replace(text, name="self")
     assert sampled.decoded(np.array([1, 2]), train("byte", TEXT)) == sampled
+
+
+def test_a_share_of_rows_is_never_none_of_some():
+    assert [_share(share) for share in (0.0, 1 / 1024, 0.01, 0.424)] == ["0%", "< 1%", "1%", "42%"]

@@ -339,20 +339,6 @@ def test_decode_flops_are_those_torch_counts(attention, n_token, gpt, monkeypatc
                 check(mutant)
 
 
-def test_rows_say_how_they_are_made(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "model.yaml").write_text("model: {n_query_head: 8, n_kv_head: 4, n_embd: 512, shape: llama}")
-    assert main(["plan", str(tmp_path / "model.yaml")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    found = [
-        line
-        for line in lines
-        if line.startswith("mla, 171 + 85") or "--target uneven --kv-fraction 0.5)" in line
-    ]
-    assert found, lines
-    assert not any("pointless (" in line or "(--to mha)" in line for line in lines)
-
-
 def test_c5_to_c8_by_one_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # one table, not folded
     (tmp_path / "quiz.yaml").write_text("model: {n_layer: 1, n_query_head: 8, n_embd: 1024}")

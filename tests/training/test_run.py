@@ -645,7 +645,7 @@ MISMATCHES = [
     (["model.attention=mla"], "attention is mla here and mha there"),
     (["model.shape=llama"], "norm is rmsnorm here and layernorm there"),
     (["model.tie_embeddings=True"], "tie_embeddings is True here and False there"),
-    (["model.type=rnn"], "model.type is gpt there"),
+    (["model.type=rnn"], "model.type is rnn here and gpt there"),
 ]
 
 

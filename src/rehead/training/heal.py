@@ -16,9 +16,9 @@ from rehead.config import (
     RunOptions,
     TrainerOptions,
     decode,
-    encode,
     flags,
 )
+from rehead.config.differing import differing
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import CERTIFICATE
 from rehead.conversion.history import conversion_of, is_source
@@ -158,23 +158,13 @@ def _require_source(folder: Path, teacher: ModelConfig) -> None:
             stacklevel=3,
         )
     elif not is_source(teacher, certificate):
-        source, other = encode(decode(ModelConfig, certificate.source, CERTIFICATE)), encode(teacher)
+        source = decode(ModelConfig, certificate.source, CERTIFICATE)
+        name, (ours, theirs) = next(iter(differing(source, teacher).items()))
         where = f" The sha256 of its weights is in {PAGE}." if certificate.source_sha256 else ""
         raise ConfigError(
-            f"{folder} was converted from another model than the teacher, one with {_difference(source, other)}: "
-            f"give that model.{where}"
+            f"{folder} was converted from another model than the teacher, one with {name}={ours!s:.60} "
+            f"where the teacher has {theirs!s:.60}: give that model.{where}"
         )
-
-
-def _difference(one: Any, other: Any, name: str = "") -> str:
-    """Return the first entry in which two tables differ, as NAME=ONE and what the other has."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
-        return _difference(one.get(key), other.get(key), f"{name}.{key}" if name else key)
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        at = next(at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-        return _difference(one[at], other[at], f"{name}[{at}]")
-    return f"{name}={one!s:.60} where the teacher has {other!s:.60}"
 
 
 def require_same_vocabulary(model: LanguageModel, teacher: LanguageModel, place: str) -> None:

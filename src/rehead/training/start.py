@@ -1,6 +1,5 @@
 """The start of a run: its text, vocabulary, model and pretrained weights."""
 
-import dataclasses
 import hashlib
 import os
 from dataclasses import replace
@@ -8,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from rehead.attention import AttentionConfig
 from rehead.checkpoint import load, read_at, read_config, resolve
 from rehead.checkpoint.companions import companions
 from rehead.checkpoint.files.publish import MANIFEST
 from rehead.checkpoint.hub import CARD, pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
+from rehead.config.differing import differing
 from rehead.conversion.origin import carried, kept_card
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError
@@ -249,10 +248,13 @@ def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> No
 
     Raises ConfigError with every field in which the models differ, except length and dropout.
     """
-    differing = _differences(model.config, trained.config)
-    if differing:
+    free = {"block_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
+    if differ := differing(model.config, trained.config, free):
+        named = "; ".join(
+            f"{name} is {here} here and {there} there" for name, (here, there) in differ.items()
+        )
         raise ConfigError(
-            f"model.pretrained_folder={folder} holds another model: {'; '.join(differing)}. Give the flags it was "
+            f"model.pretrained_folder={folder} holds another model: {named}. Give the flags it was "
             "trained with, or convert it first."
         )
     old_block, new_block = trained.config.block_size, model.config.block_size
@@ -265,31 +267,3 @@ def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> No
     for name, weight in model.state_dict().items():
         rows = slice(0, len(weights[name])) if name == "embed_positions.weight" else slice(None)
         weight[rows] = weights[name]
-
-
-def _differences(new: ModelConfig, old: ModelConfig) -> list[str]:
-    """Return the fields that change the meaning of weights and differ, as "name is NEW here and OLD there"."""
-    free = {"block_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
-
-    def table(config: ModelConfig | AttentionConfig) -> dict[str, object]:
-        fields = [field.name for field in dataclasses.fields(config) if field.name not in free]
-        return {name: getattr(config, name) for name in fields}
-
-    differing = {}
-    if type(new) is not type(old):
-        return [f"model.type is {old.model_type} there"]
-    for name, value in table(new).items():
-        before = getattr(old, name)
-        if name != "attention" and value != before:
-            differing[name] = (value, before)
-    if isinstance(new, GPTConfig) and isinstance(old, GPTConfig):
-        if new.n_layer != old.n_layer:
-            differing["n_layer"] = (new.n_layer, old.n_layer)
-        for layer, trained in zip(new.attention, old.attention, strict=False):
-            if type(layer) is not type(trained):
-                differing["attention"] = (layer.name, trained.name)
-                continue
-            for name, value in table(layer).items():
-                if value != getattr(trained, name):
-                    differing[name] = (value, getattr(trained, name))
-    return [f"{name} is {value} here and {before} there" for name, (value, before) in differing.items()]
