@@ -952,6 +952,7 @@ def test_a_compiled_step_holds_all_logits(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler")
+@pytest.mark.mistyped
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own
