@@ -54,7 +54,9 @@ def test_the_same_fields_for_every_conversion(source, target, gpt, words, tmp_pa
     assert list(layer) == [
         "steps", "methods", "why", "source", "result", "kv_numbers", "lost_energy", "output_error", "taught",
     ]  # fmt: skip
-    assert set(table["logits"]) == {"max_error", "relative_error", "kl", "argmax_flips", "tokens"}
+    assert set(table["logits"]) == {
+        "max_error", "relative_error", "kl", "argmax_flips", "change_error", "tokens",
+    }  # fmt: skip
     assert table["format"] == "rehead-certificate-1"
     assert table["test"].keys() == {
         "name", "tokens", "sha256", "read", "bytes", "text_sha256", "length", "bos",
@@ -172,7 +174,9 @@ def test_logits_and_losses_by_hand(gpt, words):
     assert found["tokens"] == 69
     assert found["kl"] == pytest.approx(torch.cat(kl).mean().item(), rel=1e-9)
     assert found["argmax_flips"] == pytest.approx(torch.cat(flips).double().mean().item())
-    assert certificate.loss == pytest.approx(torch.cat(losses, 1).mean(1).tolist(), rel=1e-9)
+    before, after = torch.cat(losses, 1)
+    assert certificate.loss == pytest.approx([before.mean().item(), after.mean().item()], rel=1e-9)
+    assert found["change_error"] == pytest.approx((after - before).std().item() / 69**0.5, rel=1e-9)
     assert found["max_error"] == pytest.approx(error, rel=1e-9)
     assert found["relative_error"] == pytest.approx(error / largest, rel=1e-9)
 

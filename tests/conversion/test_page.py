@@ -6,6 +6,8 @@ import pytest
 
 import rehead
 from rehead.attention import GroupedConfig
+from rehead.conversion import Certificate
+from rehead.conversion.certificate import CERTIFICATE
 from rehead.conversion.events import Earlier, Healing
 from rehead.conversion.history import history
 from rehead.conversion.page import markdown, page
@@ -32,6 +34,23 @@ def test_layers_that_differ_are_told_of_everywhere(certificate, tmp_path, capsys
     assert history(certificate)[0].source == f"{first.source}, and others"
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(0.01234, ", standard error 0.0123)\n"), (0.00001, ")\n"), (None, ")\n")],
+    ids=["told", "below the digits", "an older certificate's"],
+)
+def test_how_sure_a_change_is(error, said, certificate, tmp_path, capsys):
+    """An older certificate has none."""
+    logits = {name: figure for name, figure in certificate.logits.items() if name != "change_error"}
+    if error is not None:
+        logits["change_error"] = error
+    certificate = replace(certificate, loss=[2.0, 2.125], logits=logits)
+    (tmp_path / CERTIFICATE).write_text(certificate.to_json())
+    present_certificate(Certificate.read(tmp_path), tmp_path)
+    assert "2.0000 -> 2.1250 nats per token (+0.1250" + said in capsys.readouterr().out
+    assert ("standard error" in page(certificate)) == (error is not None)
+
+
 def test_all_the_figures_are_there(certificate):
     text, logits = page(certificate), certificate.logits
     first = certificate.layers[0]
@@ -47,6 +66,7 @@ def test_all_the_figures_are_there(certificate):
         f"| largest error of a logit | {logits['max_error']:.3g} |",
         f"| KL divergence from the source, nats per token | {logits['kl']:.3g} |",
         f"| likeliest token is another | {100 * logits['argmax_flips']:.3g} % |",
+        f"| standard error of the loss's change, as if tokens were independent | {logits['change_error']:.2g} |",
         f"| 0 | 18 to 7 | factor (weighted) | {first.lost_energy:.2e} | {first.output_error:.2e} |",
         "| 1 | 27 to 7 | factor (weighted) |",
         "rank 7 of the 18 that hold everything; rank 7 of the 23 that hold everything.",

@@ -39,7 +39,13 @@ class Table(Allocation):
             for grid, damages, latent in zip(self.grids, self.damages, targets, strict=True)
         )
         return Comparison(
-            max_error=0.0, relative_error=0.0, kl=0.0, argmax_flips=0.0, losses=(2.0, loss), tokens=1
+            max_error=0.0,
+            relative_error=0.0,
+            kl=0.0,
+            argmax_flips=0.0,
+            losses=(2.0, loss),
+            change_error=0.0,
+            tokens=1,
         )
 
 

@@ -143,7 +143,11 @@ def convert(
         int | None, Parameter(help=f"tokens per window of the calibration and test texts {LENGTH}")
     ] = None,
     allow_loss: Annotated[
-        bool, Parameter(negative="", help="write the result even if it is not exact")
+        bool,
+        Parameter(
+            negative="",
+            help="write the result even if it is not exact; without this, a loss is only measured and reported",
+        ),
     ] = False,
     jobs: Annotated[
         int, Parameter(help="layers converted in parallel, each in a process of its own with one thread")

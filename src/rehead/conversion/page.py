@@ -125,12 +125,16 @@ def _named(text: Text) -> str:
 
 def _logits(certificate: Certificate) -> list[tuple[str, str]]:
     logits = certificate.logits
-    return [
+    rows = [
         ("largest error of a logit", f"{logits['max_error']:.3g}"),
         ("relative to the largest logit", f"{logits['relative_error']:.3g}"),
         ("KL divergence from the source, nats per token", f"{logits['kl']:.3g}"),
         ("likeliest token is another", f"{100 * logits['argmax_flips']:.3g} %"),
     ]
+    if certificate.loss is not None and "change_error" in logits:  # which older certificates lack
+        words = "standard error of the loss's change, as if tokens were independent"
+        rows.append((words, f"{logits['change_error']:.2g}"))
+    return rows
 
 
 def _layers(certificate: Certificate) -> list[str]:

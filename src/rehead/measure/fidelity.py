@@ -1,5 +1,6 @@
 """Compares the predictions of two models."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,9 @@ class Comparison:
     `max_error` is the largest difference of two logits, `relative_error` that divided by the largest
     logit of the first. Both ignore each token's mean logit, which no probability depends on. `kl` is the
     mean of KL(first || second) in nats, `argmax_flips` the share of tokens whose likeliest successor
-    differs, `losses` the two mean negative log-likelihoods in nats per token, `tokens` the number of
-    tokens compared.
+    differs, `losses` the two mean negative log-likelihoods in nats per token, `change_error` the standard
+    error of the second less the first, as if tokens were independent (0 for a single one), `tokens` the
+    number of tokens compared.
     """
 
     max_error: float
@@ -36,6 +38,7 @@ class Comparison:
     kl: float
     argmax_flips: float
     losses: tuple[float, float]
+    change_error: float
     tokens: int
 
 
@@ -53,7 +56,7 @@ def compare(
     """
     models = (first, second)
     largest = error = 0.0
-    sums = torch.zeros(4, dtype=torch.float64)  # kl, flips, both losses
+    sums = torch.zeros(5, dtype=torch.float64)  # kl, flips, both losses, squares of their changes
     count = 0
     with evaluating(*models):
         for *logits, wanted in _logits(models, blocks, caches):
@@ -68,15 +71,19 @@ def compare(
             logs = ours.log_softmax(-1), theirs.log_softmax(-1)
             sums[0] += (logs[0].exp() * (logs[0] - logs[1])).sum()
             sums[1] += (ours.argmax(-1) != theirs.argmax(-1)).sum()
-            sums[2:] += torch.stack([F.nll_loss(log, wanted, reduction="sum") for log in logs])
+            each = torch.stack([F.nll_loss(log, wanted, reduction="none") for log in logs])
+            sums[2:4] += each.sum(-1)
+            sums[4] += (each[1] - each[0]).square().sum()
             count += len(wanted)
-    divergence, flips, *losses = (sums / count).tolist()
+    divergence, flips, *losses, square = (sums / count).tolist()
+    variance = max(square - (losses[1] - losses[0]) ** 2, 0.0)
     return Comparison(
         max_error=error,
         relative_error=error / largest if largest else 0.0,
         kl=max(divergence, 0.0),
         argmax_flips=flips,
         losses=(losses[0], losses[1]),
+        change_error=math.sqrt(variance / max(count - 1, 1)),
         tokens=count,
     )
 

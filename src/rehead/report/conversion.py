@@ -69,9 +69,18 @@ def present_certificate(
     print(cache(certificate, None if asked is None else _reached(certificate, asked, measured)))
     if certificate.loss is not None:
         old, new = certificate.loss
-        print(f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f})")
+        print(
+            f"loss          {old:.4f} -> {new:.4f} nats per token ({round(new - old, 4) + 0.0:+.4f}"
+            f"{_uncertain(logits)})"
+        )
     print(predictions(certificate))
     print(f"certificate   {folder / PAGE}")
+
+
+def _uncertain(logits: dict[str, float]) -> str:
+    """Return the standard error of the loss's change where it is worth a word; older certificates have none."""
+    error = round(logits.get("change_error", 0.0), 4)
+    return f", standard error {error:.4f}" if error else ""
 
 
 def cache(certificate: Certificate, share: str | None = None) -> str:
