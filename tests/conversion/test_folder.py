@@ -457,7 +457,7 @@ MISTAKES = {
     "a text is needed": (
         ["--to", "mla", "--kv-rank", "3", "--method", "whitened"],
         2,
-        ["reads a text", "method=svd"],
+        ["reads a text", "use the method svd"],
     ),
     "no tokenizer": (
         ["--to", "mla", "--calibration", "text.txt"],

@@ -120,10 +120,12 @@ def test_less_rank_never_loses_less(method):
 def test_a_method_that_reads_a_text_needs_one(gpt):
     model = gpt(GQA)
     for method in ("whitened", "weighted"):
-        with pytest.raises(ConfigError, match=r"reads a text. Give a calibration text, or use method=svd"):
+        with pytest.raises(
+            ConfigError, match=r"reads a text. Give a calibration text, or use the method svd"
+        ):
             rehead.convert(model, to="mla", kv_rank=7, method=method)
     rotary = gpt(replace(GQA, n_kv_head=GQA.n_query_head, rope=RopeConfig()))  # no latent to be narrowed
-    with pytest.raises(ConfigError, match=r"reads a text. Give a calibration text, or use method=svd"):
+    with pytest.raises(ConfigError, match=r"reads a text. Give a calibration text, or use the method svd"):
         rehead.convert(rotary, to="mla", target="uneven", rope_dim=2, method="weighted")
     _, certificate = rehead.convert(model, to="mla", kv_rank=7)
     assert certificate.layers[0].methods == ["svd"]

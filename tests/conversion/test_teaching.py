@@ -328,11 +328,11 @@ def test_a_tied_model_in_its_files_learns_and_is_saved(gpt, words, tmp_path):
     [
         (-1, {}, "teach=-1. Give the number of passes over the calibration, 0 for none."),
         (True, {}, "teach=True. Give the number of passes"),
-        (2, {"calibration": None}, "teach=2 without a text to learn from: give a calibration."),
+        (2, {"calibration": None}, "teach=2 without a text to learn from. Give a calibration text."),
         (
             2,
             {"kv_rank": None},
-            "teach=2: this conversion is exact, so there is nothing to learn. Leave teach out.",
+            "teach=2: this conversion is exact, so there is nothing to learn. Leave it out.",
         ),
     ],
 )

@@ -23,14 +23,14 @@ def require_passes(teach: int) -> None:
 def nothing_to_learn(teach: int) -> ConfigError:
     """Return the error for passes of a conversion that loses nothing."""
     return ConfigError(
-        f"teach={teach}: this conversion is exact, so there is nothing to learn. Leave teach out."
+        f"teach={teach}: this conversion is exact, so there is nothing to learn. Leave it out."
     )
 
 
 def require_text(passes: int, some: object) -> None:
     """Refuse passes without a text."""
     if passes and not some:
-        raise ConfigError(f"teach={passes} without a text to learn from: give a calibration.")
+        raise ConfigError(f"teach={passes} without a text to learn from. Give a calibration text.")
 
 
 def require_apart(source: Path, destination: Path) -> None:

@@ -240,7 +240,7 @@ class Step:
         if wanted in known:
             if known[wanted] and not calibrated:
                 raise ConfigError(
-                    f"method={wanted} reads a text. Give a calibration text, or use method=svd."
+                    f"method={wanted} reads a text. Give a calibration text, or use the method svd."
                 )
             return str(wanted)
         return next((name for name, needs in known.items() if calibrated or not needs), "")
