@@ -51,6 +51,15 @@ def test_how_sure_a_change_is(error, said, certificate, tmp_path, capsys):
     assert ("standard error" in page(certificate)) == (error is not None)
 
 
+def test_parameters_are_told_where_they_change(certificate, tmp_path, capsys):
+    for pair, said in (
+        ([800, 1000], "\nparameters    800 -> 1,000 (+25.0 %)\n"),
+        ([800, 800], "bytes per token, float64 (31 %)\nloss"),
+    ):
+        present_certificate(replace(certificate, parameters=pair), tmp_path)
+        assert said in capsys.readouterr().out
+
+
 def test_all_the_figures_are_there(certificate):
     text, logits = page(certificate), certificate.logits
     first = certificate.layers[0]

@@ -96,7 +96,7 @@ def export(
     """
     from rehead.conversion.export.folder import export_folder
     from rehead.conversion.export.push import require_name
-    from rehead.report.conversion import cache, predictions
+    from rehead.report.conversion import predictions, sizes
     from rehead.report.progress import Board
 
     if destination.suffix == ".gguf" and format != "gguf":
@@ -125,7 +125,7 @@ def export(
     facts = {"architecture": architecture, "folder": str(destination), "relative_error": error}
     text = f"{architecture} in {destination}"
     if certificate is not None:
-        text += f"\n{cache(certificate)}\n{predictions(certificate)}"
+        text += f"\n{sizes(certificate)}\n{predictions(certificate)}"
     if push is not None:
         pushed = _push(destination, push, private, replace, json)
         facts |= pushed

@@ -66,7 +66,7 @@ def present_certificate(
     if certificate.exact and logits["argmax_flips"]:
         kind += f"; what changes below is the rounding of the new weights to {certificate.dtype}"
     print(f"{before} -> {after}: {kind}")
-    print(cache(certificate, None if asked is None else _reached(certificate, asked, measured)))
+    print(sizes(certificate, None if asked is None else _reached(certificate, asked, measured)))
     if certificate.loss is not None:
         old, new = certificate.loss
         print(
@@ -83,11 +83,13 @@ def _uncertain(logits: dict[str, float]) -> str:
     return f", standard error {error:.4f}" if error else ""
 
 
-def cache(certificate: Certificate, share: str | None = None) -> str:
-    """Return the line that says what becomes of the KV cache, also as a `share` in other words."""
+def sizes(certificate: Certificate, share: str | None = None) -> str:
+    """Return the line of the KV cache, also as a `share` in other words, and that of parameters if they change."""
     before, after = certificate.kv_bytes_per_token
     share = share or f"{100 * after / before:.0f} %"
-    return f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})"
+    lines = f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})"
+    old, new = certificate.parameters
+    return lines if old == new else f"{lines}\nparameters    {old:,} -> {new:,} ({100 * (new / old - 1):+.1f} %)"
 
 
 def predictions(certificate: Certificate) -> str:
