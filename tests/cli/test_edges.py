@@ -61,6 +61,32 @@ def test_a_closed_pipe_is_no_failure(folder, words):
     assert process.returncode == 0
 
 
+TRAIN = (
+    "train system.work_dir=run data.path=text.txt model.n_layer=1 model.n_embd=12 model.n_query_head=2 "
+    "data.block_size=8 trainer.max_iters=6 trainer.eval_every=1 trainer.eval_batches=1 trainer.batch_size=2"
+)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "tail",
+    ["2>&1 >out | head -1", "2>&1 | head -1", "2>/dev/full >out", "2>&- >out"],
+    ids=["head", "head of both", "a full disk", "closed"],
+)
+def test_a_training_whose_progress_nobody_reads_goes_on(tail, tmp_path):
+    (tmp_path / "text.txt").write_text("abcdefgh" * 100)
+    done = subprocess.run(
+        ["bash", "-c", f'({sys.executable} -m rehead {TRAIN}; echo "$?" > status) {tail}'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (tmp_path / "status").read_text() == "0\n", done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step-000006").is_dir()
+    if tail.endswith(">out"):
+        assert "done: validation loss" in (tmp_path / "out").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

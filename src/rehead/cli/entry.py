@@ -1,6 +1,5 @@
 """Runs a command line, from argv to the exit status; a failure is one line on stderr."""
 
-import io
 import logging
 import os
 import re
@@ -31,6 +30,7 @@ from rehead.cli import (  # noqa: F401 (each enters its commands)
 from rehead.cli.app import app, tell, warn
 from rehead.cli.interrupt import WORDS
 from rehead.cli.loading import load_torch
+from rehead.cli.streams import discard_stdout, lose_errors, replace_streams
 from rehead.cli.wording import as_typed, worded
 from rehead.errors import ReheadError, ResourceError, UsageError
 from rehead.registry import nearest
@@ -43,7 +43,9 @@ LONGEST = 100
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; return its exit status (see `rehead.errors`)."""
-    _replace_closed_streams()
+    replace_streams()
+    if argv is None:
+        lose_errors()
     argv = [_normalise_flag(word) for word in (sys.argv[1:] if argv is None else argv)]
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
@@ -79,14 +81,14 @@ def _run(argv: list[str], debug: bool) -> int:
         print(WORDS[number], file=sys.stderr)
         return 128 + number
     except BrokenPipeError:
-        _discard_stdout()
+        discard_stdout()
         return 0
-    except SystemExit as error:  # rich's answer to a closed pipe
+    except SystemExit as error:  # rich's answer to a closed stdout
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         return 0
     except OSError as error:
-        _discard_stdout()
+        discard_stdout()
         where = "the path" if error.filename is not None else "where the output goes"
         return _fail(ResourceError(f"{error}: check {where}, its permissions and free space."), debug)
     except Exception as error:
@@ -135,23 +137,6 @@ def _read_environment() -> None:
     for name in ("COLUMNS", "LINES"):
         if not re.fullmatch("0*[1-9][0-9]{0,4}", environment.get(name, "80")):
             del environment[name]
-
-
-def _replace_closed_streams() -> None:
-    """Discard output if stdout or stderr is closed, and escape characters that their encoding lacks."""
-    sys.stdout = sys.stdout or io.StringIO()
-    sys.stderr = sys.stderr or io.StringIO()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _discard_stdout() -> None:
-    """Redirect a full or closed stdout, or the interpreter would fail to flush it at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _normalise_flag(word: str) -> str:

@@ -89,7 +89,9 @@ def sizes(certificate: Certificate, share: str | None = None) -> str:
     share = share or f"{100 * after / before:.0f} %"
     lines = f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})"
     old, new = certificate.parameters
-    return lines if old == new else f"{lines}\nparameters    {old:,} -> {new:,} ({100 * (new / old - 1):+.1f} %)"
+    return (
+        lines if old == new else f"{lines}\nparameters    {old:,} -> {new:,} ({100 * (new / old - 1):+.1f} %)"
+    )
 
 
 def predictions(certificate: Certificate) -> str:
