@@ -81,7 +81,7 @@ def test_all_the_figures_are_there(certificate):
         "rank 7 of the 18 that hold everything; rank 7 of the 23 that hold everything.",
         "Fitted to 200 of the 200 tokens of ids "
         f"(sha256 of its ids {certificate.calibration[0].sha256[:12]}...), in windows of 16;",
-        "seed 11; weights in float64; ",
+        "seed 11; weights and activations in float64; ",
         f"torch {certificate.environment['torch']}",
     ):
         assert figure in text, figure

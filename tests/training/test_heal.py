@@ -429,11 +429,12 @@ def test_the_last_steps_are_saved_before_they_are_measured(monkeypatch):
     assert len(losses("unmeasured-yet")) == 3
 
 
+@pytest.mark.parametrize("train", ["all", "attention"])
 @pytest.mark.parametrize("parallel", ["none", "fsdp"])
-def test_a_teacher_of_trained_attentions_computes_in_float32(parallel):
-    """In all processes, so that their number changes nothing."""
+def test_a_teacher_computes_in_float32(parallel, train):
+    """As its pupil does, so that neither what is trained nor the number of processes changes what is measured."""
     rehead.save(rehead.load("source").bfloat16(), "narrow", overwrite=True)
-    options = read(["trainer.teacher=narrow", "trainer.train=attention", f"trainer.parallel={parallel}"])
+    options = read(["trainer.teacher=narrow", f"trainer.train={train}", f"trainer.parallel={parallel}"])
     teacher = start.read_teacher(options, rehead.load("mqa"), torch.device("cpu"))
     assert {weight.dtype for weight in teacher.parameters()} == {torch.float32}
 
@@ -539,7 +540,7 @@ def test_what_is_healed_in_float32_is_certified_so(capsys):
     found = [(one["dtype"], one["kv_bytes_per_token"]) for one in (before, after)]
     assert found == [("bfloat16", [192, 48]), ("float32", [384, 96])]
     page = (resolve(Path("low-mqa-healed")) / "CONVERSION.md").read_text()
-    assert "weights in float32" in page
+    assert "weights and activations in float32" in page
     assert "384" in page
 
 

@@ -192,4 +192,4 @@ def _where(certificate: Certificate) -> str:
     fitted = ", and ".join(windows) or "no text"
     sums = ", ".join(f"{escaped(one[:12])}..." for one in certificate.source_sha256)
     source = f" The source's weights have the sha256 {sums}." if sums else ""
-    return f"Fitted to {fitted}; seed {certificate.seed}; weights in {escaped(certificate.dtype)}; {facts}.{source}"
+    return f"Fitted to {fitted}; seed {certificate.seed}; weights and activations in {escaped(certificate.dtype)}; {facts}.{source}"

@@ -115,17 +115,17 @@ def carried_files(options: ModelOptions, checkpoint: Path | None) -> dict[str, s
 
 
 def read_teacher(options: RunOptions, model: LanguageModel, device: torch.device) -> LanguageModel | None:
-    """Load the teacher, if there is one, in eval mode; it shares those frozen weights of the model that are equal.
+    """Load the teacher, if there is one, in eval mode and, as the model is, in float32.
 
-    If it will be sharded, it shares none, and its weights are left in their files.
+    It shares those frozen weights of the model that are equal. If it will be sharded, it shares none, and its weights
+    are left in their files.
     """
     place = options.trainer.teacher
     if place is None:
         return None
     sharded, partly = options.trainer.parallel == "fsdp", options.trainer.train != "all"
-    dtype = torch.float32 if partly else None  # as the weights that it may share
     later = partly or sharded
-    teacher = load(place, device="cpu" if later else device, dtype=dtype, in_memory=not later)
+    teacher = load(place, device="cpu" if later else device, dtype=torch.float32, in_memory=not later)
     require_same_vocabulary(model, teacher, place)
     if partly and not sharded:  # a sharded model has no whole weights to share
         share_frozen(model, teacher)
