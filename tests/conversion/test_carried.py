@@ -34,6 +34,7 @@ def source(tmp_path, monkeypatch):
     marks = {
         "bos_token": None,
         "eos_token": {"content": "<c>"},
+        "unk_token": "<b>",
         "padding_side": "right",
         "added_tokens_decoder": {},
     }
@@ -56,6 +57,11 @@ def test_marks_and_padding_go_along():
     ]
     assert exports[0] == exports[1]
     assert (exports[0]["eos_token"], exports[0]["padding_side"]) == ("<c>", "right")
+    said = [
+        transformers.AutoTokenizer.from_pretrained(name).special_tokens_map
+        for name in ("model-stock", "made-stock")
+    ]
+    assert said == [{"eos_token": "<c>", "unk_token": "<b>"}] * 2
 
 
 @pytest.mark.parametrize("command", ["convert model out --to mha", "export model out"])

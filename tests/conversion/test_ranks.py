@@ -169,6 +169,14 @@ def test_measured(allocation, words):
         assert after - before <= max_loss + 1e-12
 
 
+@pytest.mark.parametrize(("name", "n_token"), [("self", 180), ("words", 192)])
+def test_a_loss_is_measured_on_what_the_certificate_counts(name, n_token, gpt, words):
+    """The token after a window of a sampled text does not follow from it."""
+    converter = Converter(gpt(GQA), calibration=[Passage(name=name, ids=words(193))])
+    (targets,) = [targets for _, targets in Allocation(converter, Target(to="mla")).probe]
+    assert int((targets != -100).sum()) == n_token
+
+
 @pytest.mark.parametrize("loss", [-0.1, float("nan")])
 def test_a_loss_that_is_none(loss):
     with pytest.raises(ConfigError, match=f"max_loss={loss}: nats per token above .*Use 0 or more"):

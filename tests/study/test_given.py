@@ -110,7 +110,7 @@ def test_a_conversion_of_a_conversion_is_fitted_and_measured():
 def test_a_study_measures_ranks_and_teaches_as_its_command_does():
     saved("small", n_embd=16)
     Path("fit.txt").write_text(TEXT)
-    quarter = {"to": "mla", "target": "uneven", "kv_fraction": 0.5, "calibration": "fit.txt"}
+    quarter = {"to": "mla", "target": "uneven", "kv_fraction": 0.5, "calibration": "fit.txt", "length": 5}
     table = {
         "variants": {
             "Source": {"source": "small"},
@@ -122,6 +122,8 @@ def test_a_study_measures_ranks_and_teaches_as_its_command_does():
     half = json.loads(Path("study/half/seed-3407/model/conversion.json").read_text())
     usual = json.loads(Path("study/usual/seed-3407/model/conversion.json").read_text())
     assert (half["teach"], usual["teach"]) == (2, 0)
+    assert (half["length"], usual["length"]) == (5, 5)
+    assert "--length=5" in planned(table)["Half"].command()
     assert (
         half["result"]["attention"][0]["qk_rope_head_dim"]
         != usual["result"]["attention"][0]["qk_rope_head_dim"]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from rehead.conversion.blocks import BATCH_TOKENS
 from rehead.conversion.certificate import Certificate, Layer, Text
 from rehead.conversion.texts import SELF
 
@@ -141,7 +142,8 @@ def _layers(certificate: Certificate) -> list[str]:
     """Return what the columns of the table of layers mean, and the table."""
     words = (
         "Lost energy is the share of the keys' and values' energy that was dropped, as the method weighs it; output "
-        "error the attention's RMS error on the same inputs, relative to its output."
+        "error the attention's RMS error on the same inputs, relative to its output, over the first "
+        f"{BATCH_TOKENS:,} tokens that were compared, or one window."
     )
     if any("keep-rotations" in layer.steps for layer in certificate.layers):
         words += " Where keep-rotations is among the steps, lost energy has the share of what rotations matter, too."
@@ -192,4 +194,5 @@ def _where(certificate: Certificate) -> str:
     fitted = ", and ".join(windows) or "no text"
     sums = ", ".join(f"{escaped(one[:12])}..." for one in certificate.source_sha256)
     source = f" The source's weights have the sha256 {sums}." if sums else ""
-    return f"Fitted to {fitted}; seed {certificate.seed}; weights and activations in {escaped(certificate.dtype)}; {facts}.{source}"
+    kept = f"seed {certificate.seed}; weights and activations in {escaped(certificate.dtype)}"
+    return f"Fitted to {fitted}; {kept}; {facts}.{source}"

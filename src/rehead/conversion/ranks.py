@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from rehead.attention import AttentionConfig, LatentConfig
+from rehead.conversion.blocks import measured_blocks
 from rehead.conversion.converter import Converter
 from rehead.conversion.target import Target
 from rehead.data import Batch
@@ -34,7 +35,12 @@ class Allocation:
     def __init__(self, converter: Converter, target: Target) -> None:
         """`target` is an MLA without a rank."""
         self.converter, self.config = converter, converter.config
-        self.probe: list[Batch] = converter.read(PROBE_TOKENS)
+        share = PROBE_TOKENS // max(1, len(converter.calibration))
+        self.probe: list[Batch] = [
+            block
+            for text in converter.calibration
+            for block in measured_blocks(converter.model, text, converter.length, share)
+        ]
         self.grids = [_grid(target.attention(layer, self.config.n_embd)) for layer in self.config.attention]
         tries = [(index, latent) for index, grid in enumerate(self.grids) for latent in grid]
         self.damages: list[list[float]] = [[] for _ in self.grids]

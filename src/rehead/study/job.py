@@ -117,7 +117,7 @@ class Job:
         In the name of a text, `{source}` is the folder of the model at the root. A model that is not a run has no
         text of its own; its conversion is fitted to the study's text, of which the last tenth is held out.
         """
-        options = self._converted({"method", "calibration", "test"})
+        options = self._converted({"method", "calibration", "test", "length"})
         root = self
         while root.parent is not None:
             root = root.parent

@@ -32,6 +32,7 @@ CONVERT = {
     "method": str,
     "calibration": str | list,
     "test": str,
+    "length": int,
     "measured_ranks": bool,
     "teach": int,
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
-from rehead.checkpoint.companions import MARKS, TOKENIZER_CONFIG, companions, json_table
+from rehead.checkpoint.companions import MARKS, TOKENIZER_CONFIG, UNKNOWN, companions, json_table
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.find import path_of
 from rehead.checkpoint.huggingface.stock import special_ids
@@ -62,9 +62,10 @@ class OpenedModel:
         return frozenset(id for id in (named if isinstance(named, list) else [named]) if type(id) is int)
 
     def mark(self, name: str) -> int | None:
-        """Return the id that begins (`bos`), ends (`eos`) or pads (`pad`) a text, as in `transformers`' tokenizer.
+        """Return the id that begins (`bos`), ends (`eos`) or pads (`pad`) a text, or stands for unknown ones (`unk`).
 
-        It is the token that tokenizer_config.json names or, where that has no such key, the id in the model's config.
+        As in `transformers`, it is the token that tokenizer_config.json names or, where that has no such key, the id in
+        the model's config.
         """
         table = json_table(self.folder / TOKENIZER_CONFIG)
         if self.tokenizer is not None and f"{name}_token" in table:
@@ -77,7 +78,11 @@ class OpenedModel:
 
     def tokenizer_keys(self) -> dict[str, str]:
         """Return what is kept of tokenizer_config.json: those tokens (`bos_token`, ...) and any `padding_side`."""
-        tokens = {name: self.tokenizer.token(self.mark(name)) for name in MARKS} if self.tokenizer else {}
+        tokens = (
+            {name: self.tokenizer.token(self.mark(name)) for name in (*MARKS, UNKNOWN)}
+            if self.tokenizer
+            else {}
+        )
         side = json_table(self.folder / TOKENIZER_CONFIG).get("padding_side")
         marks = {f"{name}_token": token for name, token in tokens.items() if token}
         return marks | ({"padding_side": side} if side in ("left", "right") else {})
