@@ -1,6 +1,8 @@
 import hashlib
 import os
 import re
+import shutil
+import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -136,6 +138,19 @@ def test_a_byte_that_is_not_utf8_is_told_by_its_offset(data, text, size, bom):
             InvalidInput, match=rf"a\.txt' is not UTF-8 at byte {caught.value.start} \(.*iconv"
         ):
             everything(source)
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "LATIN1"])
+def test_the_command_for_another_encoding_converts_it(encoding, tmp_path):
+    if shutil.which("iconv") is None:
+        pytest.skip("no iconv")
+    text = "Die Würde des Menschen ist unantastbar."
+    (tmp_path / "a.txt").write_text(text, encoding=encoding)
+    with pytest.raises(InvalidInput) as caught:
+        everything(Source(path=tmp_path / "a.txt"))
+    command = re.search(r"iconv .* UTF-8", str(caught.value))[0]
+    done = subprocess.run([*command.split(), tmp_path / "a.txt"], capture_output=True, check=True)
+    assert done.stdout.decode() == text
 
 
 @pytest.mark.parametrize("content", ["", " \n\t\r\n", "\ufeff", "\ufeff\n"])
@@ -516,5 +531,5 @@ def test_a_limit_spreads_the_blocks_evenly():
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_nothing_to_predict_is_refused(n):
-    with pytest.raises(InvalidInput, match=f"a text of {n} tokens leaves nothing to predict"):
+    with pytest.raises(InvalidInput, match=f"a text of {n} token{'s' * (n != 1)} leaves nothing to predict"):
         list(evaluation_blocks(ids(n), 7, 5))

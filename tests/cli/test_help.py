@@ -198,7 +198,7 @@ def test_a_default_is_written_as_it_is_typed(capsys):
 
 def test_what_takes_long_says_how_long(capsys):
     for command, said in (
-        ("train", "With the defaults, training takes about 15 minutes on 2 CPU cores."),
+        ("train", "With the defaults, training takes about 13 minutes on 2 CPU cores."),
         ("study", "demo takes about 3 minutes and frontier 33; homework takes 35 with"),
         ("convert", "24,576 tokens takes about 6 minutes on one CPU core; sampling self takes 2 or 3 more"),
     ):

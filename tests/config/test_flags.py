@@ -50,6 +50,16 @@ def test_yaml_lies_over_the_defaults_and_under_the_flags(tmp_path):
     assert (options.trainer.max_iters, options.trainer.batch_size) == (7, 64)
 
 
+def test_a_dot_in_a_file_is_told_how_it_is_written(tmp_path):
+    """And not to mean itself."""
+    (tmp_path / "run.yaml").write_text("model.rope: true\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"run.yaml: model.rope is not written with a dot in a file. Write model: {rope: ...}\.",
+    ):
+        read([], (tmp_path / "run.yaml",))
+
+
 def test_a_table_lies_under_the_yaml(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer: {max_iters: 7}")

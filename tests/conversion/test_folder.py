@@ -681,7 +681,7 @@ def test_texts_that_are_too_short_are_refused_before_the_weights_are_read(run, c
     Path("one.txt").write_text("I")
     words = [run, "new", "--to", "mla", "--kv-rank", "3", "--allow-loss", "--calibration", "text.txt"]
     refused(capfd, [*words, "--calibration", "brief.txt"], 3, "the last tenth of brief.txt, 8 of 79 tokens")
-    refused(capfd, [*words, "--test", "one.txt"], 3, "a text of 1 tokens leaves nothing to predict")
+    refused(capfd, [*words, "--test", "one.txt"], 3, "a text of 1 token leaves nothing to predict")
 
 
 @pytest.mark.filterwarnings("always:no stock class")

@@ -200,7 +200,7 @@ NONE = {  # source, target, what the message must say, what it must not
     "rope to reduced": (
         replace(GQA, rope=ROPE),
         tied(18),
-        ["reduce: rope=True", "rebuilt keys are rotated", "W_UK and W_Q"],
+        ["reduce: with rope=True", "rebuilt keys are rotated", "W_UK and W_Q"],
         ["tie_kv"],
     ),
     "rank above the useful maximum": (GQA, replace(MLA, kv_lora_rank=19), ["19", "18"], ["LatentConfig"]),

@@ -135,7 +135,7 @@ REFUSED = {
     "latent norm": ({"latent_norm": True}, "latent_norm=True"),
     "query latent": ({"q_lora_rank": 7}, "q_lora_rank=7 has a norm"),
     "decoupled rope": ({"qk_rope_head_dim": 6, "rope": RopeConfig()}, "qk_rope_head_dim=6: its heads rotate"),
-    "rebuilt keys": ({"rope": RopeConfig()}, "rope=True: rebuilt keys are rotated between"),
+    "rebuilt keys": ({"rope": RopeConfig()}, "with rope=True, rebuilt keys are rotated between"),
 }
 
 

@@ -10,6 +10,7 @@ from rehead.report import interactive, page, study
 from rehead.report.chart import COLOURS, DARK_COLOURS, Look
 from rehead.report.figures import Figures, frontier
 from rehead.report.interactive import finite, table
+from rehead.report.plot import keys
 from rehead.report.text import LONGEST, sanitise
 
 PAYLOADS = [
@@ -239,12 +240,14 @@ def test_longer_texts_are_before_and_after(made_up):
 
 def test_attention_alone_is_shown_beside_the_whole_step(made_up):
     figures = Figures(made_up())
+    assert keys(figures.panel("loss", ["A", "B"]).charts[0]) == ["dotted: training loss"]
     for kind, full in (("memory", 3000 / 2**20), ("speed", 4.0)):
         panel = figures.panel(kind, ["A", "B"])
         (alone,) = (chart for chart in panel.charts if chart.title == "Attention alone")
         assert [series.pale for series in alone.series] == [False, True] * 2
         assert [series.x[0] for series in alone.series] == pytest.approx([full, 2 * full] * 2)
         assert "expect a flat curve" in panel.notes[-1]
+        assert keys(alone) == ["full: as computed; pale: scores written out"]
     document = made_up()
     for one in document["variants"]:  # made before it was measured
         for part in (one["costs"], one["costs"]["memory"] or {}):

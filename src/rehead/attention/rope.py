@@ -23,6 +23,7 @@ class RopeConfig:
     half-split pairs (i, i + E/2) as in Hugging Face; interleaved pairs (2i, 2i + 1) as in the paper.
     They differ by a permutation of each head's rows. Only the first `partial_rotary_factor` of the numbers of a head
     rotate (GPT-NeoX's `rotary_pct`); the others have no position. E is then the width of that part.
+    `scaling` changes the angles for contexts longer than those trained on; None leaves them as they are.
     """
 
     theta: float = 10_000.0

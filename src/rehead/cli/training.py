@@ -34,7 +34,7 @@ def train(
     """Train a GPT or an Elman RNN on a text.
 
     Flags are group.key=value, with or without leading dashes; the groups are
-    system, data, model and trainer. With the defaults, training takes about 15
+    system, data, model and trainer. With the defaults, training takes about 13
     minutes on 2 CPU cores. For example:
 
         rehead train data.path=input.txt model.n_kv_head=3 model.rope=True

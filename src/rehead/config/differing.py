@@ -23,10 +23,15 @@ def differing(one: ModelConfig, other: ModelConfig, free: Collection[str] = ()) 
                 found["attention"] = (ours.name, theirs.name)
             else:
                 found |= _fields(ours, theirs, free)
+        if "rope" in found:
+            found.pop("learned_positions", None)  # which follow from it
     return found
 
 
 def _fields(one: Any, other: Any, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
     names = (field.name for field in dataclasses.fields(one) if field.name not in free)
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if "rope" in found and None in found["rope"]:  # as the flag says it
+        found["rope"] = (found["rope"][0] is not None, found["rope"][1] is not None)
+    return found

@@ -134,6 +134,8 @@ def _unknown_option(key: str, where: str) -> str:
         return f"{where}: {group} is a group of options. Give one of them, {_like(group)}."
     if group not in GROUPS and rest:
         return f"{where}: unknown group {group!r:.80}.{nearest(group, list(GROUPS))}"
+    if rest in OPTIONS.get(group, ()):
+        return f"{where}: {key} is not written with a dot in a file. Write {group}: {{{rest}: ...}}."
     word = (rest or group).partition(".")[0]
     everywhere = {name for names in OPTIONS.values() for name in names}
     mine = OPTIONS.get(group, everywhere)

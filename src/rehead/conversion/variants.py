@@ -145,4 +145,4 @@ def _reasons(steps: list[Step], exact: bool) -> list[str]:
 
 def share(after: int, before: int) -> str:
     """Return a size as a percentage of another."""
-    return f"{100 * after / before:.0f} %"
+    return f"{100 * after / before:.4g} %"

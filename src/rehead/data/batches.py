@@ -82,7 +82,9 @@ def evaluation_blocks(
     fewer than two tokens.
     """
     if len(ids) < 2:
-        raise InvalidInput(f"a text of {len(ids)} tokens leaves nothing to predict: use a longer one.")
+        raise InvalidInput(
+            f"a text of {len(ids)} token{'s' * (len(ids) != 1)} leaves nothing to predict: use a longer one."
+        )
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} blocks: evaluate 1 or more, or give no limit.")
     if batch_size < 1:

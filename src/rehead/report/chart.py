@@ -65,7 +65,8 @@ class Series:
 class Chart:
     """Lines over x, single points, or bars along x with names on y.
 
-    `named` writes names beside points: that of their series, or their labels, each once.
+    `named` writes names beside points: that of their series, or their labels, each once. `faint` says what faint series
+    are, to a reader of the image alone.
     """
 
     kind: Literal["lines", "points", "bars"]
@@ -75,6 +76,7 @@ class Chart:
     title: str = ""
     log_x: bool = False
     named: bool = False
+    faint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ def _uncertain(logits: dict[str, float]) -> str:
 def sizes(certificate: Certificate, share: str | None = None) -> str:
     """Return the line of the KV cache, also as a `share` in other words, and that of parameters if they change."""
     before, after = certificate.kv_bytes_per_token
-    share = share or f"{100 * after / before:.0f} %"
+    share = share or f"{100 * after / before:.4g} %"
     lines = f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})"
     old, new = certificate.parameters
     return (
@@ -142,7 +142,7 @@ def _row(row: Row, full: int) -> tuple[str, ...]:
     return (
         row.variant,
         f"{row.gpu_kv_bytes_per_token:,}",
-        f"{100 * row.gpu_kv_bytes_per_token / full:.0f} %" if full else "",
+        f"{100 * row.gpu_kv_bytes_per_token / full:.4g} %" if full else "",
         _bytes(row.gpu_cache_bytes),
         f"{row.parameters:,}",
         f"{row.decode_flops / 1e6:,.1f} M",

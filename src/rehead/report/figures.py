@@ -70,7 +70,13 @@ class Figures:
                 f"{sanitise(variant['variant'])} ({variant['length']:,})" for variant in variants
             )
             notes.append(f"Each loss is measured at the variant's own block length in tokens: {lengths}.")
-        chart = Chart(kind="lines", x="optimizer steps", y="loss (nats per token)", series=series)
+        chart = Chart(
+            kind="lines",
+            x="optimizer steps",
+            y="loss (nats per token)",
+            series=series,
+            faint="training loss",
+        )
         return Panel(name="loss", title="Loss over training", charts=[chart], notes=notes)
 
     def frontier(self, variants: Sequence[Record]) -> Panel:
@@ -139,9 +145,10 @@ class Figures:
             "KV cache: held after a full context, in generation. Activations: what the forward pass saves for the "
             "backward pass. Peak: all tensors at the peak of a training step: weights, also those of a teacher, "
             "gradients, optimizer moments, activations and temporary results, without the memory of Python and torch.",
-            "Fewer KV heads shrink the cache and, a little, the weights. They do not shrink the activations: every "
-            "query head still has its own row of scores and its own output, so expect a flat curve there, and a "
-            "peak that hardly changes." + (" Here the activations are flat." if flat else ""),
+            "Fewer KV heads shrink the cache and, a little, the weights. Of the activations only the keys and values "
+            "shrink: every query head still has its own row of scores and its own output, so expect a curve that is "
+            "nearly flat there, and a peak that falls little."
+            + (" Here the activations are flat." if flat else ""),
             *([ALONE] if alone.series else []),
         ]
         return Panel(

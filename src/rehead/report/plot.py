@@ -74,7 +74,7 @@ def _draw(panel: Panel, path: Path) -> None:
         named = _names(chart) != names  # bars like those to their left need no names
         names = _names(chart)
         {"lines": _lines, "points": _points, "bars": _bars}[chart.kind](axes, chart, named=named)
-        axes.set_xlabel(chart.x)
+        axes.set_xlabel("\n".join([chart.x, *keys(chart)]))
         axes.grid(alpha=0.25, axis="x" if chart.kind == "bars" else "both")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -160,6 +160,14 @@ def _bars(axes: "Axes", chart: Chart, *, named: bool) -> None:
             axes.hlines(places, series.low, series.high, color="#444444", linewidth=1.2)
     axes.set_yticks(range(len(names)), [_text(name) for name in names] if named else [""] * len(names))
     axes.invert_yaxis()
+
+
+def keys(chart: Chart) -> list[str]:
+    """Return what full and pale bars are, or dotted lines, where there are both."""
+    by_shade = {series.pale: series.name for series in chart.series}
+    if len(by_shade) == 2:
+        return [f"full: {by_shade[False]}; pale: {by_shade[True]}"]
+    return [f"dotted: {chart.faint}"] if chart.faint and any(series.faint for series in chart.series) else []
 
 
 def _names(chart: Chart) -> list[str]:

@@ -30,9 +30,9 @@ HEADER = (
     "val loss",
     "parameters",
     "KV B/token\npredicted",
-    "\nheld",
+    "KV B/token\nheld",
     "tok/s\ncached",
-    "\nuncached",
+    "tok/s\nuncached",
 )
 
 

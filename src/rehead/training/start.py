@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rehead.training import state
 from rehead.training.frozen import require_trainable, share_frozen
 from rehead.training.heal import require_its_tokenizer, require_same_vocabulary
 
+POSITIONS = "embed_positions.weight"
 TRAINING_BYTES = 16
 """Bytes per parameter: a float32 weight, its gradient and AdamW's two moments."""
 
@@ -154,13 +156,18 @@ def require_same_run(
 ) -> None:
     """Raise ConfigError for another text or teacher (by their sha256), model or seed than the run of `config` has.
 
-    Also for a last step before that of `checkpoint`.
+    Also for a last step before that of `checkpoint`. Warns of one that `checkpoint` has reached.
     """
     recorded, place = state.read_numbers(checkpoint), config.parent
     if options.trainer.max_iters < recorded["step"]:
         raise ConfigError(
             f"trainer.max_iters={options.trainer.max_iters} is below step {recorded['step']}, which {place} has "
             "reached: give more steps, or start a new system.work_dir."
+        )
+    if options.trainer.max_iters == recorded["step"] and not recorded.get("owed", False):
+        warnings.warn(
+            f"{place} has reached trainer.max_iters={recorded['step']}: no step is left to train. Give more to go on.",
+            stacklevel=2,
         )
     if recorded["text_sha256"] != text:
         raise ConfigError(
@@ -258,12 +265,12 @@ def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> No
             "trained with, or convert it first."
         )
     old_block, new_block = trained.config.block_size, model.config.block_size
-    if new_block < old_block:
+    weights = trained.state_dict()
+    if new_block < old_block and POSITIONS in weights:
         raise ConfigError(
             f"data.block_size={new_block} is below the {old_block} that {folder} was trained with: a position table is "
             f"extended, never cut. Use {old_block} or more."
         )
-    weights = trained.state_dict()
     for name, weight in model.state_dict().items():
-        rows = slice(0, len(weights[name])) if name == "embed_positions.weight" else slice(None)
+        rows = slice(0, len(weights[name])) if name == POSITIONS else slice(None)
         weight[rows] = weights[name]

@@ -91,7 +91,7 @@ class Reduce(ExactConversion[LatentConfig, GroupedConfig]):
         """Refuse anything between the two projections, and rotated keys."""
         if source.qk_norm_eps is not None:
             return "qk_norm_eps: keys are normed between W_UK and W_Q"
-        rotated = "rope=True: rebuilt keys are rotated between W_UK and W_Q"
+        rotated = "with rope=True, rebuilt keys are rotated between W_UK and W_Q"
         return obstacle(source) or (rotated if source.rope is not None else "")
 
     def rewrite(self, weights: Weights, source: LatentConfig, result: GroupedConfig) -> Weights:
