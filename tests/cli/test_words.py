@@ -128,7 +128,6 @@ def test_max_loss_is_consent(run, capfd, monkeypatch):
     assert warned in printed.err
 
 
-@pytest.mark.filterwarnings("ignore:.*no step is left")
 def test_heal_gives_the_renewed_certificate(run, capfd):
     assert main(["convert", run, "mla", "--to", "mla", "--kv-fraction", "0.5", "--allow-loss"]) == 0
     capfd.readouterr()

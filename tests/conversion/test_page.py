@@ -54,7 +54,7 @@ def test_how_sure_a_change_is(error, said, certificate, tmp_path, capsys):
 def test_parameters_are_told_where_they_change(certificate, tmp_path, capsys):
     for pair, said in (
         ([800, 1000], "\nparameters    800 -> 1,000 (+25.0 %)\n"),
-        ([800, 800], "bytes per token, float64 (31 %)\nloss"),
+        ([800, 800], "bytes per token, float64 (31.11 %)\nloss"),
     ):
         present_certificate(replace(certificate, parameters=pair), tmp_path)
         assert said in capsys.readouterr().out

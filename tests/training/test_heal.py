@@ -547,8 +547,12 @@ def test_what_is_healed_in_float32_is_certified_so(capsys):
 def test_no_steps_leave_a_certificate(capsys):
     """Its figures are those of the conversion, on the same text."""
     assert heal("trainer.max_iters=0", "system.work_dir=as-it-was") == 0
-    assert "certificate   as-it-was/" in capsys.readouterr().out
     before, after = certificate("mqa"), certificate("as-it-was")
+    kl = f"{before['logits']['kl']:.2e}"
+    assert (
+        f"\nhealed        KL {kl} -> {kl} nats in 0 steps\ncertificate   as-it-was/"
+        in capsys.readouterr().out
+    )
     assert after["healing"][0]["steps"] == 0
     assert after["loss"] == pytest.approx(before["loss"])
     assert (resolve(Path("as-it-was")) / "CONVERSION.md").is_file()

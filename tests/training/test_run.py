@@ -189,16 +189,18 @@ def test_a_signal_in_the_last_step_saves_it_and_resuming_does_what_was_due():
     assert everything("a") == everything("whole")
 
 
-def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on():
+def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on(caplog):
     run("whole", "trainer.max_iters=8")
     run("a")
     before = everything("a")
-    with pytest.warns(
-        UserWarning, match=r"a has reached trainer\.max_iters=6: no step is left to train\. Give more"
-    ):
-        assert [record.get("event") for record in resume("a")] == ["start", None, "end"]
+    assert not caplog.messages
+    assert [record.get("event") for record in resume("a")] == ["start", None, "end"]
+    assert caplog.messages == [
+        "a has reached trainer.max_iters=6: no step is left to train. Give more to go on."
+    ]
     assert everything("a") == before
     resume("a", "trainer.max_iters=8")
+    assert len(caplog.messages) == 1
     assert everything("a") == everything("whole")
 
 
@@ -575,7 +577,6 @@ def test_no_steps_save_the_model_as_drawn():
         assert torch.equal(weight, drawn.state_dict()[name])
 
 
-@pytest.mark.filterwarnings("ignore:.*no step is left")
 @pytest.mark.parametrize("steps", [0, 2])
 def test_what_is_recorded_is_yielded_also_by_a_finished_run(steps):
     flags = [f"trainer.max_iters={steps}", "trainer.sample_every=0"]

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rehead.conversion import Certificate
+from rehead.conversion.events import Healing
 from rehead.conversion.page import PAGE
 from rehead.conversion.plan import Plan, Row
 from rehead.report.table import show
@@ -74,6 +75,8 @@ def present_certificate(
             f"{_uncertain(logits)})"
         )
     print(predictions(certificate))
+    if certificate.healing and (line := _healed(certificate.healing[-1])):
+        print(line)
     print(f"certificate   {folder / PAGE}")
 
 
@@ -81,6 +84,16 @@ def _uncertain(logits: dict[str, float]) -> str:
     """Return the standard error of the loss's change where it is worth a word; older certificates have none."""
     error = round(logits.get("change_error", 0.0), 4)
     return f", standard error {error:.4f}" if error else ""
+
+
+def _healed(healing: Healing) -> str:
+    """Return the line that says what the last healing brought or cost; empty where the text before was another."""
+    before, after = healing.kl
+    return (
+        ""
+        if before is None
+        else f"healed        KL {before:.2e} -> {after:.2e} nats in {healing.steps:,} steps"
+    )
 
 
 def sizes(certificate: Certificate, share: str | None = None) -> str:

@@ -1,8 +1,8 @@
 """The start of a run: its text, vocabulary, model and pretrained weights."""
 
 import hashlib
+import logging
 import os
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from rehead.training import state
 from rehead.training.frozen import require_trainable, share_frozen
 from rehead.training.heal import require_its_tokenizer, require_same_vocabulary
 
+log = logging.getLogger("rehead")
 POSITIONS = "embed_positions.weight"
 TRAINING_BYTES = 16
 """Bytes per parameter: a float32 weight, its gradient and AdamW's two moments."""
@@ -165,9 +166,10 @@ def require_same_run(
             "reached: give more steps, or start a new system.work_dir."
         )
     if options.trainer.max_iters == recorded["step"] and not recorded.get("owed", False):
-        warnings.warn(
-            f"{place} has reached trainer.max_iters={recorded['step']}: no step is left to train. Give more to go on.",
-            stacklevel=2,
+        log.warning(
+            "%s has reached trainer.max_iters=%s: no step is left to train. Give more to go on.",
+            place,
+            recorded["step"],
         )
     if recorded["text_sha256"] != text:
         raise ConfigError(
