@@ -68,15 +68,15 @@ def nightly(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks `docs` and `browser` by folder and fixture; leaves out `typed` or `mistyped`, much with --few."""
+    """Marks `docs` and `browser` by folder and fixture; leaves out what its marks say, much with --few."""
     for item in items:
         if "docs" in item.path.parts[-3:]:
             item.add_marker(pytest.mark.docs)
         if "chromium" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
     left_out = []
-    unfit = "mistyped" if config.getoption("jaxtyping_packages") else "typed"
-    left_out += [item for item in items if item.get_closest_marker(unfit)]
+    unfit = ("mistyped", "compiled") if config.getoption("jaxtyping_packages") else ("typed",)
+    left_out += [item for item in items if any(map(item.get_closest_marker, unfit))]
     if config.getoption("few"):
         many = _many()
         left_out += [item for item in items if "contract" in item.path.parts and many & _ids(item)]

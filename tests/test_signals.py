@@ -68,3 +68,28 @@ def test_a_command_that_has_answered_takes_its_time_to_clean_up():
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate() == ("cleaned up\n", "")
+
+
+BLOCKED = """
+import hashlib
+from rehead.cli.interrupt import answer_signals
+
+answer_signals()
+print("begun", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)
+"""
+
+
+def test_ctrl_c_ends_a_command_whose_stderr_nobody_reads():
+    """Also in a call of C, which keeps the handler from running."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", BLOCKED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, text=True) as process:
+        try:
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
+            os.close(writer)

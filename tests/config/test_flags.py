@@ -50,14 +50,20 @@ def test_yaml_lies_over_the_defaults_and_under_the_flags(tmp_path):
     assert (options.trainer.max_iters, options.trainer.batch_size) == (7, 64)
 
 
-def test_a_dot_in_a_file_is_told_how_it_is_written(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "nested"),
+    [
+        ("model.rope", "model: {rope: ...}"),
+        ("model.rope_scaling.factor", "model: {rope_scaling: {factor: ...}}"),
+    ],
+)
+def test_a_dot_in_a_file_is_told_how_it_is_written(key, nested, tmp_path):
     """And not to mean itself."""
-    (tmp_path / "run.yaml").write_text("model.rope: true\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"run.yaml: model.rope is not written with a dot in a file. Write model: {rope: ...}\.",
-    ):
-        read([], (tmp_path / "run.yaml",))
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{key}: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        read([], (file,))
+    assert str(caught.value).endswith(f"run.yaml: in a file, write {nested}, not {key}.")
 
 
 def test_a_table_lies_under_the_yaml(tmp_path):

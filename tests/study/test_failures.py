@@ -1,6 +1,7 @@
 """Studies of which a variant fails: the others are made, the error names it, and it can be left out."""
 
 import json
+import logging
 import multiprocessing
 import weakref
 from dataclasses import replace
@@ -14,7 +15,7 @@ from rehead.errors import ConfigError, InvalidInput, NumericError, OutOfMemory, 
 from rehead.report import lines
 from rehead.study import Preset, jobs
 from rehead.study.failures import Failures
-from rehead.study.parallel import run_parallel
+from rehead.study.parallel import _Sent, run_parallel
 
 COMMON = {
     "data": {"path": "input.txt", "block_size": 16},
@@ -218,3 +219,14 @@ def test_a_model_of_the_hub_is_done_though_no_folder_has_its_name(monkeypatch):
     job.folder.mkdir(parents=True)
     (job.folder / work.MEASURED).write_text(json.dumps({"of": work._subject(job, found)}))
     assert work.is_done(job, found)
+
+
+def test_a_process_sends_what_its_log_warns_of():
+    """It has no terminal of its own to say it on."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    log = logging.Logger("rehead")
+    log.addHandler(_Sent(writer))
+    log.info("no")
+    log.warning("%s is dropped", "wandb")
+    assert reader.recv() == "wandb is dropped"
+    assert not reader.poll()

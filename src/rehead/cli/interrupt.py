@@ -67,8 +67,10 @@ def _is_again(number: int) -> bool:
 
 
 def _end(number: int) -> None:
-    os.write(2, f"{WORDS[number]}\n".encode())
-    os._exit(128 + number)
+    try:
+        os.write(2, f"{WORDS[number]}\n".encode())
+    finally:  # also where nobody reads it
+        os._exit(128 + number)
 
 
 def _stop(number: int, frame: "FrameType | None") -> None:

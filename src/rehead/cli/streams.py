@@ -11,9 +11,12 @@ class _Lossy(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            written = super().write(data)
         except OSError:
-            return memoryview(data).nbytes
+            written = None
+        return (
+            memoryview(data).nbytes if written is None else written
+        )  # None: a pipe that is full, and does not wait
 
 
 def replace_streams() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from rehead.cli.app import LENGTH, Json, app, say
+from rehead.cli.app import LENGTH, Json, app, say, warn
 from rehead.cli.options import OPTIONS
 from rehead.errors import Interrupted, UsageError
 from rehead.system.torchrun import of_torchrun
@@ -224,6 +224,8 @@ def _train(options: "RunOptions") -> dict[str, Any]:
     try:
         for record in records:
             last = record if record.get("event") == "end" else last
+            if record.get("event") == "start" and options.trainer.resume and not follows:
+                _tell_finished(options, record["step"])
     except Interrupted as error:
         if follows:
             raise SystemExit(error.exit_code) from error
@@ -231,6 +233,15 @@ def _train(options: "RunOptions") -> dict[str, Any]:
     if follows:
         raise SystemExit(0)
     return last
+
+
+def _tell_finished(options: "RunOptions", step: int) -> None:
+    """Warn of a run that is resumed after its last step."""
+    if step == options.trainer.max_iters:
+        warn(
+            f"{options.system.work_dir} has reached trainer.max_iters={step}: no step is left to train. Give more to "
+            "go on."
+        )
 
 
 def _ending(last: dict[str, Any]) -> str:

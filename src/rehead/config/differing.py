@@ -24,7 +24,7 @@ def differing(one: ModelConfig, other: ModelConfig, free: Collection[str] = ()) 
             else:
                 found |= _fields(ours, theirs, free)
         if "rope" in found:
-            found.pop("learned_positions", None)  # which follow from it
+            found.pop("learned_positions", None)  # learned positions follow from rope
     return found
 
 
@@ -32,6 +32,6 @@ def _fields(one: Any, other: Any, free: Collection[str]) -> dict[str, tuple[Any,
     names = (field.name for field in dataclasses.fields(one) if field.name not in free)
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
     found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if "rope" in found and None in found["rope"]:  # as the flag says it
+    if "rope" in found and None in found["rope"]:  # as the flag has it
         found["rope"] = (found["rope"][0] is not None, found["rope"][1] is not None)
     return found

@@ -134,8 +134,9 @@ def _unknown_option(key: str, where: str) -> str:
         return f"{where}: {group} is a group of options. Give one of them, {_like(group)}."
     if group not in GROUPS and rest:
         return f"{where}: unknown group {group!r:.80}.{nearest(group, list(GROUPS))}"
-    if rest in OPTIONS.get(group, ()):
-        return f"{where}: {key} is not written with a dot in a file. Write {group}: {{{rest}: ...}}."
+    if rest.partition(".")[0] in OPTIONS.get(group, ()):
+        nested = f"{{{rest.replace('.', ': {')}: ...}}" + "}" * rest.count(".")
+        return f"{where}: in a file, write {group}: {nested}, not {key}."
     word = (rest or group).partition(".")[0]
     everywhere = {name for names in OPTIONS.values() for name in names}
     mine = OPTIONS.get(group, everywhere)

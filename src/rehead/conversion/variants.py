@@ -145,4 +145,5 @@ def _reasons(steps: list[Step], exact: bool) -> list[str]:
 
 def share(after: int, before: int) -> str:
     """Return a size as a percentage of another."""
-    return f"{100 * after / before:.4g} %"
+    percent = 100 * after / before
+    return f"{percent:,.0f} %" if percent >= 1000 else f"{percent:.4g} %"

@@ -89,12 +89,9 @@ def _read_file(path: Path, size: int) -> Iterator[str]:
                 yield decoder.decode(data, final=not more)
             except UnicodeDecodeError as error:
                 where = f"{str(path)!r} is not UTF-8 at byte {start + error.start} ({error.reason})"
-                was = (
-                    "UTF-16"
-                    if start == 0 and data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-                    else "LATIN1"
-                )
-                raise InvalidInput(f"{where}: convert it first, as with iconv -f {was} -t UTF-8.") from None
+                utf16 = start == 0 and data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+                way = "with iconv -f UTF-16" if utf16 else "if it is Latin-1, with iconv -f LATIN1"
+                raise InvalidInput(f"{where}: convert it first, {way} -t UTF-8.") from None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from rehead.conversion import Certificate
 from rehead.conversion.events import Healing
 from rehead.conversion.page import PAGE
 from rehead.conversion.plan import Plan, Row
+from rehead.conversion.variants import share
 from rehead.report.table import show
 from rehead.report.text import inert
 
@@ -92,19 +93,19 @@ def _healed(healing: Healing) -> str:
     return (
         ""
         if before is None
-        else f"healed        KL {before:.2e} -> {after:.2e} nats in {healing.steps:,} steps"
+        else f"healed        KL {before:.2e} nats as converted, {after:.2e} after {healing.steps:,} steps"
     )
 
 
-def sizes(certificate: Certificate, share: str | None = None) -> str:
-    """Return the line of the KV cache, also as a `share` in other words, and that of parameters if they change."""
+def sizes(certificate: Certificate, part: str | None = None) -> str:
+    """Return what becomes of the KV cache, its share also in other words, and of the number of parameters."""
     before, after = certificate.kv_bytes_per_token
-    share = share or f"{100 * after / before:.4g} %"
-    lines = f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({share})"
+    part = part or share(after, before)
+    text = f"KV cache      {before:,} -> {after:,} bytes per token, {certificate.dtype} ({part})"
     old, new = certificate.parameters
-    return (
-        lines if old == new else f"{lines}\nparameters    {old:,} -> {new:,} ({100 * (new / old - 1):+.1f} %)"
-    )
+    if new != old:
+        text += f"\nparameters    {old:,} -> {new:,} ({round(100 * (new / old - 1), 1) + 0.0:+} %)"
+    return text
 
 
 def predictions(certificate: Certificate) -> str:
@@ -155,7 +156,7 @@ def _row(row: Row, full: int) -> tuple[str, ...]:
     return (
         row.variant,
         f"{row.gpu_kv_bytes_per_token:,}",
-        f"{100 * row.gpu_kv_bytes_per_token / full:.4g} %" if full else "",
+        share(row.gpu_kv_bytes_per_token, full) if full else "",
         _bytes(row.gpu_cache_bytes),
         f"{row.parameters:,}",
         f"{row.decode_flops / 1e6:,.1f} M",

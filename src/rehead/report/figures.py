@@ -99,6 +99,7 @@ class Figures:
             y="validation loss (nats per token)",
             series=series,
             log_x=True,
+            faint="from the model it was made from",
         )
         return Panel(name="frontier", title="Which attention for how many bytes", charts=[chart], notes=notes)
 

@@ -163,7 +163,7 @@ def _bars(axes: "Axes", chart: Chart, *, named: bool) -> None:
 
 
 def keys(chart: Chart) -> list[str]:
-    """Return what full and pale bars are, or dotted lines, where there are both."""
+    """Return the lines of a key: what full and pale bars stand for, or dotted lines."""
     by_shade = {series.pale: series.name for series in chart.series}
     if len(by_shade) == 2:
         return [f"full: {by_shade[False]}; pale: {by_shade[True]}"]

@@ -130,6 +130,7 @@ def chart(variants: Sequence[Row]) -> Panel:
         series=series,
         log_x=True,
         named=True,
+        faint="from the model it was made from",
     )
     notes = [
         "Lower and further left is better. The circle is the source, diamonds were converted, stars healed after "

@@ -1,5 +1,6 @@
 """Runs several jobs in parallel, each in its own process with its share of the threads."""
 
+import logging
 import multiprocessing
 import traceback
 import warnings
@@ -118,11 +119,23 @@ def _lost(status: int | None) -> ReheadError:
     )
 
 
+class _Sent(logging.Handler):
+    """Sends the warnings of the log to the study's process, as those of Python."""
+
+    def __init__(self, out: Connection) -> None:
+        super().__init__(logging.WARNING)
+        self._out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._out.send(record.getMessage())
+
+
 def _process(job: Job, preset: Preset, threads: int, kernels: str, out: Connection) -> None:
     """Run one job in this process; send its records and warnings, and an error if there is one."""
     end_with_parent()
     torch.set_num_threads(threads)
     native.use(kernels)
+    logging.getLogger("rehead").addHandler(_Sent(out))
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: out.send(str(message))
         try:

@@ -1,7 +1,6 @@
 """The start of a run: its text, vocabulary, model and pretrained weights."""
 
 import hashlib
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from rehead.training import state
 from rehead.training.frozen import require_trainable, share_frozen
 from rehead.training.heal import require_its_tokenizer, require_same_vocabulary
 
-log = logging.getLogger("rehead")
 POSITIONS = "embed_positions.weight"
 TRAINING_BYTES = 16
 """Bytes per parameter: a float32 weight, its gradient and AdamW's two moments."""
@@ -157,19 +155,13 @@ def require_same_run(
 ) -> None:
     """Raise ConfigError for another text or teacher (by their sha256), model or seed than the run of `config` has.
 
-    Also for a last step before that of `checkpoint`. Warns of one that `checkpoint` has reached.
+    Also for a last step before that of `checkpoint`.
     """
     recorded, place = state.read_numbers(checkpoint), config.parent
     if options.trainer.max_iters < recorded["step"]:
         raise ConfigError(
             f"trainer.max_iters={options.trainer.max_iters} is below step {recorded['step']}, which {place} has "
             "reached: give more steps, or start a new system.work_dir."
-        )
-    if options.trainer.max_iters == recorded["step"] and not recorded.get("owed", False):
-        log.warning(
-            "%s has reached trainer.max_iters=%s: no step is left to train. Give more to go on.",
-            place,
-            recorded["step"],
         )
     if recorded["text_sha256"] != text:
         raise ConfigError(
