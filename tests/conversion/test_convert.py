@@ -26,7 +26,7 @@ MLA = LatentConfig(
 def test_texts_that_do_not_fit_are_refused(gpt, words):
     model = gpt(GQA)
     for name in ("calibration", "test"):
-        with pytest.raises(InvalidInput, match="1 tokens leaves nothing to predict"):
+        with pytest.raises(InvalidInput, match="1 token leaves nothing to predict"):
             rehead.convert(model, to="mla", kv_rank=7, **{name: words(1)})
         with pytest.raises(InvalidInput, match="29"):
             rehead.convert(model, to="mla", kv_rank=7, **{name: words(50, vocab=31)})

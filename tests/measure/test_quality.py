@@ -184,7 +184,7 @@ def test_what_is_no_stride_or_no_text_of_the_model(model):
             evaluate_text(model, TEXT, length=5, stride=stride)
     with pytest.raises(InvalidInput, match=f"vocab_size={V}"):
         evaluate_text(model, [1, V])
-    with pytest.raises(InvalidInput, match="a text of 1 tokens"):
+    with pytest.raises(InvalidInput, match="a text of 1 token leaves"):
         evaluate_text(model, [1])
 
 

@@ -84,9 +84,8 @@ def require_different(calibration: Sequence[Text], test: Text | None) -> None:
 class Layer:
     """One layer. `lost_energy` is the share of the keys' and values' energy that approximations dropped, by the moments
     their method uses, and of what rotations matter; `output_error` the RMS difference of the attention's output from
-    the source's on the same inputs, relative to the source's RMS, over the first batch that was compared; `taught` the
-    same before and after it was taught, on windows of the calibration it did not learn from and the inputs it gets in
-    the converted model."""
+    the source's on the same inputs, relative to the source's RMS, over the first batch compared; `taught` the same
+    before and after it was taught, on windows of the calibration it did not learn from and its inputs in the result."""
 
     steps: list[str]
     methods: list[str]
