@@ -550,7 +550,7 @@ def test_no_steps_leave_a_certificate(capsys):
     before, after = certificate("mqa"), certificate("as-it-was")
     kl = f"{before['logits']['kl']:.2e}"
     assert (
-        f"\nhealed        KL {kl} nats as converted, {kl} after 0 steps\ncertificate   as-it-was/"
+        f"\nhealed        KL {kl} nats before, {kl} after 0 steps\ncertificate   as-it-was/"
         in capsys.readouterr().out
     )
     assert after["healing"][0]["steps"] == 0

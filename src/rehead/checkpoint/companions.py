@@ -13,8 +13,8 @@ TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MARKS = ("bos", "eos", "pad")
-UNKNOWN = "unk"
-"""A mark that no model's config knows, but tokenizer_config.json does."""
+NAMED = (*MARKS, "unk")
+"""What tokenizer_config.json names; no model's config names the last."""
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """How to sample: numbers of generation_config.json or, without that file, of config.json."""
 NOT_PASSED = ("transformers_version", "_from_model_config", "cache_implementation", "cache_config")
@@ -29,11 +29,7 @@ def companions(folder: Path) -> dict[str, str]:
 def _marks(folder: Path) -> dict[str, str]:
     """Return what tokenizer_config.json says of special tokens, null included."""
     table = json_table(folder / TOKENIZER_CONFIG)
-    kept = {
-        key: table[key]
-        for key in (*(f"{name}_token" for name in (*MARKS, UNKNOWN)), "padding_side")
-        if key in table
-    }
+    kept = {key: table[key] for key in (*(f"{name}_token" for name in NAMED), "padding_side") if key in table}
     return {TOKENIZER_CONFIG: json.dumps(kept, indent=2) + "\n"} if kept else {}
 
 

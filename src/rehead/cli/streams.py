@@ -13,10 +13,8 @@ class _Lossy(io.FileIO):
         try:
             written = super().write(data)
         except OSError:
-            written = None
-        return (
-            memoryview(data).nbytes if written is None else written
-        )  # None: a pipe that is full, and does not wait
+            written = None  # as of a full pipe that does not wait
+        return memoryview(data).nbytes if written is None else written
 
 
 def replace_streams() -> None:

@@ -142,8 +142,8 @@ def _layers(certificate: Certificate) -> list[str]:
     """Return what the columns of the table of layers mean, and the table."""
     words = (
         "Lost energy is the share of the keys' and values' energy that was dropped, as the method weighs it; output "
-        "error the attention's RMS error on the same inputs, relative to its output, over the first "
-        f"{BATCH_TOKENS:,} tokens that were compared, or one window."
+        "error the attention's RMS error on the same inputs, relative to its output, over at most the "
+        f"first {BATCH_TOKENS:,} tokens compared, or one window."
     )
     if any("keep-rotations" in layer.steps for layer in certificate.layers):
         words += " Where keep-rotations is among the steps, lost energy has the share of what rotations matter, too."

@@ -90,11 +90,9 @@ def _uncertain(logits: dict[str, float]) -> str:
 def _healed(healing: Healing) -> str:
     """Return the line that says what the last healing brought or cost; empty where the text before was another."""
     before, after = healing.kl
-    return (
-        ""
-        if before is None
-        else f"healed        KL {before:.2e} nats as converted, {after:.2e} after {healing.steps:,} steps"
-    )
+    if before is None:
+        return ""
+    return f"healed        KL {before:.2e} nats before, {after:.2e} after {healing.steps:,} steps"
 
 
 def sizes(certificate: Certificate, part: str | None = None) -> str:

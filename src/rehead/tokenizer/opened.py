@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
-from rehead.checkpoint.companions import MARKS, TOKENIZER_CONFIG, UNKNOWN, companions, json_table
+from rehead.checkpoint.companions import NAMED, TOKENIZER_CONFIG, companions, json_table
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.find import path_of
 from rehead.checkpoint.huggingface.stock import special_ids
@@ -78,11 +78,7 @@ class OpenedModel:
 
     def tokenizer_keys(self) -> dict[str, str]:
         """Return what is kept of tokenizer_config.json: those tokens (`bos_token`, ...) and any `padding_side`."""
-        tokens = (
-            {name: self.tokenizer.token(self.mark(name)) for name in (*MARKS, UNKNOWN)}
-            if self.tokenizer
-            else {}
-        )
+        tokens = {name: self.tokenizer.token(self.mark(name)) for name in NAMED} if self.tokenizer else {}
         side = json_table(self.folder / TOKENIZER_CONFIG).get("padding_side")
         marks = {f"{name}_token": token for name, token in tokens.items() if token}
         return marks | ({"padding_side": side} if side in ("left", "right") else {})
