@@ -71,11 +71,12 @@ def test_a_command_that_has_answered_takes_its_time_to_clean_up():
 
 
 BLOCKED = """
-import hashlib
+import _thread, hashlib, os, sys
 from rehead.cli.interrupt import answer_signals
 
 answer_signals()
-print("begun", flush=True)
+sys.setswitchinterval(1000)  # "begun" is written once the call has let go of the interpreter, not before
+_thread.start_new_thread(os.write, (1, b"begun\\n"))
 hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)
 """
 
