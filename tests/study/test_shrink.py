@@ -3,12 +3,10 @@
 import html
 import importlib
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -46,23 +44,33 @@ new_tokens: 5
 temperature: 0
 """
 
+KILLED = """
+import os, signal, sys
+from rehead.cli import main
+
+opened = []
+
+
+def kill(event, given):
+    if event == "open" and str(given[0]).endswith("gqa-healed/seed-3407/metrics.jsonl"):
+        if opened:
+            os.kill(os.getpid(), signal.SIGKILL)
+        opened.append(given)
+
+
+sys.addaudithook(kill)
+sys.exit(main(sys.argv[1:]))
+"""
+"""`rehead`, killed when it has written one line of a healing's metrics and is about to write the next."""
+
 
 @pytest.fixture(scope="module")
 def demo(place):
     """`make demo`, tiny, killed while it heals and started again: what it printed, and its folder."""
     words = [*DEMO, "system.work_dir=demo"]
-    metrics = place / "demo/gqa-healed/seed-3407/metrics.jsonl"
-    child = subprocess.Popen(
-        [sys.executable, "-m", "rehead", *words],
-        cwd=place,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while child.poll() is None and not metrics.exists():
-        time.sleep(0.005)
-    assert child.poll() is None, "it ended before it could be killed"
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words], cwd=place, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert (place / "demo/gqa-healed/seed-3407/metrics.jsonl").read_bytes().count(b"\n") == 1
     before = {file: file.stat().st_mtime_ns for file in place.rglob("demo/*/*/measured.json")}
     assert len(before) == 6
     assert not (place / "demo/report.html").exists()
