@@ -276,6 +276,22 @@ def test_how_to_sample_goes_along_in_both_directions(said, told, again):
     transformers.GenerationConfig.from_pretrained("again")
 
 
+def test_the_end_that_the_tokenizer_names_comes_first():
+    """As in Llama 3's instruct models: the model ends on several tokens, a chat on one that is not the first."""
+    gguf_models.write(Path("model"), "Llama", GQA | {"vocab_size": 270, "eos_token_id": [7, 0]}, published())
+    turn = rehead.load_tokenizer("model").token(0)
+    Path("model/tokenizer_config.json").write_text(json.dumps({"eos_token": turn}))
+    reader = export()
+    assert (
+        value(reader, "tokenizer.ggml.eos_token_id")
+        == gguf.SpecialVocab("model").special_token_ids["eos"]
+        == 0
+    )
+    assert main(["import", "out.gguf", "again"]) == 0
+    assert json.loads(Path("again/tokenizer_config.json").read_text())["eos_token"] == turn
+    assert json.loads(Path("again/config.json").read_text())["eos_token_id"] == [0, 7]
+
+
 def test_ids_that_no_token_has_are_left_out():
     """llama.cpp would take token 11 for them."""
     fields = {"vocab_size": 261, "eos_token_id": 50_256, "bos_token_id": 50_256, "pad_token_id": None}

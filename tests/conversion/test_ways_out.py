@@ -39,6 +39,7 @@ GPT2 = ("vocab_size",)
 MADE = {
     "rebuilt": {"to": "mla"},
     "uneven": {"to": "mla", "target": "uneven", "kv_fraction": 0.75},
+    "modular": {"head_map": "modular"},
 }
 SCALED = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_position_embeddings=16))
 ENGINES = (None, "transformers", "mlx")
@@ -93,7 +94,7 @@ def taken(way, typed):
     option |= dict(re.findall(r"(--format|--for) (\w+)", way))
     if "llama.cpp" not in way and option["--format"] != "gguf" and "writes a folder" in way:
         option.pop("--for", None)
-    converted = re.search(r"(?<=with )--to \w+( --target \w+)?", way)
+    converted = re.search(r"(?<=with )(--to \w+( --target \w+)?|--head-map contiguous)", way)
     return ("" if converted is None else converted[0]), tuple(sorted(option.items())), "its source" in way
 
 
@@ -150,6 +151,7 @@ TYPED = {
     "DeepSeek-V2": ("deepseek_v2", "", "deepseek_v3", "into DeepseekV3ForCausalLM's. Use --format deepseek_v2."),
     "layers without rope": ("smollm3", "uneven", "auto", "layers that are all alike, and this model has different "
                             "layers (layer 1 of 0 to 1: rope, "),
+    "modular heads": ("llama", "modular", "auto", "or convert it with --head-map contiguous for --format llama"),
 }  # fmt: skip
 
 
@@ -163,6 +165,16 @@ def test_what_an_export_says(kind, form, format, said, tmp_path, monkeypatch, ca
     assert main(["export", "model", "out", "--format", format]) == 2
     assert said in capfd.readouterr().err
     assert not Path("out").exists()
+
+
+def test_reduced_weights_have_no_class():
+    """The advice, to train a model of Llama's shape, is of one whose keys are not its values."""
+    config = stock_config("llama")
+    config = replace(config, attention=tuple(replace(layer, rope=None) for layer in config.attention))
+    for wanted in ({"to": "mla"}, {"to": "reduced"}):
+        config = made(config, wanted)
+    with pytest.raises(ConfigError, match=r"tie_kv=True.* train one like it with model\.shape=llama"):
+        require_fit(config, Asked.of("auto", None))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

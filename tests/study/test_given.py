@@ -210,6 +210,15 @@ REFUSED = {
     "one folder for two": (
         {"a": {"source": "small"}, "b": {"source": "small"}}, ["model.folder=small"], "would replace each of a, b",
     ),
+    "a flag that no variant uses": (
+        {"a": {}, "b": MQA}, ["trainer.distillation=0.3"], "trainer.distillation=0.3 has no effect without a teacher",
+    ),
+    "several processes": (
+        {"a": {}, "b": MQA}, ["trainer.parallel=ddp"], "trainer.parallel=ddp: a study trains each model in one process",
+    ),
+    "a seed twice": (
+        {"a": {}, "b": MQA}, ["system.seed=[0,0]"], "'a' with seed 0 is there twice: a list names the same value again",
+    ),
     "a schedule that has no end": (
         {"a": {}}, ["trainer.min_learning_rate=[1e-4,1e-5]"], "min_learning_rate=[0.0001, 1e-05] has no effect with",
     ),

@@ -501,7 +501,7 @@ def refused(capsys, *words: str) -> str:
 
 
 def test_one_process_is_refused_where_several_are_asked_for(capsys):
-    assert "needs processes. Start them with torchrun" in refused(capsys, "trainer.parallel=fsdp")
+    assert "needs processes. Start it with torchrun" in refused(capsys, "trainer.parallel=fsdp")
     both = refused(capsys, "trainer.parallel=ddp", "trainer.compile=True")
     assert "trainer.compile=True and trainer.parallel=ddp" in both
 

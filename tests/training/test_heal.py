@@ -306,6 +306,9 @@ def test_what_cannot_be_healed(capsys):
     assert "never touched" in capsys.readouterr().err
     assert heal("model.n_layer=3", "system.work_dir=flags") == 2
     assert "model.folder=mqa" in capsys.readouterr().err
+    for flag, known in (("trainer.teacher=mqa", "--teacher source"), ("model.folder=source", "mqa")):
+        assert heal(flag, "system.work_dir=twice") == 2
+        assert f"{flag.split('=')[0]}: the command has {known} already" in capsys.readouterr().err
 
 
 def test_a_run_does_not_go_on_with_another_teacher(capsys):

@@ -6,6 +6,9 @@ from typing import Any
 
 from rehead.config.model import GPTConfig, ModelConfig
 
+DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+"""Fields that only training reads: models that differ in these are the same function."""
+
 
 def differing(one: ModelConfig, other: ModelConfig, free: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Return the values of both by the name of the field, of an attention's in the last layer where they differ.

@@ -6,6 +6,7 @@ Names and defaults are those of CMU 10-423's first homework (document B in docs/
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from rehead.config.differing import DROPOUT
 from rehead.config.model_options import ModelOptions
 from rehead.errors import ConfigError
 from rehead.fields import require_types
@@ -202,7 +203,7 @@ class RunOptions:
         if trainer.teacher is None and trainer.distillation != TrainerOptions.distillation:
             found["trainer.distillation"] = "without a teacher. Leave it out, or give trainer.teacher."
         given = {
-            name for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+            name for name in DROPOUT
             if getattr(model, name) not in (0, getattr(ModelOptions, name))
         }  # fmt: skip
         for name in sorted(given - {"embd_pdrop"}) if model.type == "rnn" else ():
@@ -211,11 +212,15 @@ class RunOptions:
             found[f"model.{name}"] = (
                 "with trainer.teacher, from which a model learns without dropout. Leave it out."
             )
+        if model.type == "rnn" and model.n_query_head != ModelOptions.n_query_head:
+            found["model.n_query_head"] = "with model.type=rnn, which has no heads. Leave it out."
         return found
 
     def refuse_unused(self, began: "RunOptions | None" = None) -> None:
         """Raise ConfigError for flags that a run would not use, but for those that it `began` with."""
         known = {} if began is None else began.unused()
-        for key, why in self.unused().items() - known.items():
+        for key, why in self.unused().items():
+            if known.get(key) == why:
+                continue
             group, name = key.split(".")
             raise ConfigError(f"{key}={getattr(getattr(self, group), name)} has no effect {why}")

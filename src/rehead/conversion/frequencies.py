@@ -38,7 +38,10 @@ def is_choice(layer: AttentionConfig, wanted: AttentionConfig) -> bool:
 
 
 def require_rotation(target: Target, layers: Sequence[AttentionConfig]) -> None:
-    """Refuse options about rope for a model without, and about the rotary part for one that is an MLA already."""
+    """Refuse options about rope for a model without, and about the rotary part for one that is an MLA already.
+
+    Also an uneven rotary part of layers that rotate in different ways.
+    """
     given = {"rope_dim": target.rope_dim, "target": None if target.target == "rebuilt" else target.target}
     for name, value in (given | {"rope_layout": target.rope_layout}).items():
         if value is not None and all(layer.rope is None for layer in layers):
@@ -48,6 +51,8 @@ def require_rotation(target: Target, layers: Sequence[AttentionConfig]) -> None:
                 f"{name}={value}: a rotary part is made from heads, and this model has latents already. Leave it out, "
                 "or convert the model it was made from."
             )
+    if target.target == "uneven":
+        require_one_rotation(layers)
 
 
 def with_frequencies(
@@ -56,12 +61,11 @@ def with_frequencies(
     """Return `wanted`, an attention per layer, with the frequencies that matter most in every rotary part.
 
     They are the same in all layers, as stock classes have one rope per model. `statistics` are those of the layers of
-    `model`, with `turns`. Raises ConfigError where layers rotate in different ways.
+    `model`, with `turns`.
     """
     matters: list[Tensor] = []
     at = []
     assert isinstance(model.config, GPTConfig)
-    require_one_rotation(model.config.attention)
     for index, (module, layer) in enumerate(zip(attentions(model), model.config.attention, strict=True)):
         source = heads_of(layer)
         if not are_open(layer, wanted[index]):

@@ -8,6 +8,7 @@ from pathlib import Path
 from rehead.checkpoint import read_at
 from rehead.checkpoint.find import run_options
 from rehead.config import ModelConfig, decode
+from rehead.config.differing import DROPOUT, differing
 from rehead.conversion.certificate import CERTIFICATE, Certificate
 from rehead.conversion.events import Earlier
 from rehead.conversion.source import weights_sha256
@@ -39,8 +40,8 @@ def exported_of(source: Path, folder: Path) -> Certificate | None:
 
 
 def is_source(config: ModelConfig, certificate: Certificate) -> bool:
-    """Whether what a certificate's conversion began with is of this config."""
-    return decode(ModelConfig, certificate.source, CERTIFICATE) == config
+    """Whether what a certificate's conversion began with is of this config, whatever dropout it was trained with."""
+    return not differing(decode(ModelConfig, certificate.source, CERTIFICATE), config, DROPOUT)
 
 
 def has_its_weights(model: Path, certificate: Certificate) -> bool:

@@ -109,6 +109,11 @@ def _grouped(source: AttentionConfig, n_kv_head: int) -> GroupedConfig:
     heads = heads_of(source)
     if isinstance(heads, GroupedConfig):
         return replace(heads, n_kv_head=n_kv_head)
+    if heads.qk_rope_head_dim:
+        raise ConfigError(
+            f"qk_rope_head_dim={heads.qk_rope_head_dim}: the heads of this MLA rotate in part only. Convert the model "
+            "it was made from."
+        )
     return GroupedConfig(**common(heads), n_kv_head=n_kv_head, head_dim=heads.qk_nope_head_dim)
 
 

@@ -7,6 +7,7 @@ from typing import get_args
 from rehead.checkpoint import families
 from rehead.checkpoint.find import is_run
 from rehead.config import GPTConfig, ModelConfig
+from rehead.config.differing import DROPOUT
 from rehead.conversion import methods
 from rehead.conversion.arguments import require_passes, require_text
 from rehead.conversion.export.engines import Engine
@@ -19,8 +20,6 @@ from rehead.errors import ConfigError
 from rehead.study.job import Job, written
 from rehead.study.preset import Flags
 
-DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
-
 
 def check(job: Job) -> None:
     """Raise ConfigError for a job that would fail."""
@@ -29,6 +28,11 @@ def check(job: Job) -> None:
         raise ConfigError("data.val_fraction=0 leaves a study without a loss to compare. Use 0.1.")
     if options.data.block_size < 2:
         raise ConfigError("data.block_size=1 leaves nothing to decode. Use 2 or more.")
+    if options.trainer.parallel != "none":
+        raise ConfigError(
+            f"trainer.parallel={options.trainer.parallel}: a study trains each model in one process, several at "
+            "once with --jobs. Leave it out."
+        )
     if job.convert is not None:
         _require_conversion(job)
     elif job.export is not None:

@@ -38,9 +38,13 @@ def jobs(preset: Preset, changes: list[str], fraction: float = 1.0) -> list[Job]
     seeds = run[SEED] if isinstance(run[SEED], list) else [run[SEED]]
     grid = _Grid(preset, given, Path(run[PLACE]), fraction)
     planned = [job for seed in seeds for job in grid.jobs({**run, SEED: seed})]
-    folders = [job.folder for job in planned]
     for job in planned:
-        if folders.count(job.folder) > 1:
+        same = [other for other in planned if other.folder == job.folder]
+        if len(same) > 1 and len({other.of for other in same}) == 1:
+            raise ConfigError(
+                f"{job.variant!r} with seed {job.seed} is there twice: a list names the same value again. Name it once."
+            )
+        if len(same) > 1:
             raise ConfigError(
                 f"{job.variant!r} and another variant would both be written to {job.folder}: rename one of them."
             )
@@ -117,6 +121,9 @@ class _Grid:
             ]
         planned = [job for several in by_name.values() for job in several]
         for key, value in self.given.items():
+            reasons = [job.options.unused().get(key, "") for job in planned if job.is_trained]
+            if reasons and all(reasons):
+                raise ConfigError(f"{key}={written(value)} has no effect {reasons[0]}")
             if key.startswith("model.") and not any(key in job.flags for job in planned):
                 raise ConfigError(
                     f"{key}={written(value)}: no variant of {self.preset.file} is made from flags. Leave it out."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
-from rehead.checkpoint.companions import NAMED, TOKENIZER_CONFIG, companions, json_table
+from rehead.checkpoint.companions import MARKS, NAMED, TOKENIZER_CONFIG, companions, json_table
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.find import path_of
 from rehead.checkpoint.huggingface.stock import special_ids
@@ -75,6 +75,17 @@ class OpenedModel:
         ids = self.special.get(f"{name}_token_id")
         first = next(iter(ids), None) if isinstance(ids, list) else ids
         return first if type(first) is int and 0 <= first < self.model.config.vocab_size else None
+
+    def special_ids(self) -> dict[str, Any]:
+        """Return `special` with the tokens that tokenizer_config.json names before the other ones of their kind."""
+        found = dict(self.special)
+        for name in MARKS:
+            key, first = f"{name}_token_id", self.mark(name)
+            if first is not None:
+                others = found.get(key, [])
+                others = others if isinstance(others, list) else [others]
+                found[key] = [first, *(id for id in others if id != first)]
+        return found
 
     def tokenizer_keys(self) -> dict[str, str]:
         """Return what is kept of tokenizer_config.json: those tokens (`bos_token`, ...) and any `padding_side`."""

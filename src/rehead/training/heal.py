@@ -18,7 +18,7 @@ from rehead.config import (
     decode,
     flags,
 )
-from rehead.config.differing import differing
+from rehead.config.differing import DROPOUT, differing
 from rehead.conversion.arguments import require_apart
 from rehead.conversion.certificate import CERTIFICATE
 from rehead.conversion.history import conversion_of, is_source
@@ -63,6 +63,9 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
         raise UsageError(
             f"--teacher {teacher} is the model that is healed: give the model it was converted from."
         )
+    for key, known in (("trainer.teacher", f"--teacher {teacher}"), ("model.folder", str(folder))):
+        if _gives(changes, key):
+            raise UsageError(f"{key}: the command has {known} already. Leave the flag out.")
     config, source = read_at(folder, read_config), read_at(teacher, read_config)
     _require_source(folder, source)
     table: dict[str, Any] = {
@@ -159,7 +162,7 @@ def _require_source(folder: Path, teacher: ModelConfig) -> None:
         )
     elif not is_source(teacher, certificate):
         source = decode(ModelConfig, certificate.source, CERTIFICATE)
-        name, (ours, theirs) = next(iter(differing(source, teacher).items()))
+        name, (ours, theirs) = next(iter(differing(source, teacher, DROPOUT).items()))
         where = f" The sha256 of its weights is in {PAGE}." if certificate.source_sha256 else ""
         raise ConfigError(
             f"{folder} was converted from another model than the teacher, one with {name}={ours!s:.60} "

@@ -129,8 +129,8 @@ def ranks_of(options: RunOptions) -> Iterator[OneProcess]:
         return
     if job is None:
         raise ConfigError(
-            f"trainer.parallel={parallel} needs processes. Start them with torchrun --nproc-per-node 2 -m rehead train "
-            "..., or leave it out."
+            f"trainer.parallel={parallel} needs processes. Start it with torchrun --nproc-per-node 2 -m rehead, or "
+            "give trainer.parallel=none."
         )
     from rehead.training.distributed import group
 

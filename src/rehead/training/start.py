@@ -12,7 +12,7 @@ from rehead.checkpoint.companions import companions
 from rehead.checkpoint.files.publish import MANIFEST
 from rehead.checkpoint.hub import CARD, pinned
 from rehead.config import GPTConfig, ModelConfig, ModelOptions, RunOptions, flags
-from rehead.config.differing import differing
+from rehead.config.differing import DROPOUT, differing
 from rehead.conversion.origin import carried, kept_card
 from rehead.data import Tokens, source_of, tokenize
 from rehead.errors import ConfigError
@@ -249,7 +249,7 @@ def _warm_start(model: LanguageModel, trained: LanguageModel, folder: str) -> No
 
     Raises ConfigError with every field in which the models differ, except length and dropout.
     """
-    free = {"block_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
+    free = {"block_size", *DROPOUT}
     if differ := differing(model.config, trained.config, free):
         named = "; ".join(
             f"{name} is {here} here and {there} there" for name, (here, there) in differ.items()

@@ -205,7 +205,7 @@ def _rotary_heads(layer: AttentionConfig) -> GroupedConfig | None:
 
 def _like_llama(config: GPTConfig) -> GPTConfig:
     """Return a model of Llama's shape with as many heads."""
-    plain: Any = {"rope": RopeConfig(), "qkv_bias": False, "o_bias": False}
+    plain: Any = {"rope": RopeConfig(), "qkv_bias": False, "o_bias": False, "tie_kv": False}
     layers = tuple(
         replace(layer, **plain) if isinstance(layer, GroupedConfig) else layer for layer in config.attention
     )
@@ -216,6 +216,9 @@ def _converted(config: GPTConfig, asked: Asked, engine: str = "") -> Iterator[st
     """Yield conversions after which a model is as asked, the exact ones first; `engine` names another one for it."""
     lossy = []
     targets = {f"--to {to}": Target(to=to) for to in ("gqa", "mha", "mqa")}
+    heads = [layer for layer in config.attention if isinstance(layer, GroupedConfig)]
+    if any(layer.head_map != "contiguous" for layer in heads):
+        targets = {"--head-map contiguous": Target(head_map="contiguous")} | targets
     if asked.engine in SERVERS:
         targets = {"--to mla --target canonical": Target(to="mla", target="canonical")} | targets
     for to, target in targets.items():

@@ -134,7 +134,7 @@ def _lost(model: LanguageModel, asked: Type) -> tuple[str, ...]:
 def _vocabulary(opened: OpenedModel, config: GPTConfig, template: str | None) -> dict[str, Any]:
     """Return the keys of the tokenizer, and the chat template, if the folder has one."""
     tokenizer = opened.require_tokenizer()
-    words = vocabulary(tokenizer.to_json(), config.vocab_size, opened.special)
+    words = vocabulary(tokenizer.to_json(), config.vocab_size, opened.special_ids())
     tell_unwritten(tokenizer.to_json())
     return words if template is None else words | {"tokenizer.chat_template": template}
 
