@@ -3,6 +3,7 @@
 import cmath
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from rehead.attention.rope_scaling import LinearScaling, LongRopeScaling, YarnSc
 from rehead.conversion.base import CannotConvert, Statistics
 from rehead.conversion.converter import Converter
 from rehead.conversion.fit import turns as gathered
+from rehead.conversion.fit.directions import Directions
 from rehead.conversion.fit.layerwise import gather
 from rehead.conversion.fit.moments import attentions
-from rehead.conversion.fit.turns import Directions, Turns, sensitivity
+from rehead.conversion.fit.turns import Turns, sensitivity
+from rehead.conversion.frequencies import best_pairs
 from rehead.conversion.search import path
 from rehead.conversion.steps.biases import FoldBiases
 from rehead.conversion.steps.narrow import Narrow
@@ -139,7 +142,7 @@ def test_a_rotary_part_of_another_magnitude_has_queries_that_make_up_for_it(gpt,
 def test_rotations_that_a_text_does_not_see_are_lost_all_the_same(gpt):
     """Fewer tokens than directions of the keys: what is left out of them weighs nothing, and is still there."""
     model = gpt(replace(GQA, n_query_head=8, n_kv_head=8))
-    target = Target(to="mla", target="uneven", kv_fraction=0.75)
+    target = Target(to="mla", target="uneven", kv_fraction=0.6)
     converter = Converter(model, None, [Passage(name="ids", ids=np.array([5, 7, 9, 11]))])
     result, records = converter.follow(converter.attentions(target))
     assert max(record.lost for record in records) < 1e-9
@@ -187,8 +190,12 @@ def test_sums_are_those_over_all_pairs_of_tokens(source):
     x, pull = torch.randn(2, 9, WIDTH), torch.randn(2, 9, source.n_query_head * source.v_head_dim)
     turns = Turns(18)
     turns.add(module, x, pull)
-    expected = np.zeros((3, source.n_query_head, rotated(source) // 2))
-    angles = source.rope.frequencies(source.head_dim).tolist()
+    own_angles = source.rope.frequencies(source.head_dim).tolist()
+    rows = [own_angles]
+    for step in (-4, -3, -2, -1, 1, 2, 3, 4):  # over those of pairs near it
+        near = dict(enumerate(own_angles))
+        rows.append([angle - near.get(f + step, 0.0) for f, angle in enumerate(own_angles)])
+    expected = np.zeros((1 + 2 * len(rows), source.n_query_head, rotated(source) // 2))
     for row, gradient in zip(x, pull, strict=True):
         query = module.q_proj(row).view(1, 9, source.n_query_head, -1)
         key = module.k_proj(row).view(1, 9, source.n_kv_head, -1)
@@ -215,10 +222,11 @@ def test_sums_are_those_over_all_pairs_of_tokens(source):
             held = [complex_heads(k.flatten().numpy(), source.n_kv_head, source.rope)[own] for k in key]
             for m in range(9):
                 for n in range(9):
-                    for f, angle in enumerate(angles):
+                    for f in range(len(own_angles)):
                         size = float(read[m, n] * variance[m]) * abs(asked[m][f]) ** 2 * abs(held[n][f]) ** 2
-                        turn = cmath.exp(1j * angle * (n - m))
-                        expected[:, head, f] += size, size * turn.real, size * turn.imag
+                        turns_by = [cmath.exp(1j * angles[f] * (n - m)) for angles in rows]
+                        real, imaginary = zip(*((turn.real, turn.imag) for turn in turns_by), strict=True)
+                        expected[:, head, f] += size * np.array([1, *real, *imaginary])
     np.testing.assert_allclose(turns.mean().numpy(), expected / 18, rtol=1e-10, atol=1e-14)
 
 
@@ -235,31 +243,84 @@ def test_no_error_of_the_scores_costs_more():
     assert float((slope @ worst) ** 2) == pytest.approx(float(weight @ worst.square()))
 
 
+def some_directions(n_pair, n_kv_head, seed, group=2):
+    """Directions of random keys that depend on each other, the angles by which they turn, and what the keys do."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(500, n_kv_head * n_pair, dtype=torch.complex128, generator=generator)
+    z = z @ torch.randn(n_kv_head * n_pair, n_kv_head * n_pair, dtype=torch.complex128, generator=generator)
+    keys = (z.mT @ z.conj() / 500).view(n_kv_head, n_pair, n_kv_head, n_pair)
+    total = torch.rand(n_kv_head * group, n_pair, generator=generator) + 0.1
+    means = torch.rand(9, n_kv_head * group, n_pair, generator=generator) * torch.exp(
+        2j * torch.pi * torch.rand(9, n_kv_head * group, n_pair, generator=generator)
+    )
+    turns = torch.cat([total[None], total * means.real, total * means.imag])
+    return Directions(turns, keys), keys, total, means
+
+
 def test_directions_are_the_best_ones():
-    """No other basis of two directions costs less, and its cost is the sum of what is left out."""
-    generator = torch.Generator().manual_seed(2)
-    z = torch.randn(500, 3, dtype=torch.complex128, generator=generator)
-    z = z @ torch.randn(3, 3, dtype=torch.complex128, generator=generator)
-    keys = (z.mT @ z.conj() / 500)[None]  # one pair, F = 1
-    total = torch.tensor([[4.0], [1.0], [2.0], [0.5], [3.0], [1.5]])
-    turns = torch.stack([total, 0.5 * total, -0.2 * total])
-    found = Directions(turns, keys)
-    torch.testing.assert_close(found.made @ found.taken, torch.eye(3, dtype=torch.complex128)[None])
-    torch.testing.assert_close(found.constant, torch.full((6, 1), 0.5 - 0.2j, dtype=torch.complex128))
-    assert found.matters[0].tolist() == sorted(found.matters[0].tolist(), reverse=True)
-    held = keys[0].diagonal().real
-    cost = (total[:, 0] * (1 - 0.29)).view(3, 2).sum(1) / held
+    """No other directions of two pairs, turned by the angle of one, save more, and they save what is said."""
+    found, keys, total, means = some_directions(n_pair=2, n_kv_head=3, seed=2)
+    torch.testing.assert_close(found.constant, means[0])
+    keys = keys.flatten(2).flatten(0, 1)
+    taken, made, saved = found.along([0, 1], 1, 2)
+    taken, made = taken.flatten(1), made.flatten(1)
+    before = total * (1 - means[0].abs().square())
+    left = torch.stack([1 - means[5, :, 0].abs().square(), torch.zeros(6)], dim=1)  # pair 0 by the angle of 1
+    rate = (before - total * left).clamp(min=0).view(3, 2, 2).sum(1).flatten() / keys.diagonal().real
 
-    def left_out(kept):
-        rest = torch.eye(3, dtype=torch.complex128) - kept
-        return float((cost * (rest @ keys[0] @ rest.mH).diagonal().real).sum())
+    def saves(made, taken):
+        rest = torch.eye(6, dtype=torch.complex128) - made @ taken
+        return float((rate * (keys - rest @ keys @ rest.mH).diagonal().real).sum())
 
-    best = left_out(found.made[0, :, :2] @ found.taken[0, :2])
-    assert best == pytest.approx(float(found.matters[0, 2:].sum()))
+    best = saves(made.mT, taken)
+    assert saved.tolist() == sorted(saved.tolist(), reverse=True)
+    assert best == pytest.approx(float(saved.sum()))
+    torch.testing.assert_close(saved, found.saving([0, 1], 1)[:2])
+    generator = torch.Generator().manual_seed(3)
     for _ in range(200):
-        made, taken = (torch.randn(3, 2, dtype=torch.complex128, generator=generator) for _ in range(2))
-        assert left_out(made @ torch.linalg.lstsq(made, torch.eye(3, dtype=made.dtype)).solution) >= best
-        assert left_out(made @ taken.mH) >= best
+        other = torch.randn(6, 2, dtype=torch.complex128, generator=generator)
+        assert saves(other, torch.linalg.lstsq(other, torch.eye(6, dtype=other.dtype)).solution) <= best
+        moved = taken + 0.1 * torch.randn(2, 6, dtype=torch.complex128, generator=generator)
+        assert saves(keys @ moved.mH @ torch.linalg.inv(moved @ keys @ moved.mH), moved) <= best
+
+
+def test_all_directions_of_a_pair_are_the_keys():
+    found, *_ = some_directions(n_pair=3, n_kv_head=2, seed=4)
+    taken, made, _ = found.along([1], 1, 2)
+    torch.testing.assert_close(made[:, :, 0].mT @ taken[:, :, 0], torch.eye(2, dtype=torch.complex128))
+
+
+@pytest.mark.parametrize("n_pair", range(1, 11))
+def test_the_pairs_chosen_save_most(n_pair):
+    """Of all ways to put five pairs into groups of neighbours, each with one's angle, in two layers together."""
+    layers = [some_directions(n_pair=5, n_kv_head=2, seed=seed)[0] for seed in (5, 6)]
+    chosen = best_pairs(layers, n_pair)
+    assert len(chosen) == n_pair
+
+    def ways(start):
+        """Each way to group the pairs from `start` on: [(group, to, many), ...]."""
+        if start == 5:
+            yield []
+        for end in range(start + 1, 6):
+            for rest in ways(end):
+                for to, many in product(range(start, end), range(3)):
+                    yield [(range(start, end), to, many), *rest]
+
+    def saved(way):
+        return sum(float(one.saving(group, to)[:many].sum()) for group, to, many in way for one in layers)
+
+    best = max((way for way in ways(0) if sum(many for *_, many in way) == n_pair), key=saved)
+    assert chosen == sorted(to for _, to, many in best for _ in range(many))
+
+
+def test_keys_turn_by_the_angle_that_saves_most():
+    found, *_ = some_directions(n_pair=12, n_kv_head=2, seed=7)
+    carriers = found.carriers([0, 5])
+    for pair in range(12):
+        near = {to: float(found.saved(pair, to).sum()) for to in (0, 5) if abs(to - pair) <= 4}
+        near = {pair: 1.0} if pair in (0, 5) else {to: saved for to, saved in near.items() if saved}
+        own = [to for to, carried in carriers.items() if pair in carried]
+        assert own == ([] if not near else [max(near, key=near.get)])
 
 
 @pytest.mark.parametrize("source", (SOURCES | NORMED).values(), ids=SOURCES | NORMED)
@@ -277,13 +338,16 @@ def test_scores_are_those_of_the_formula(source):
     size = torch.rand(n_query_head, n_pair)
     seen = torch.randn(50, WIDTH + 1) * torch.linspace(0.2, 3, WIDTH + 1)
     inputs = seen.mT @ seen / 50
-    statistics = Statistics(inputs=inputs, turns=torch.stack([size, 0.6 * size, -0.3 * size]))
+    means = 0.8 * torch.rand(9, *size.shape) * torch.exp(2j * torch.pi * torch.rand(9, *size.shape))
+    turns = torch.cat([size[None], size * means.real, size * means.imag])
+    statistics = Statistics(inputs=inputs, turns=turns)
     target = Target(to="mla", target="uneven", rope_dim=2 * max(1, n_pair - 1)).attention(source, WIDTH)
     (result,) = KeepRotations().steps(source, target, WIDTH)
     done = KeepRotations().convert(weights, source, result, statistics, "weighted")
     other = result.build(WIDTH).requires_grad_(False)
     other.load_state_dict(done.weights)
     found = directions(weights, source, statistics)
+    carriers = found.carriers(range(max(1, n_pair - 1)))
     x = torch.randn(7, WIDTH)
     query, key = (module.q_proj(x).numpy(), module.k_proj(x).numpy())
     sizes = np.ones((7, source.n_kv_head))
@@ -303,14 +367,20 @@ def test_scores_are_those_of_the_formula(source):
             still = key[n].reshape(source.n_kv_head, -1)[:, rotated(source) :]
             for head in range(n_query_head):
                 own, total = head // source.group, 0.0
-                for f, angle in enumerate(angles):
-                    n_kept = 1 if f < max(1, n_pair - 1) else 0
-                    taken, made = found.taken[f, :n_kept].numpy(), found.made[f, :, :n_kept].numpy()
-                    average = usual(weights, source, inputs)
-                    kept = (made @ (taken @ (k[:, f] / average)))[own] * average[own]
+                average = usual(weights, source, inputs)
+                rest = k / average[:, None]
+                for to, carried in carriers.items():
+                    taken, made, _ = (part.numpy() for part in found.along(carried, to, 1))
+                    part = np.einsum("kp,kp->", taken[0], (k / average[:, None])[:, carried])
+                    rest[:, carried] -= made[0] * part
+                    for index, f in enumerate(carried):
+                        beside = found.beside[to - f + 4, head, f].item()
+                        turned = beside * made[0, own, index] * part * average[own]
+                        turned *= cmath.exp(1j * angles[to] * (n - m))
+                        total += squared * (np.conj(q[head, f]) * turned).real
+                for f in range(n_pair):
                     constant = found.constant[head, f].item()
-                    turned = kept * cmath.exp(1j * angle * (n - m)) + constant * (k[own, f] - kept)
-                    total += squared * (np.conj(q[head, f]) * turned).real
+                    total += squared * (np.conj(q[head, f]) * constant * rest[own, f] * average[own]).real
                 scores[head, m, n] = (total + plain[head] @ still[own]) / sizes[n, own]
     expected = torch.from_numpy(scores * source.head_dim**-0.5).softmax(-1)
     torch.testing.assert_close(other.weights(x[None])[0], expected)
@@ -718,7 +788,7 @@ def test_slow_rotations_cost_in_bfloat16_what_they_cost_in_float32():
     for dtype in (torch.bfloat16, torch.float32):
         turns = Turns(200)
         turns.add(module.to(dtype), x.to(dtype), pull.to(dtype))
-        total, cos, sin = turns.mean()
+        total, cos, sin = turns.mean()[[0, 1, 10]]
         costs.append(1 - (cos.square() + sin.square()) / total.square())
     assert costs[1].min() < 1e-4
     torch.testing.assert_close(costs[0], costs[1], rtol=0.2, atol=1e-9)

@@ -75,7 +75,7 @@ class Statistics:
 
     inputs: Float64[Tensor, "C C"] | None = None
     pair: tuple[Float64[Tensor, "D D"], Float64[Tensor, "N N"]] | None = None
-    turns: Float64[Tensor, "3 H F"] | None = None
+    turns: Float64[Tensor, "S H F"] | None = None
 
     @classmethod
     def of(cls, tensors: "Weights") -> "Statistics":

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 
 import torch
-from torch import Tensor
 
 from rehead.attention import AttentionConfig, GroupedConfig, LatentConfig
 from rehead.checkpoint.files.deferred import materialise
 from rehead.config import GPTConfig
 from rehead.conversion.base import Statistics, heads_of
+from rehead.conversion.fit.directions import Directions
 from rehead.conversion.fit.moments import attentions
+from rehead.conversion.fit.turns import REACH
 from rehead.conversion.rotary import require_one_rotation
 from rehead.conversion.search import path
 from rehead.conversion.steps.deepseek import repeated
@@ -63,7 +63,7 @@ def with_frequencies(
     They are the same in all layers, as stock classes have one rope per model. `statistics` are those of the layers of
     `model`, with `turns`.
     """
-    matters: list[Tensor] = []
+    found: list[Directions] = []
     at = []
     assert isinstance(model.config, GPTConfig)
     for index, (module, layer) in enumerate(zip(attentions(model), model.config.attention, strict=True)):
@@ -78,21 +78,44 @@ def with_frequencies(
         }
         for step in path(layer, source, model.config.n_embd):
             weights = step.conversion.convert(weights, step.source, step.result, Statistics(), "").weights
-        matters.append(directions(weights, source, statistics[index].in_memory()).matters)
-    total = reduce(torch.add, matters)
+        found.append(directions(weights, source, statistics[index].in_memory()))
     chosen = list(wanted)
+    first = wanted[at[0][0]]
+    assert isinstance(first, LatentConfig)
+    pairs = best_pairs(found, first.qk_rope_head_dim // 2)
     for index, source in at:
-        chosen[index] = _with_best(wanted[index], total, source)
+        chosen[index] = _with(wanted[index], pairs, source)
     return chosen
 
 
-def _with_best(wanted: AttentionConfig, matters: Tensor, source: GroupedConfig) -> AttentionConfig:
-    """Return `wanted` with the pairs that matter most."""
+def _with(wanted: AttentionConfig, pairs: list[int], source: GroupedConfig) -> AttentionConfig:
+    """Return `wanted` with these pairs in its rotary part."""
     assert isinstance(wanted, LatentConfig)
     assert source.rope is not None
-    n_pair, n_kv_head = wanted.qk_rope_head_dim // 2, matters.shape[1]
-    order = torch.sort(matters.flatten(), descending=True, stable=True).indices
-    pairs = sorted((order[:n_pair] // n_kv_head).tolist())
     assert wanted.rope is not None
     rope = repeated(source.rope, source.head_dim, wanted.qk_rope_head_dim, pairs)
     return replace(wanted, rope=replace(rope, layout=wanted.rope.layout))
+
+
+def best_pairs(layers: Sequence[Directions], n_pair: int) -> list[int]:
+    """Return `n_pair` pairs by whose angles the keys turn with the least loss, each as often as it is used.
+
+    The pairs of a head, in the order of their angles, fall into groups that turn by the angle of one of them, along a
+    number of directions of its own. What that saves is summed over the layers, and the best groups are found from the
+    first pair on (dynamic programming).
+    """
+    n_kv_head, total = layers[0].keys.shape[:2]
+    chosen: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]  # up to a pair, by their number
+    for end in range(1, total + 1):
+        found = dict(chosen[-1])  # if the last of them does not turn
+        for start in range(max(0, end - REACH - 1), end):
+            group = range(start, end)
+            for to in group:
+                saving = torch.stack([one.saving(group, to) for one in layers]).sum(0).cumsum(0).tolist()
+                for before, (saved, pairs) in chosen[start].items():
+                    for many in range(1, min(n_kv_head, n_pair - before) + 1):
+                        new = saved + saving[many - 1]
+                        if new > found.get(before + many, (-1.0, ()))[0]:
+                            found[before + many] = new, (*pairs, *[to] * many)
+        chosen.append(found)
+    return sorted(chosen[-1][n_pair][1])

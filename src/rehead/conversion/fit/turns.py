@@ -1,7 +1,8 @@
 """How much it matters that scores turn with the distance of their tokens, for every pair of rotated numbers.
 
 As complex numbers, pair f of a query and of a key adds Re(conj(q) k e^(i t (n - m))) to the score of tokens m
-and n, t the angle per position. A pair that is no longer rotated adds Re(conj(q) c k) instead, with a constant c.
+and n, t the angle per position. A pair that is no longer rotated adds Re(conj(q) c k) instead, with a constant c,
+and one that turns by the angle u of a pair near it Re(conj(q) c k e^(i u (n - m))), with another.
 
 The cost of errors e in a query's scores is weighted by p Var(d), where p are the query's attention weights and d the
 products of the values with the loss's gradient. The loss changes by the covariance of e and d, whose square is at
@@ -12,7 +13,7 @@ tokens that are hardly read, but a large error can make the model read exactly t
 from math import ceil
 
 import torch
-from jaxtyping import Complex128, Float, Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rehead.attention import GroupedAttention, kernels
@@ -21,6 +22,8 @@ from rehead.attention.rope import Layout
 
 TOKENS = 8192
 """Tokens read, in windows spread evenly over the texts, at least one of each: all pairs of a window's tokens count."""
+REACH = 4
+"""A pair may turn by the angle of another that is at most this many pairs faster or slower."""
 WEIGHTS = 2**22
 """Attention weights of one KV head that are held at once, at most: those of a few queries, where a text is long."""
 
@@ -28,8 +31,8 @@ WEIGHTS = 2**22
 class Turns:
     """Sums, over pairs of tokens of a text, w |q|^2 |k|^2 (1, cos t (n - m), sin t (n - m)) per head and pair.
 
-    w is the `sensitivity` of the loss to the score. The heads are the query heads, in contiguous order; k is the key
-    of a head's KV head. The text has `n_token` tokens.
+    t are the `angles` of the pair. w is the `sensitivity` of the loss to the score. The heads are the query heads, in
+    contiguous order; k is the key of a head's KV head. The text has `n_token` tokens.
     """
 
     def __init__(self, n_token: int, least: int = 0) -> None:
@@ -49,7 +52,7 @@ class Turns:
                 self.count += x.shape[1]
             self.window += 1
 
-    def mean(self) -> Float64[Tensor, "3 H F"] | None:
+    def mean(self) -> Float64[Tensor, "S H F"] | None:
         """Return the sums per token, None if nothing was added."""
         return None if self.total is None else self.total / self.count
 
@@ -70,8 +73,8 @@ def _of_text(attention: GroupedAttention, x: Tensor, gradient: Tensor) -> Tensor
     query, key, value, pulled = (part.to(exact) for part in (query, key, value, pulled))
     place = torch.arange(x.shape[1], device=x.device)
     seen = visible(place[None], place[None], config.window)
-    angle = place[:, None] * rotary.config.frequencies(config.head_dim).to(x.device)
-    turn = torch.stack([torch.ones_like(angle), angle.cos(), angle.sin()]).to(key.dtype)
+    angle = place[:, None, None] * angles(rotary.config.frequencies(config.head_dim).to(x.device))
+    cos, sin = angle.cos().to(key.dtype), angle.sin().to(key.dtype)  # L T F
     found = []
     for head in range(config.n_kv_head):
         of, sums = slice(head * group, (head + 1) * group), list[Tensor]()
@@ -81,12 +84,22 @@ def _of_text(attention: GroupedAttention, x: Tensor, gradient: Tensor) -> Tensor
             read = kernels.weights(asking, key[:, :, head, None], seen[:, rows], scale=config.scale)[0, 0]
             slope = torch.einsum("lgv,sv->gls", pulled[0, rows, of], value[0, :, head])
             matters, asked = sensitivity(read, slope), energy(asking[0], layout, rotary.width)
-            one, cos, sin = (torch.einsum("gls,sf->lgf", matters, held * part) for part in turn)
-            _, mine, other = turn[:, rows, None]
-            parts = asked * one, asked * (mine * cos + other * sin), asked * (mine * sin - other * cos)
-            sums.append(torch.stack([part.double().sum(0) for part in parts]))
+            whole = torch.einsum("gls,sf->lgf", matters, held)[:, :, None]
+            even, odd = (torch.einsum("gls,stf->lgtf", matters, held[:, None] * part) for part in (cos, sin))
+            mine, other, asked = cos[rows, None], sin[rows, None], asked[:, :, None]
+            parts = asked * whole, asked * (mine * even + other * odd), asked * (mine * odd - other * even)
+            sums.append(torch.cat([part.double().sum(0) for part in parts], dim=1))
         found.append(torch.stack(sums).sum(0))
-    return torch.cat(found, dim=1).cpu()
+    return torch.cat(found).transpose(0, 1).cpu()
+
+
+def angles(own: Float[Tensor, " F"]) -> Float[Tensor, "T F"]:
+    """Return angles per position: each pair's own, then what it has over the pairs near it, the fastest first.
+
+    There are 2 `REACH` of these. Where there is no such pair, the angle is the pair's own.
+    """
+    spread = torch.cat([own.new_zeros(REACH), own, own.new_zeros(REACH)]).unfold(0, len(own), 1)
+    return torch.stack([own, *(own - other for step, other in enumerate(spread) if step != REACH)])
 
 
 def sensitivity(read: Float[Tensor, "*L S"], along: Float[Tensor, "*L S"]) -> Float[Tensor, "*L S"]:
@@ -107,41 +120,3 @@ def pairs(rotated: Float[Tensor, "*N E"], layout: Layout) -> tuple[Tensor, Tenso
         first, second = rotated.chunk(2, dim=-1)
         return first, second
     return rotated[..., 0::2], rotated[..., 1::2]
-
-
-class Directions:
-    """Directions across KV heads, for every pair of rotated numbers, by how much their rotation matters.
-
-    The keys z of all KV heads in pair f, K complex numbers, are `made` (F K K) times `taken` (F K K) times z. Column j
-    of `made` and row j of `taken` are a direction; `matters` (F, K) is what it costs not to rotate it, the largest
-    first: the first j are the best j. `constant` (H, F) is the number c in place of the rotation that costs least.
-    """
-
-    def __init__(self, turns: Float64[Tensor, "3 H F"], keys: Complex128[Tensor, "F K K"]) -> None:
-        """`keys` is E[z z^H]."""
-        total, cos, sin = turns
-        n_kv_head = keys.shape[1]
-        floor = total.max().clamp(min=TINY) * TINY_SHARE
-        self.constant = torch.complex(cos, sin) / total.clamp(min=floor)
-        cost = total * (1 - self.constant.abs().square()).clamp(min=0)
-        held = keys.diagonal(dim1=1, dim2=2).real
-        cost = cost.unflatten(0, (n_kv_head, -1)).sum(1).mT / held.clamp(min=held.max() * TINY_SHARE + TINY)
-        root = cost.clamp(min=cost.max() * TINY_SHARE + TINY).sqrt()  # F K
-        matters, basis = torch.linalg.eigh(root[:, :, None] * keys * root[:, None, :])
-        self.matters, basis = matters.flip(-1).clamp(min=0), basis.flip(-1)
-        self.taken, self.made = basis.mH * root[:, None], basis / root[:, :, None]
-
-
-def as_large(turned: Complex128[Tensor, "P D"], key: Complex128[Tensor, "K P D"]) -> Float64[Tensor, "P 1"]:
-    """Return the powers of 2 that make the rows of the rotary part as large as those of the keys.
-
-    Directions are in units of what they matter. So small numbers would vanish in an 8-bit cache, and steps of Adam, of
-    one size for all numbers, would replace them.
-    """
-    have, want = turned.norm(dim=1, keepdim=True), key.norm(dim=2).mean(0)[:, None]
-    times = torch.exp2((want / have.clamp(min=TINY)).log2().round())
-    return torch.where((have > 0) & (want > 0), times, 1.0)
-
-
-TINY, TINY_SHARE = 1e-300, 1e-12
-"""Floors that prevent division by zero: absolute, and as a share of the largest value."""

@@ -23,7 +23,8 @@ from rehead.conversion.base import (
     projections,
     with_bias,
 )
-from rehead.conversion.fit.turns import TINY, Directions, as_large, pairs
+from rehead.conversion.fit.directions import TINY, Directions
+from rehead.conversion.fit.turns import REACH, angles, pairs
 from rehead.conversion.steps.latent import misfit, norm_weights
 from rehead.conversion.yarn import FAR, drift, stands_in
 
@@ -59,9 +60,10 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
 
     At each frequency, the keys of all KV heads form a vector of complex numbers, and rotation multiplies it by a
     single number, whatever the basis. The directions whose rotation affects the predictions most (by gradients on a
-    text) become MLA's rotary part, as many as the target's has pairs of this frequency. In the scores of
-    the other directions, a constant replaces the rotation: its mean over the distances that matter. Queries change to
-    match. Llama 3's scaled angles may become those of a yarn, a few of which differ. Biases are kept, except those of
+    text) become MLA's rotary part, as many as the target's has pairs of this frequency. Keys of a frequency that the
+    target lacks turn by one near it, along common directions, if that is better than standing still. In the
+    scores of the other directions, a constant replaces the rotation: its mean over the distances that matter. Queries
+    change to match. Llama 3's scaled angles may become those of a yarn, a few of which differ. Biases are kept, except those of
     unrotated keys that only add the same number to all scores of a query. With norms on queries and keys (Qwen3), the
     cache also holds 1 / RMS of the source's keys. `weighted` measures on a text what matters; `svd` keeps what is
     large in the weights, with all near distances counting alike.
@@ -132,30 +134,20 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
         query = complex_pairs(asked, source.n_query_head, source.rope)  # H F D+1
         key = complex_pairs(held, n_kv_head, source.rope)  # K F D+1
         found = directions(weights, source, seen, exact=every)
-        used: Counter[int] = Counter()
-        order = torch.tensor([[f, used.update([f]) or used[f] - 1] for f in slots])
-        frequency, rank = order.T
-        taken, made = found.taken[frequency, rank], found.made[frequency, :, rank]  # P/2 K
-        turned = torch.einsum("pk,kpd->pd", taken, key[:, frequency])
-        times = as_large(turned, key[:, frequency])
-        turned, made = turned * times, made / times
-        own = torch.arange(source.n_query_head) // source.group
-        sized = (source.rope.magnitude / result.rope.magnitude) ** 2
-        asking = query[:, frequency] * made[:, own].mT.conj()[:, :, None] * sized
-        rest = key.index_add(1, frequency, torch.einsum("pk,pd->kpd", made, turned), alpha=-1)
-        rest[:, [f for f, n in used.items() if n == n_kv_head]] = 0  # all of it rotates: no rounding errors
+        part = found.rotated(query, key, slots)
+        asking = part.queries * (source.rope.magnitude / result.rope.magnitude) ** 2
         still = query * found.constant.conj()[:, :, None] * source.rope.magnitude**2
         unrotated = slice(source.rope.rotated(source.head_dim), None)
         plain = asked.unflatten(0, (source.n_query_head, -1))[:, unrotated]
         keys = held.unflatten(0, (n_kv_head, -1))[:, unrotated]
         if not every:
             plain = torch.cat([real_pairs(still, layout), plain], dim=1)
-            keys = torch.cat([real_pairs(rest, layout), keys], dim=1)
+            keys = torch.cat([real_pairs(part.left, layout), keys], dim=1)
         padding = (0, 0, 0, result.qk_nope_head_dim - keys.shape[1])  # 1, the least, where all rotates
         queries = torch.cat([F.pad(plain, padding), real_pairs(asking, layout)], dim=1)
         del asked, query, asking, still, plain  # of a large layer, gigabytes
         queries *= source.scale / result.scale
-        queries *= sizes[own][:, None, None]
+        queries *= sizes.repeat_interleave(source.group)[:, None, None]
         if source.qk_norm_eps is None:
             keys[:, :, -1] = 0  # the bias adds one number to all scores of a query
             made = in_parts("q_proj", queries.flatten(0, 1), biased=source.qkv_bias)
@@ -167,12 +159,12 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
             made |= projections(weights, "q_proj")
             made |= {f"k_scale_{name[2:]}": w for name, w in projections(weights, "k_proj").items()}
         made |= _latent(
-            keys, values.unflatten(0, (n_kv_head, -1)), real_pairs(turned[None], layout)[0], result
+            keys, values.unflatten(0, (n_kv_head, -1)), real_pairs(part.keys[None], layout)[0], result
         )
-        still_there = float(rest.abs().square().sum() / key.abs().square().sum().clamp(min=TINY))
+        still_there = float(part.left.abs().square().sum() / key.abs().square().sum().clamp(min=TINY))
         return Converted(
             weights=made | projections(weights, "o_proj"),
-            lost=_lost(found.matters, used),
+            lost=max(0.0, 1 - part.saves / found.matters) if found.matters else 0.0,
             residual=max(still_there, _off(source, result)),
         )
 
@@ -225,28 +217,33 @@ def directions(
     assert source.rope is not None
     key = complex_pairs(keys_of(weights, source, statistics)[0], source.n_kv_head, source.rope)
     if exact:
-        each = torch.eye(source.n_kv_head, dtype=key.dtype).expand(key.shape[1], -1, -1)
-        return Directions(_constant(source, 1.0, 0.0, 0.0), each)
+        shape = (*key.shape[:2], *key.shape[:2])
+        each = torch.eye(key.shape[0] * key.shape[1], dtype=key.dtype).view(shape)
+        return Directions(_standing(source), each)
     if statistics.turns is None or statistics.inputs is None:
-        return Directions(_by_weights(weights, source), torch.einsum("kfd,jfd->fkj", key, key.conj()))
+        return Directions(_by_weights(weights, source), torch.einsum("kfd,jgd->kfjg", key, key.conj()))
     seen = statistics.inputs.to(key.dtype)
-    return Directions(statistics.turns, torch.einsum("kfd,de,jfe->fkj", key, seen, key.conj()))
+    return Directions(statistics.turns, torch.einsum("kfd,jgd->kfjg", key @ seen, key.conj()))
 
 
-def _constant(source: GroupedConfig, *values: float) -> Float64[Tensor, "3 H F"]:
+def _standing(source: GroupedConfig) -> Float64[Tensor, "S H F"]:
+    """Return `turns` of pairs whose rotation matters alike, and for which no constant stands in."""
     assert source.rope is not None
     n_pair = source.rope.rotated(source.head_dim) // 2
-    return torch.tensor(values, dtype=torch.float64)[:, None, None].expand(-1, source.n_query_head, n_pair)
+    turns = torch.zeros(1 + 2 * (1 + 2 * REACH), source.n_query_head, n_pair, dtype=torch.float64)
+    turns[0] = 1
+    return turns
 
 
-def _by_weights(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "3 H F"]:
+def _by_weights(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "S H F"]:
     """Return `turns` estimated without a text: all input directions and all distances below `NEAR` count alike."""
     assert source.rope is not None
     query = complex_pairs(queries_of(weights, source), source.n_query_head, source.rope)
     key = complex_pairs(keys_of(weights, source, Statistics())[0], source.n_kv_head, source.rope)
     size = query.abs().square().sum(-1) * key.abs().square().sum(-1).repeat_interleave(source.group, dim=0)
-    angle = torch.arange(NEAR) * source.rope.frequencies(source.head_dim)[:, None]
-    return torch.stack([size, size * angle.cos().mean(1), size * -angle.sin().mean(1)])
+    angle = torch.arange(NEAR) * angles(source.rope.frequencies(source.head_dim))[:, :, None]
+    cos, sin = angle.cos().mean(2), -angle.sin().mean(2)
+    return torch.cat([size[None], size * cos[:, None], size * sin[:, None]])
 
 
 def queries_of(weights: Weights, source: GroupedConfig) -> Float64[Tensor, "HE N"]:
@@ -287,10 +284,3 @@ def real_pairs(rows: Complex128[Tensor, "H F D"], layout: str) -> Float64[Tensor
     if layout == "half-split":
         return torch.cat([rows.real, rows.imag], dim=1)
     return torch.stack([rows.real, rows.imag], dim=2).flatten(1, 2)
-
-
-def _lost(matters: Float64[Tensor, "F K"], used: Counter[int]) -> float:
-    """Return how much the rotations that are lost matter, as a share of how much all of them do."""
-    kept = sum(float(matters[f, :n].sum()) for f, n in used.items())
-    total = float(matters.sum())
-    return max(0.0, 1 - kept / total) if total else 0.0
