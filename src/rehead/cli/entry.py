@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
     with warnings.catch_warnings(), _shown_log("--json" in argv):
+        # PyTorch's, of a norm's float32 weights under autocast: there is nothing that a user could do.
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         warnings.showwarning = partial(_warn_once, set())
         return _run(argv, debug)
 
