@@ -69,7 +69,7 @@ def text(n, seed):
     return Passage(name=f"text {seed}", ids=np.random.default_rng(seed).integers(VOCAB, size=n))
 
 
-@pytest.mark.parametrize("share", [0.5, 0.375])
+@pytest.mark.parametrize("share", [0.5, 0.4375])
 def test_the_width_is_that_of_the_least_change(share, model):
     target = Target(to="mla", target="uneven", kv_fraction=share)
     converter = Converter(model, None, [text(2000, 1), text(900, 2)], length=LENGTH)

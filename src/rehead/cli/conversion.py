@@ -82,7 +82,7 @@ def convert(
         int | None,
         Parameter(
             help="width of the rotary part, with --target uneven [default: "
-            "all that rotates; with --kv-fraction or --kv-rank about a third of the cache]"
+            "all that rotates; with --kv-fraction or --kv-rank about a quarter of the cache]"
         ),
     ] = None,
     kv_rank: Annotated[
