@@ -59,14 +59,14 @@ class KeepRotations(Conversion[GroupedConfig, LatentConfig]):
     """Rotate some directions of the keys, shared by all heads, and leave the rest unrotated in a latent.
 
     At each frequency, the keys of all KV heads form a vector of complex numbers, and rotation multiplies it by a
-    single number, whatever the basis. The directions whose rotation affects the predictions most (by gradients on a
-    text) become MLA's rotary part, as many as the target's has pairs of this frequency. Keys of a frequency that the
-    target lacks turn by one near it, along common directions, if that is better than standing still. In the
-    scores of the other directions, a constant replaces the rotation: its mean over the distances that matter. Queries
-    change to match. Llama 3's scaled angles may become those of a yarn, a few of which differ. Biases are kept, except those of
-    unrotated keys that only add the same number to all scores of a query. With norms on queries and keys (Qwen3), the
-    cache also holds 1 / RMS of the source's keys. `weighted` measures on a text what matters; `svd` keeps what is
-    large in the weights, with all near distances counting alike.
+    single number, whatever the basis. The directions whose rotation affects the predictions most (by gradients on
+    a text) become MLA's rotary part, as many as the target's has pairs of this frequency. Keys of a frequency that
+    the target lacks turn by one near it, along common directions, if that is better than standing still. In the
+    scores of the other directions, a constant replaces the rotation: its mean over the distances that matter.
+    Queries change to match. Llama 3's scaled angles may become those of a yarn, a few of which differ. Biases are
+    kept, except those of unrotated keys that only add the same number to all scores of a query. With norms on
+    queries and keys (Qwen3), the cache also holds 1 / RMS of the source's keys. `weighted` measures on a text what
+    matters; `svd` keeps what is large in the weights, with all near distances counting alike.
     """
 
     takes = GroupedConfig
