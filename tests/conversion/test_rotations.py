@@ -253,6 +253,7 @@ def some_directions(n_pair, n_kv_head, seed, group=2):
     means = torch.rand(9, n_kv_head * group, n_pair, generator=generator) * torch.exp(
         2j * torch.pi * torch.rand(9, n_kv_head * group, n_pair, generator=generator)
     )
+    means[0] *= 0.3  # most pairs had better turn by an angle near theirs than stand still
     turns = torch.cat([total[None], total * means.real, total * means.imag])
     return Directions(turns, keys), keys, total, means
 
