@@ -665,10 +665,21 @@ def test_what_is_not_canonical_is_refused(changes, message):
         target.attention(replace(source, **changes), 200)
 
 
-def test_layers_that_rotate_in_different_ways_share_no_rotary_part(gpt, text):
+def test_layers_that_rotate_in_different_ways_share_no_rotary_part(gpt, text, monkeypatch):
+    """Which their configs tell, before a text is read."""
+    monkeypatch.setattr("rehead.conversion.converter.gather", lambda *given, **named: pytest.fail("read"))
     model = gpt(GQA, replace(GQA, rope=RopeConfig(theta=77.0)))
     with pytest.raises(ConfigError, match=r"layers rotate in different ways.* Use --target rebuilt"):
         rehead.convert(model, "mla", target="uneven", kv_rank=9, calibration=text)
+
+
+def test_a_rotary_part_has_no_way_back_to_heads(gpt):
+    made, _ = rehead.convert(gpt(GQA), "mla", target="uneven", rope_dim=4, kv_rank=9)
+    for to, n_kv_head in (("gqa", 3), ("mqa", None), ("mha", None)):
+        with pytest.raises(
+            ConfigError, match=r"the heads of this MLA rotate in part only\. Convert the model it was"
+        ):
+            rehead.convert(made, to, n_kv_head=n_kv_head)
 
 
 def test_turns_are_counted_up_to_their_limit(gpt, text, monkeypatch):

@@ -255,6 +255,10 @@ def test_flags_that_would_do_nothing(capsys):
             [*train, "model.type=rnn", "model.attn_pdrop=0.2"],
             "model.attn_pdrop=0.2 has no effect with model.type=rnn. Leave it out, or use model.embd_pdrop.",
         ),
+        (
+            [*train, "model.type=rnn"],
+            "model.n_query_head=4 has no effect with model.type=rnn",
+        ),
         (["heal", "mqa", "--teacher", "source", rate, "trainer.schedule=constant"], f"{rate} has no effect"),
     ):
         assert main(words) == 2
@@ -264,6 +268,16 @@ def test_flags_that_would_do_nothing(capsys):
     config = Path("nothing/config.yaml")
     config.write_text(config.read_text().replace("schedule: cosine", "schedule: constant"))
     assert main(["train", "system.work_dir=nothing", "trainer.resume=True"]) == 0
+
+
+def test_the_run_that_was_exported_heals_what_was_made_of_the_export():
+    """It learnt with dropout, of which an export has none. That both are one function is not known by a sha256."""
+    assert main(["train", *TINY, "model.shape=llama", "system.work_dir=dropped"]) == 0
+    assert main(["export", "dropped", "stock"]) == 0
+    words = ["--to", "mla", "--kv-fraction", "0.5", "--allow-loss", "--calibration", "input.txt"]
+    assert main(["convert", "stock", "stock-mla", *words]) == 0
+    with pytest.warns(UserWarning, match=r"the trained model gets no conversion\.json"):
+        assert main(["heal", "stock-mla", "--teacher", "dropped", *QUICK, "trainer.max_iters=1"]) == 0
 
 
 def test_an_export_of_a_healing_that_did_not_end_says_what_is_missing():
