@@ -28,7 +28,7 @@ FAMILIES = GOOD | {
     "youtu": LATENT,
     "minicpm3": LATENT,
 }
-UNEVEN = ["--to", "mla", "--target", "uneven", "--kv-fraction", "0.75"]
+UNEVEN = ["--to", "mla", "--target", "uneven", "--kv-fraction", "0.5"]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
 
 
