@@ -46,7 +46,7 @@ from rehead.measure.length import text_length
 from rehead.system.allocator import return_freed_memory
 from rehead.tokenizer import open_model
 
-STEPS = 2
+STEPS = 3
 """Raised when a step's result changes: layers that are kept from before are then made again."""
 
 
