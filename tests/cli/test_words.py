@@ -308,3 +308,10 @@ def test_a_process_of_torchrun_says_which_it_is(rank, said, capfd, monkeypatch):
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     assert refused(capfd, "plan", "nowhere").startswith(said)
+
+
+def test_norms_under_autocast_say_nothing(run, capfd):
+    """PyTorch warns of their float32 weights, which nobody can change."""
+    norms = ["model.shape=llama", "model.qk_norm_eps=1e-6", "trainer.dtype=bfloat16", "data.block_size=16"]
+    assert main(["train", "data.path=input.txt", "system.work_dir=low", *norms, *TINY]) == 0
+    assert "Mismatch" not in capfd.readouterr().err
