@@ -65,7 +65,7 @@ class ModelOptions:
     tie_kv: bool | None = None
     """use the keys as values [default: False]"""
     qk_norm_eps: float | None = None
-    """eps of an RMSNorm on the heads of queries and keys, as in Qwen3 [default: no such norm]"""
+    """eps of an RMSNorm on the heads of queries and keys; an export as Qwen3 needs 1e-5 [default: no such norm]"""
     rope: bool | None = None
     """rotary positions in place of learned ones [default: False; llama: True]"""
     rope_theta: float | None = None

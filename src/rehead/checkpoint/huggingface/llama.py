@@ -98,7 +98,8 @@ class LlamaLike(Decoder[GroupedConfig]):
         plain = [replace(layer, **alike) for layer in config.attention]
         windows = "window" if self.windows is Windows.NONE else "different windows"
         biases = first.qkv_bias, first.o_bias
-        norms = first.qk_norm, first.qk_norm_over
+        norms, eps = (first.qk_norm, first.qk_norm_over), (first.qk_norm_eps, config.norm_eps)
+        beside = "" if not self.qk_norm or eps[0] is None else "={:g} beside norm_eps={:g}".format(*eps)
         refused = {
             "scales": config.scaled,
             "mlp_bias": config.mlp_bias and not self.mlp_biased,
@@ -112,7 +113,7 @@ class LlamaLike(Decoder[GroupedConfig]):
             "head_dim": not self.any_head_dim and first.head_dim * first.n_query_head != config.n_embd,
             "v_head_dim": first.v_head_dim != first.head_dim,
             "qkv_bias={} with o_bias={}".format(*biases): biases not in self.biases,
-            "qk_norm_eps": first.qk_norm_eps != (config.norm_eps if self.qk_norm else None),
+            f"qk_norm_eps{beside}": eps[0] != (eps[1] if self.qk_norm else None),
             "qk_norm": self.qk_norm is not None and norms != self.qk_norm,
             different(plain): len(set(plain)) > 1,
         }
