@@ -112,11 +112,22 @@ BAD_CALLS = """
 import json, sys, warnings
 import numpy as np, torch
 import rehead
-from rehead.attention import GroupedConfig, LatentConfig
+from rehead.attention import GroupedConfig, LatentConfig, Mask
+from rehead.attention.kernels import attend
+from rehead.measure import evaluate_text, kv_bytes_per_token, parameters
 
 warnings.simplefilter("error")
 folder = sys.argv[1]
 model, tokenizer = rehead.load(folder), rehead.load_tokenizer(folder)
+hooked, replaced, changed, cut = (rehead.load(folder) for _ in range(4))
+hooked.layers[0].self_attn.o_proj.register_forward_hook(lambda part, args, output: output * 2)
+replaced.layers[0].mlp.forward = lambda x: x
+changed.layers[0].mlp = type("Other", (type(model.layers[0].mlp),), {})(model.config)
+cut.layers = cut.layers[:0]
+def compiled():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch's own imports
+        return torch.compile(model)
 ids = torch.tensor([[1, 2, 3]])
 gqa = GroupedConfig(n_query_head=4, n_kv_head=2, head_dim=4)
 mla = LatentConfig(n_query_head=4, kv_lora_rank=6, qk_nope_head_dim=4, v_head_dim=4)
@@ -175,6 +186,24 @@ calls = {
     "save nowhere": lambda: rehead.save(model, None),
     "convert on floats": lambda: rehead.convert(model, "mqa", calibration=np.array([1.5, 2.5])),
     "convert on a batch": lambda: rehead.convert(model, "mqa", calibration=ids.numpy()),
+    "load a name of a dtype": lambda: rehead.load(folder, dtype="bf16"),
+    "load whole numbers": lambda: rehead.load(folder, dtype=torch.int32),
+    "generate compiled": lambda: rehead.generate(compiled(), ids, 2),
+    "a mask as positions": lambda: gqa.build(16)(x, positions=torch.ones(2, 5, dtype=torch.bool)),
+    "a cache of less than nothing": lambda: mla.cache(-1),
+    "a cache of no tokens": lambda: gqa.cache(2, 0),
+    "a cache of half a token": lambda: gqa.cache(2, 1.5),
+    "decode halves": lambda: tokenizer.decode([1.5]),
+    "begin beyond the vocabulary": lambda: evaluate_text(model, [1, 2, 3], bos=99),
+    "begin with a word": lambda: rehead.convert(model, "mqa", test=np.array([1, 2, 3]), bos="<s>"),
+    "evaluate a path": lambda: evaluate_text(folder, [1, 2, 3]),
+    "the size of a model": lambda: kv_bytes_per_token(model),
+    "parameters of a model": lambda: parameters(model),
+    "hooks": lambda: rehead.convert(hooked, "mqa"),
+    "its own forward": lambda: rehead.convert(replaced, "mqa"),
+    "another part": lambda: rehead.convert(changed, "mqa"),
+    "fewer layers": lambda: rehead.convert(cut, "mqa"),
+    "a mask of other sizes": lambda: attend(*torch.randn(3, 1, 5, 2, 4), Mask(n_query=4, n_key=5)),
 }
 said = {}
 for name, call in calls.items():
@@ -249,6 +278,24 @@ REFUSED = {
         "Encode it with the model's tokenizer",
     ),
     "convert on a batch": ("shape (1, 3)", "whole numbers, (N,)", "Encode it with the model's tokenizer"),
+    "load a name of a dtype": ("dtype='bf16'", "held in torch.float32, bfloat16"),
+    "load whole numbers": ("dtype=torch.int32", "held in torch.float32, bfloat16"),
+    "generate compiled": ("model is a compiled copy", "the model itself", "model.compile()"),
+    "a mask as positions": ("positions are torch.bool", "if it is a mask", "mask.cumsum(1) - 1, -1)"),
+    "a cache of less than nothing": ("batch_size=-1", "Use 0 or more"),
+    "a cache of no tokens": ("capacity=0", "Use 1 or more"),
+    "a cache of half a token": ("capacity=1.5", "Use 1 or more"),
+    "decode halves": ("ids are [1.5] (list): expected whole numbers, (N,).",),
+    "begin beyond the vocabulary": ("bos=99", "the id of a token, 0 to 14, or None"),
+    "begin with a word": ("bos='<s>'", "the id of a token, 0 to 14, or None"),
+    "evaluate a path": ("model is '", "expected a rehead model", "Use rehead.load(path) first"),
+    "the size of a model": ("config is a GPT", "Use model.config"),
+    "parameters of a model": ("config is a GPT", "Use model.config"),
+    "hooks": ("layers.0.self_attn.o_proj has hooks", "compute without it", "as it was built"),
+    "its own forward": ("layers.0.mlp has a forward of its own", "compute without it", "as it was built"),
+    "another part": ("layers.0.mlp is of class Other, by its config of ", "compute without it"),
+    "fewer layers": ("layers.0.", "the model has none, its config says"),
+    "a mask of other sizes": ("of 4 queries and 5 keys", "has 5 and 5", "Mask(n_query=5, n_key=5)"),
 }
 
 

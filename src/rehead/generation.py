@@ -115,7 +115,7 @@ def stream(
                         likely = probabilities(logits, temperature, top_k, top_p)
                         token = draw(likely, noise[step])
                 token = token.clone()  # a plain tensor, usable outside inference mode
-                contexts.add(token)
+                contexts.add(token.clone())  # what is yielded is the caller's
                 yield token
 
     return tokens()

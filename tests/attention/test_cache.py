@@ -152,18 +152,78 @@ def test_order_within_a_chunk_does_not_matter(order, window):
     assert sorted(content[seen].tolist()) == list(range(max(0, 10 - window) if window else 0, 10))
 
 
-def test_an_old_token_leaves_a_ring_as_it_is():
-    """Alone, too: its row holds a newer token, which the next one sees."""
+def test_a_full_ring_refuses_an_old_token():
+    """What it sees is overwritten. The newest one may be given again."""
     cache = make(window=5)
     cache.append(torch.arange(10)[None], **tokens(0, 10))
-    late = {name: row - 100 for name, row in tokens(3, 4).items()}
-    rows, _ = cache.append(torch.tensor([[3]]), **late)
-    assert rows["latent"][0, -1, 0] == late["latent"][0, 0, 0]  # seen by itself
-    assert sorted(cache.positions[0].tolist()) == [5, 6, 7, 8, 9]
-    rows, positions = cache.append(torch.tensor([[10]]), **tokens(10, 11))
-    assert (
-        sorted(rows["latent"][0, :, 0].long().tolist()) == sorted(positions[0].tolist()) == [6, 7, 8, 9, 10]
+    for at in ([3], [8, 10], [8, 9]):
+        with pytest.raises(
+            UsageError, match="overwritten what an earlier token sees: read the text with a new"
+        ):
+            cache.append(torch.tensor([at]), **tokens(0, len(at)))
+    assert cache.n_token == 10
+    rows, positions = cache.append(torch.tensor([[9]]), **tokens(9, 10))
+    assert sorted(rows["latent"][0, :, 0].tolist()) == sorted(positions[0].tolist()) == [5, 6, 7, 8, 9]
+    made = make(window=5)
+    made.append(torch.arange(4)[None], **tokens(0, 4))
+    made.append(torch.tensor([[1, 2]]), **tokens(1, 3))  # nothing is overwritten yet
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("window", "read", "back", "keeps"),
+    [
+        (None, 10, 4, True),
+        (5, 10, 1, True),
+        (5, 10, 2, False),
+        (5, 10, 10, True),
+        (5, 5, 4, True),
+        (5, 6, 2, False),
+    ],
+)
+def test_tokens_are_taken_back(window, read, back, keeps, given):
+    """A ring has no longer what they overwrote, and says so at the next token."""
+    cache = make(window=window)
+    begun = torch.arange(read - back)[None].expand(B, -1) if given else None
+    start = cache.count
+    if back < read:
+        cache.append(begun, **tokens(0, read - back))
+        start = cache.count
+    cache.append(
+        torch.arange(read - back, read)[None].expand(B, -1) if given else None, **tokens(50, 50 + back)
     )
+    cache.count = start
+    if not keeps:
+        for _ in range(2):
+            with pytest.raises(UsageError, match="overwritten what an earlier token sees"):
+                cache.append(**tokens(read - back, read))
+        return
+    rows, known = cache.append(**tokens(read - back, read))
+    content = rows["latent"][0, :, 0].long()
+    mask = Mask(n_query=back, n_key=len(content), window=window, key_positions=known,
+                query_positions=None if known is None else torch.arange(read - back, read)[None])  # fmt: skip
+    seen = torch.ones(back, len(content), dtype=torch.bool) if (dense := mask.dense()) is None else dense[0]
+    first = 0 if window is None else max(0, read - window)
+    assert sorted(content[seen[-1]].tolist()) == list(range(first, read))
+
+
+def test_sequences_are_kept_by_a_mask_and_others_refused():
+    for window in (None, 6):
+        cache, mask = make(window=window), torch.tensor([True, False, False, True])
+        cache.append(
+            **{
+                name: row * torch.tensor([1, 2, 3, 4.0]).view(-1, *[1] * (row.dim() - 1))
+                for name, row in tokens(1, 3).items()
+            }
+        )
+        cache.select_batch(mask)
+        rows, _ = cache.append(**tokens(3, 4, batch=2))
+        assert cache.batch_size == 2
+        assert rows["latent"][:, :2, 0].tolist() == [[1, 2], [4, 8]]
+    for empty in (make(), make(window=6)):
+        for rows in (torch.tensor([0, 4]), torch.tensor([-1]), torch.tensor([True, False])):
+            with pytest.raises(UsageError, match="the caches hold the sequences 0 to 3"):
+                empty.select_batch(rows)
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_ragged_batch_is_each_sequence_alone(config, chunks):
     check(config.cache(B, dtype=torch.float64), padded)
     check(config.cache(B, capacity=T + 8, dtype=torch.float64), padded)
     for mutant in (at, torch.where(padded == EMPTY, 0, padded)):  # padding that is seen
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, UsageError)):
             check(config.cache(B, dtype=torch.float64), mutant)
 
 
@@ -543,6 +543,21 @@ def test_a17_cache_bytes(config):
     assert cache.length == T
 
 
+@pytest.mark.compiled
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("name", ["gqa, rope", "gqa, window", "mla", "mla, rebuilt keys"])
+def test_lengths_that_vary_are_compiled_as_whole_graphs(name):
+    """Also once a length is a symbol, of which no kernel may ask whether it equals another."""
+    config = EXAMPLES[name]
+    torch._dynamo.reset()
+    module = fresh(config).eval()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    for n in (64, 90, 33, 17):
+        x = torch.randn(2, n, D)
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-9, atol=1e-11)
+
+
 # Refusals
 
 
@@ -587,6 +602,26 @@ def grouped(**fields):
 def latent(**fields):
     heads = {"n_query_head": 6, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 7}
     return LatentConfig(**{"kv_lora_rank": 9} | heads | fields)
+
+
+def full_ring():
+    cache = grouped(window=3).cache(1)
+    cache.append(None, **{name: torch.zeros(1, 6, *shape) for name, shape in cache.rows.items()})
+    return cache, {name: torch.zeros(1, 1, *shape) for name, shape in cache.rows.items()}
+
+
+def old_token():
+    cache, token = full_ring()
+    cache.append(torch.tensor([[4]]), **token)
+
+
+def token_after_lost_ones():
+    cache, token = full_ring()
+    count = cache.count
+    for _ in range(2):
+        cache.append(None, **token)
+    cache.count = count
+    cache.append(None, **token)
 
 
 def full_cache():
@@ -704,6 +739,14 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (lambda: variants["mlaa"], "'mlaa'", "Did you mean 'mla'? Known: mha, gqa, mqa, mla"),
     (lambda: Additive(width=0), "score_width=0", "Use 64"),
     (full_cache, "capacity=4 tokens and was given 5", "build it with capacity=5 or more, or without one"),
+    (old_token, "overwritten what an earlier token sees", "read the text with a new cache"),
+    (token_after_lost_ones, "overwritten what an earlier token sees", "read the text with a new cache"),
+    (lambda: grouped().cache(2, 0), "capacity=0", "Use 1 or more"),
+    (
+        lambda: grouped().cache(2).select_batch(torch.tensor([1, 2])),
+        "rows [1, 2]",
+        "Give indices of them, or 2 times",
+    ),
     (lambda: grouped().build(D)(X, X), "context given to a causal attention", "Build it with causal=False"),
     (lambda: grouped(**CROSS).build(D)(X), "d_context=17", "call it as module(x, context)"),
     (lambda: latent(**CROSS).build(D)(X), "d_context=17", "call it as module(x, context)"),

@@ -414,6 +414,15 @@ def test_a_stream_gives_the_tokens_of_generate():
     assert torch.equal(torch.stack(rows, 1), generate(model, ids, 7, seed=1)[:, 4:])
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_what_a_stream_yields_is_the_caller_s(use_cache):
+    model, ids, seen = make("gqa"), tokens(4), []
+    for token in stream(model, list(ids), 7, 0, use_cache=use_cache):
+        seen.append(token.clone())
+        token.fill_(V + 90)
+    assert torch.equal(torch.stack(seen, 1), generate(model, ids, 7, 0)[:, 4:])
+
+
 REFUSED = [  # how it is called, what the message must name, the remedy it must offer
     (lambda m: stream(m, [tokens(2)[0], tokens(0)[0]], 3), "prompt 1 is empty", "at least one"),
     (lambda m: generate(m, tokens(4, 0), 3), "no prompts", "at least one"),

@@ -179,7 +179,9 @@ def test_reduced_weights_have_no_class():
 
 def test_norms_on_heads_with_an_eps_of_their_own():
     config = replace(stock_config("qwen3"), norm_eps=1e-3)
-    with pytest.raises(ConfigError, match=r"Qwen3.* cannot represent .*qk_norm_eps=1e-06 beside norm_eps=0\.001\."):
+    with pytest.raises(
+        ConfigError, match=r"Qwen3.* cannot represent .*qk_norm_eps=1e-06 beside norm_eps=0\.001\."
+    ):
         require_fit(config, Asked.of("qwen3", None))
 
 

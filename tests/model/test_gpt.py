@@ -411,3 +411,56 @@ def test_a_decoder_takes_no_encoder_layers():
 def test_build_makes_the_class_of_the_config():
     assert type(build(config())) is GPT
     assert build(config()).config == config()
+
+
+@pytest.mark.parametrize("name", ["gqa", "gqa, rope", "gqa, window", "mla, rope", "rnn"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_any_position_below_0_is_padding(name, cached):
+    """As users count from the first token: -3, -2, -1, 0, 1, ..."""
+    model, ids = build(config(name)).eval(), tokens(2, 9)
+    padded = torch.cat([tokens(2, 3), ids], 1)
+    positions = (torch.arange(12) - 3)[None]
+    cache = model.new_cache(2) if cached else None
+    seen = model(padded, positions.expand(2, -1), cache)[:, 3:]
+    torch.testing.assert_close(seen, model(ids), atol=1e-5, rtol=1e-5)
+    if cached:
+        more = tokens(2, 2)
+        whole = model(torch.cat([ids, more], 1))[:, -2:]
+        torch.testing.assert_close(model(more, cache=cache), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gqa, rope", "gqa, window", "mla, rope", "rnn"])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_call_that_fails_reads_nothing(name, given):
+    """Neither a whole text nor a token after it: whoever catches the error can try again."""
+    if given and name == "rnn":
+        pytest.skip("no positions")
+    model, ids = build(config(name)).eval(), tokens(2, 9)
+    right, cache = model(ids), model.new_cache(2)
+
+    def read(part, at):
+        places = torch.arange(at, at + part.shape[1])[None].expand(2, -1) if given else None
+        return model(part, places, cache)
+
+    for start, stop in ((0, 7), (7, 8), (8, 9)):
+        refuse = model.head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            read(ids[:, start:stop], start)
+        refuse.remove()
+        torch.testing.assert_close(
+            read(ids[:, start:stop], start), right[:, start:stop], atol=1e-5, rtol=1e-5
+        )
+
+
+def test_a_full_ring_that_lost_tokens_says_so():
+    model = build(config("gqa, window")).eval()
+    cache = model.new_cache(2)
+    model(tokens(2, 7), cache=cache)
+    refuse = model.head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        model(tokens(2, 2), cache=cache)
+    refuse.remove()
+    with pytest.raises(
+        UsageError, match="overwritten what an earlier token sees: read the text with a new cache"
+    ):
+        model(tokens(2, 2), cache=cache)

@@ -77,7 +77,7 @@ def made_up():
         variants = [
             variant(a, 4, [2.0, 2.1], curve, text=text),
             variant(b, 2, [2.4, 2.5], curve, text=text),
-            variant(c, 1, [2.05, 2.2], [], kind="converted", start=a, text=text),
+            variant(c, 1, [2.05, 2.1], [], kind="converted", start=a, text=text),
             variant(d, 1, [2.15, 2.3], curve, kind="healed", start=c, text=text),
         ]
         claims = [
@@ -88,6 +88,7 @@ def made_up():
                 "shorter": False,
                 "difference": 0.4,
                 "seeds": 2,
+                "p": 0.0299,
                 "told_apart": True,
             },
             {
@@ -97,6 +98,7 @@ def made_up():
                 "shorter": False,
                 "difference": 0.075,
                 "seeds": 2,
+                "p": 0.473,
                 "told_apart": False,
             },
         ]

@@ -86,9 +86,11 @@ def test_what_is_not_finite_is_a_gap(made_up):
 
 def test_claims_are_worded_by_what_the_seeds_allow(made_up):
     first, second = study.answers(made_up())[0].findings
-    assert first == "B ends 0.4000 nats per token above A, over 2 seeds whose ranges do not overlap."
-    assert second == "C and A are not told apart: +0.0750 nats per token, within the range of 2 seeds."
+    assert first == "B ends 0.4000 nats per token above A, over 2 seeds (p = 0.03)."
+    assert second == "C and A are not told apart: +0.0750 nats per token over 2 seeds (p = 0.47)."
     document = made_up()
+    document["questions"][0]["claims"][0]["p"] = 2e-5
+    assert study.findings(document)[0].endswith("over 2 seeds (p < 0.001).")
     document["questions"][0]["claims"][0]["seeds"] = 1
     assert study.findings(document) == ["One seed each: no difference between losses is claimed."]
 
@@ -106,7 +108,7 @@ def one_seed(document):
 
 def test_cards_claim_what_the_seeds_bear(made_up):
     facts = {name: (value, whose) for name, value, whose in study.facts(made_up())}
-    assert facts["Validation loss"] == ("2.050–2.450", "nats per token; lowest A, not told apart from C")
+    assert facts["Validation loss"] == ("2.050–2.450", "nats per token; lowest A, not told apart from C, D")
     assert facts["Smallest KV cache"] == ("64 B", "per token: C, D, 25 % of the largest")
     assert facts["On the frontier"] == ("3", "no variant beats C, D, A")
     document = made_up()
@@ -369,8 +371,8 @@ def test_losses_in_a_format_are_over_the_one_source_without_rounding(made_up):
     (chart,) = Figures(document).panel("kv_dtype", "AC").charts
     int8 = chart.series[1]
     assert int8.labels == ["C", "A"]
-    assert int8.y == pytest.approx([(0.25 + 0.5) / 2, (0.2 + 0.4) / 2])
-    assert (int8.low, int8.high) == (pytest.approx([0.25, 0.2]), pytest.approx([0.5, 0.4]))
+    assert int8.y == pytest.approx([(0.25 + 0.4) / 2, (0.2 + 0.4) / 2])
+    assert (int8.low, int8.high) == (pytest.approx([0.25, 0.2]), pytest.approx([0.4, 0.4]))
     assert int8.x == [20, 80]
 
 

@@ -1,7 +1,11 @@
 """No claim between unlike things, none that the seeds do not bear (seeds B23)."""
 
+import random
+from statistics import fmean, stdev
+
 import pytest
 
+from rehead.study.chance import LEVEL, chance
 from rehead.study.claims import beats, claim, unlike
 
 
@@ -42,10 +46,10 @@ def test_every_reason_is_given():
 
 
 def test_different_lengths_are_compared_at_the_longest_common_one():
-    grown = variant("Grown", [1.5, 1.6], length=256, l128=[1.8, 1.9])
+    grown = variant("Grown", [1.5, 1.6], length=256, l128=[1.6, 1.7])
     found = claim(BASE, grown)
     assert (found["length"], found["shorter"], found["told_apart"]) == (128, True, True)
-    assert found["difference"] == pytest.approx(-0.2)
+    assert found["difference"] == pytest.approx(-0.4)
     both = claim(grown, variant("Other", [1.7, 1.8], length=256, l128=[9, 9]))
     assert (both["length"], both["shorter"]) == (256, False)
     assert both["difference"] == pytest.approx(0.2)
@@ -62,9 +66,38 @@ def test_the_seeds_of_a_given_model_are_no_repetitions():
 
 def test_what_beats_is_no_larger_and_told_apart_below():
     size = {"bytes_of": lambda one: one["size"]}
-    below, equal = variant("X", [1.8, 1.9], size=100), variant("X", [1.8, 2.05], size=50)
+    below, equal = variant("X", [1.6, 1.7], size=100), variant("X", [1.8, 1.99], size=50)
     assert beats(below, BASE, **size)
     assert not beats(BASE, below, **size)
     assert not beats(equal, BASE, **size)
     assert not beats(variant("X", [1.0, 1.1], size=101), BASE, **size)
     assert not beats(variant("X", [1.0]), variant("Y", [2.0]), **size)  # one seed tells nothing apart
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"),
+    [(1, 12.706), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (6, 2.4469), (10, 2.2281)],
+)
+def test_chance_is_that_of_the_table_of_student_s_t(freedom, t):
+    """Of the values that are exceeded once in 20 times; beside a known value, and of two samples."""
+    draw = random.Random(freedom).gauss
+    values = [draw(0, 1) for _ in range(freedom + 1)]
+    known = fmean(values) + t * stdev(values) / len(values) ** 0.5
+    assert chance(values, [known]) == chance([known], values) == pytest.approx(LEVEL, rel=1e-3)
+    if freedom % 2 == 0:
+        one, other = ([draw(0, 1) for _ in range(freedom // 2 + 1)] for _ in range(2))
+        error = ((stdev(one) ** 2 + stdev(other) ** 2) / len(one)) ** 0.5
+        moved = [value - fmean(other) + fmean(one) - t * error for value in other]
+        assert chance(one, moved) == pytest.approx(LEVEL, rel=1e-3)
+
+
+def test_equal_variants_are_told_apart_once_in_20_times():
+    draw, n = random.Random(0).gauss, 4000
+    found = sum(chance([draw(0, 1), draw(0, 1)], [draw(0, 1), draw(0, 1)]) < LEVEL for _ in range(n))
+    assert found / n == pytest.approx(LEVEL, abs=0.015)
+
+
+def test_seeds_that_do_not_matter():
+    """Two values without a spread, as of a model of one seed, differ or do not."""
+    assert chance([2.0, 2.0], [2.0, 2.0]) == chance([2.0], [1.0]) == 1
+    assert chance([2.0, 2.0], [1.0, 1.0]) == 0

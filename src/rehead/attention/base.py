@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rehead.attention import kernels
 from rehead.attention.cache import LayerCache
-from rehead.attention.call import require_call
+from rehead.attention.call import require_call, require_room_of
 from rehead.attention.mask import Mask
 from rehead.attention.program import Call, Program
 from rehead.attention.rope import RopeConfig
@@ -181,6 +181,7 @@ class AttentionConfig(ABC):
         device: torch.device | str = "cpu",
     ) -> LayerCache:
         """Return an empty cache for one layer: a ring buffer with a window, else growing if `capacity` is None."""
+        require_room_of(batch_size, capacity)
         return LayerCache(
             self.cache_rows(),
             batch_size=batch_size,
@@ -211,9 +212,9 @@ class Attention(nn.Module, ABC):
         """Attention over the tokens of `x` (B, L, D), or over `context` (B, S, C); returns (B, L, D).
 
         `positions` (B, L) or (1, L) are those of the tokens; by default they follow those in `cache`, or start at 0.
-        -1 is padding: it is not attended to, and its output is that of the biases alone. `cache` keeps what
-        `config.cache_rows` lists between calls; `config.cache(B)` creates one. `context_positions` (B, S) are for
-        `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for invalid arguments.
+        Below 0 is padding: it is not attended to, and its output is that of the biases alone. `cache` keeps what
+        `config.cache_rows` lists between calls, for inference only; `config.cache(B)` creates one. `context_positions`
+        (B, S) are for `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for others.
         """
 
     if TYPE_CHECKING:

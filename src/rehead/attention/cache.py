@@ -1,28 +1,31 @@
 """The KV cache of one layer."""
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rehead.attention.mask import EMPTY
+from rehead.attention.mask import EMPTY, reach
+from rehead.attention.next_row import NextRow
 from rehead.errors import UsageError
 
 FIRST_ROWS = 64
 """Initial number of rows of a growing cache, which doubles when it is full."""
+OVERWRITTEN = (
+    "the KV cache of a window has overwritten what an earlier token sees: read the text with a new cache."
+)
 
 
-@dataclass(frozen=True, eq=False)
-class NextRow:
-    """The row for the next token of every sequence, shared by all caches with the same number of rows and window."""
-
-    slot: int | tuple[Int[Tensor, " B"], Int[Tensor, " B"]]
-    """One slot for all sequences, or indices of sequences and the slot of each."""
-    n_used: int
-    """Number of rows in use, including this one; the others are not read."""
-    known: Int[Tensor, "B S"] | None = None
-    """The position of every row, including this one; `EMPTY` if unused. None while positions are consecutive."""
+def selected(rows: Tensor, batch_size: int) -> Int[Tensor, " B"]:
+    """Return the indices of sequences in `rows`, or of those that are True there; refuse any beyond the batch."""
+    where = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
+    if (rows is not where and len(rows) != batch_size) or not bool(
+        ((where >= 0) & (where < batch_size)).all()
+    ):
+        raise UsageError(
+            f"rows {rows.tolist()!s:.80}: the caches hold the sequences 0 to {batch_size - 1}. Give indices of them, "
+            f"or {batch_size} times True or False."
+        )
+    return where
 
 
 class LayerCache:
@@ -35,6 +38,9 @@ class LayerCache:
     In arguments and results time is axis 1, (B, S, ...). Internally it is the last axis but one, (B, K, S, E),
     so that the keys of a head are contiguous; results are views. A chunk longer than one token reads
     the ring before it writes, so a window of W never needs more than W rows.
+
+    Tokens are taken back by setting `count`, or overwritten by giving their positions again; in a full ring only the
+    newest one, since the others have overwritten what they saw.
     """
 
     def __init__(
@@ -60,33 +66,7 @@ class LayerCache:
         self.positions: Int[Tensor, "B S"] | None = None
         """The position of each row, once positions were given; None while they are consecutive."""
         self._furthest = 0  # the largest position + 1
-
-    def require_fits(self, rows: dict[str, tuple[int, ...]], window: int | None, x: Tensor) -> None:
-        """Refuse a layer with other `rows` or another window, and `x`, (B, L, D), of another batch, dtype or device.
-
-        Under autocast the cache may have a wider dtype than the computation.
-        """
-        store, dtype = next(iter(self._store.values())), x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.promote_types(store.dtype, torch.get_autocast_dtype(x.device.type))
-        fault = None
-        if self.rows != rows:
-            fault = f"keeps {self.rows} of a token and the layer {dict(rows)}", "attention.config.cache"
-        elif self.window != window:
-            keeps, sees = (
-                f"the last window={n} tokens" if n else "all tokens" for n in (self.window, window)
-            )
-            fault = f"keeps {keeps} and the layer sees {sees}", "attention.config.cache"
-        elif self.batch_size != len(x):
-            fault = f"holds batch_size={self.batch_size} sequences and x has {len(x)}", f"batch_size={len(x)}"
-        elif store.dtype != dtype:
-            fault = f"keeps {store.dtype} and the layer computes {dtype}", f"dtype={dtype}"
-        elif store.device != x.device:
-            fault = f"is on {store.device} and x on {x.device}", f"device={str(x.device)!r}"
-        if fault is not None:
-            raise UsageError(
-                f"this KV cache {fault[0]}: it belongs to another layer or call. Build it with {fault[1]}."
-            )
+        self._has_lost = False  # the ring has no longer what the next token sees
 
     @property
     def n_rows(self) -> int:
@@ -154,12 +134,26 @@ class LayerCache:
 
     @property
     def count(self) -> tuple[int, int, bool, Tensor | None]:
-        """What `reserve_token` and `commit` change; set to an earlier value, it takes back the tokens counted since."""
+        """What reading tokens changes; set to an earlier value, it takes back those counted since.
+
+        A ring that has lost what an earlier token sees takes no more tokens.
+        """
         return self.length, self._furthest, self._in_ring_order, self.positions
 
     @count.setter
     def count(self, count: tuple[int, int, bool, Tensor | None]) -> None:
+        before = self._newest()
         self.length, self._furthest, self._in_ring_order, self.positions = count
+        if self.window is not None and self._n_rows == self.window:
+            after = self._newest()
+            lost = (before >= self.window) & (before - after > 1) & (after >= 0)
+            self._has_lost = bool(lost.any()) or (self._has_lost and bool((after >= 0).any()))
+
+    def _newest(self) -> Int[Tensor, " #B"]:
+        """The position of the newest token of every sequence, -1 if there is none."""
+        if self.positions is None:
+            return torch.tensor([self.length - 1])
+        return self.positions.cpu().amax(1)
 
     def commit(self, row: NextRow) -> None:
         """Record which positions the rows hold, the token in `row` included; its numbers may be written later."""
@@ -181,8 +175,9 @@ class LayerCache:
         """The tensors of the rows, (B, K, S, E) or (B, S, R); growing and `select_batch` replace them."""
         return list(self._store.values())
 
-    def select_batch(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace sequence i by sequence `rows[i]`; the batch may grow or shrink."""
+    def select_batch(self, rows: Int[Tensor, " B"] | Bool[Tensor, " B"]) -> None:
+        """Replace sequence i by sequence `rows[i]`, or keep those whose `rows` are True; a batch may grow or shrink."""
+        rows = selected(rows, self.batch_size)
         self._store = {name: store[rows] for name, store in self._store.items()}
         if self.positions is not None:
             self.positions = self.positions[rows]
@@ -191,13 +186,19 @@ class LayerCache:
 
     def row_positions(self, n_row: int) -> Int[Tensor, "1 S"]:
         """Positions of the `n_row` rows that `append` returned last, when it returned None as their positions."""
-        slots = torch.arange(n_row, device=self._device)
+        slots = torch.arange(n_row, device=self.device)
         if self.length > n_row == self._n_rows and self._in_ring_order:
             return (self.length - 1 - (self.length - 1 - slots) % n_row)[None]
         return (slots + self.length - n_row)[None]
 
     @property
-    def _device(self) -> torch.device:
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return next(iter(self._store.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows."""
         return next(iter(self._store.values())).device
 
     def _append_consecutive(self, new: dict[str, Tensor], n_token: int) -> dict[str, Tensor]:
@@ -214,7 +215,7 @@ class LayerCache:
                 self._write(name, start % self._n_rows, row.squeeze(-2))
             self._in_ring_order = True
             return {name: store.movedim(-2, 1) for name, store in self._store.items()}
-        device = self._device
+        device = self.device
         past = torch.arange(max(0, start - self._n_rows + 1), start, device=device) % self._n_rows
         rows = {name: torch.cat([store[..., past, :], new[name]], -2) for name, store in self._store.items()}
         kept = min(n_token, self._n_rows)
@@ -227,33 +228,40 @@ class LayerCache:
     def _append_anywhere(
         self, new: dict[str, Tensor], positions: Int[Tensor, "B L"]
     ) -> tuple[dict[str, Tensor], Int[Tensor, "B S"]]:
-        furthest = max(self.length, self._furthest, int(positions.max()) + 1)
+        furthest = max(self.length, self._furthest, reach(positions))
         self._reserve(max(furthest, 1))  # first: a refusal changes nothing
-        self._furthest = furthest
         known = self._known_positions()
-        past, keep = None, positions != EMPTY
-        if self._n_rows == self.window:
+        past, keep = None, positions >= 0
+        if self._n_rows == self.window and positions.numel():
+            self._require_newest(positions, known)
             newest = torch.maximum(known.max(1).values, positions.max(1).values)[:, None]
             late = keep & (positions <= newest - self._n_rows)  # their rows hold newer tokens
             keep = keep & ~late
             if positions.shape[1] > 1 or bool(late.any()):  # read before overwriting
                 past = known, {name: store.clone() for name, store in self._store.items()}
+        self._furthest = furthest
         batch, token = keep.nonzero(as_tuple=True)
         slots = positions[batch, token] % self._n_rows
         self.positions = known.index_put((batch, slots), positions[batch, token])
         for name, row in new.items():
             self._write(name, (batch, slots), row.movedim(-2, 1)[batch, token])
         if past is None:
-            used = min(self._n_rows, int(self.positions.max()) + 1)
+            used = min(self._n_rows, furthest)
             rows = {name: store[..., :used, :].movedim(-2, 1) for name, store in self._store.items()}
             return rows, self.positions[:, :used]
         rows = {name: torch.cat([store, new[name]], -2).movedim(-2, 1) for name, store in past[1].items()}
         return rows, torch.cat([past[0], positions], dim=1)
 
+    def _require_newest(self, positions: Int[Tensor, "B L"], known: Int[Tensor, "B S"]) -> None:
+        """Refuse tokens before the newest one of a full ring, which has overwritten what they see."""
+        newest = known.amax(1, keepdim=True)
+        if bool(((positions >= 0) & (positions < newest) & (newest >= self._n_rows)).any()):
+            raise UsageError(OVERWRITTEN)
+
     def _known_positions(self) -> Int[Tensor, "B S"]:
         """The position of every row, `EMPTY` if unused."""
         if self.positions is None:
-            slots = torch.arange(self._n_rows, device=self._device)
+            slots = torch.arange(self._n_rows, device=self.device)
             held = self.length - 1 - (self.length - 1 - slots) % max(self._n_rows, 1)
             known = torch.where(held >= 0, held, EMPTY)
             return known.expand(self.batch_size, -1)
@@ -279,7 +287,9 @@ class LayerCache:
             )
 
     def _reserve(self, length: int) -> None:
-        """Make room for `length` positions. Raises UsageError beyond the capacity."""
+        """Make room for `length` positions. Raises UsageError beyond the capacity, and after tokens were lost."""
+        if self._has_lost:
+            raise UsageError(OVERWRITTEN)
         self.require_room(length)
         if self.capacity is None and self.window is None and length > self._n_rows:
             n_rows, grown = max(length, 2 * self._n_rows, FIRST_ROWS), {}

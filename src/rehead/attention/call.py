@@ -106,7 +106,10 @@ def _require_context(config: "AttentionConfig", context: Tensor, d_model: int, n
 def require_positions(name: str, given: Tensor, of: Tensor, letters: str = "(B, L)") -> None:
     """Refuse anything but one whole number for each token in `of`, (B, L, ...), or for each of one row."""
     if given.dtype not in WHOLE:
-        raise UsageError(f"{name} are {given.dtype}: positions are whole numbers. Use {name}.long().")
+        raise UsageError(
+            f"{name} are {given.dtype}: positions are whole numbers. Use {name}.long() or, if it is a mask of "
+            "what is no padding, torch.where(mask.bool(), mask.cumsum(1) - 1, -1)."
+        )
     n_row, n_token = of.shape[:2]
     if given.dim() != 2 or given.shape[0] not in (1, n_row) or given.shape[1] != n_token:
         raise UsageError(
@@ -125,4 +128,39 @@ def _require_cache(config: "AttentionConfig", cache: object, x: Tensor) -> None:
             f"cache is a {type(cache).__name__}: a layer's cache is a LayerCache. Build it with "
             "attention.config.cache(batch_size)."
         )
-    cache.require_fits(config.cache_rows(), config.window, x)
+    require_fits(cache, config, x)
+
+
+def require_room_of(batch_size: int, capacity: int | None) -> None:
+    """Refuse a cache of no whole number of sequences, or of less than a token."""
+    for name, size, least in (("batch_size", batch_size, 0), ("capacity", capacity, 1)):
+        if size is not None and (not isinstance(size, int) or size < least):
+            raise UsageError(f"{name}={size!r:.40}: a cache has a whole number of them. Use {least} or more.")
+
+
+def require_fits(cache: LayerCache, config: "AttentionConfig", x: Tensor) -> None:
+    """Refuse a cache of a layer with other rows or another window, or of another batch, dtype or device than `x`.
+
+    Under autocast the cache may have a wider dtype than the computation.
+    """
+    rows, dtype = config.cache_rows(), x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.promote_types(cache.dtype, torch.get_autocast_dtype(x.device.type))
+    if cache.rows != rows:
+        fault = f"keeps {cache.rows} of a token and the layer {dict(rows)}", "attention.config.cache"
+    elif cache.window != config.window:
+        keeps, sees = (
+            f"the last window={n} tokens" if n else "all tokens" for n in (cache.window, config.window)
+        )
+        fault = f"keeps {keeps} and the layer sees {sees}", "attention.config.cache"
+    elif cache.batch_size != len(x):
+        fault = f"holds batch_size={cache.batch_size} sequences and x has {len(x)}", f"batch_size={len(x)}"
+    elif cache.dtype != dtype:
+        fault = f"keeps {cache.dtype} and the layer computes {dtype}", f"dtype={dtype}"
+    elif cache.device != x.device:
+        fault = f"is on {cache.device} and x on {x.device}", f"device={str(x.device)!r}"
+    else:
+        return
+    raise UsageError(
+        f"this KV cache {fault[0]}: it belongs to another layer or call. Build it with {fault[1]}."
+    )

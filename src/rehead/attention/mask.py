@@ -7,7 +7,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 EMPTY = -1
-"""The position of padding and of unused cache rows."""
+"""The position of unused cache rows, and of padding, which may have any negative one."""
+
+
+def reach(positions: Int[Tensor, "B L"]) -> int:
+    """Return one more than the largest position; 0 if there is none."""
+    return int(positions.max()) + 1 if positions.numel() else 0
 
 
 def visible(
@@ -22,9 +27,9 @@ def visible(
     The rule reads positions, never indices, so training, chunked prefill, decoding, padding and a
     ring buffer with its rows out of order all share it. A window of W is W keys, the query's own
     included, as in Hugging Face (document B in docs/sources.md counts w/2 + 1). With `causal=False` only
-    padding is hidden. A token at `EMPTY` neither sees nor is seen.
+    padding is hidden. A token at a negative position neither sees nor is seen.
     """
-    seen = (query_positions != EMPTY)[:, :, None] & (key_positions != EMPTY)[:, None, :]
+    seen = (query_positions >= 0)[:, :, None] & (key_positions >= 0)[:, None, :]
     if not causal:
         return seen
     query, key = query_positions[:, :, None], key_positions[:, None, :]

@@ -22,7 +22,7 @@ from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
 from rehead.config import GPTConfig, ModelConfig, decode, encode
-from rehead.errors import InvalidInput, NumericError
+from rehead.errors import InvalidInput, NumericError, UsageError
 from rehead.model import LanguageModel, skeleton
 from rehead.model.base import keeps_dtype, require_model
 from rehead.stages import staged
@@ -50,14 +50,14 @@ def save(
     hand to weights that its config does not describe, which `load` would refuse.
     """
     require_model(model)
-    _require_described(model)
+    require_described(model)
     for name in files or {}:
         _require_free(name)
     with publish(path_of(path), overwrite=overwrite) as folder:
         write(model, folder, files or {})
 
 
-def _require_described(model: LanguageModel) -> None:
+def require_described(model: LanguageModel) -> None:
     """Refuse a model whose weights are not those of its config."""
     has = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     wants = {name: tuple(weight.shape) for name, weight in skeleton(model.config).named_parameters()}
@@ -108,6 +108,10 @@ def load(
     for a damaged file, NumericError for weights that `dtype` cannot hold.
     """
     chosen = choose_device(str(device))
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UsageError(
+            f"dtype={dtype!r:.40}: weights are held in torch.float32, bfloat16, float16 or float64."
+        )
 
     def read(folder: Path) -> tuple[LanguageModel, str]:
         if os.path.lexists(folder / MANIFEST):

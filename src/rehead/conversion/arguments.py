@@ -3,9 +3,11 @@
 from numbers import Integral
 from pathlib import Path
 
+from rehead.checkpoint.own import require_described
 from rehead.config import GPTConfig
 from rehead.errors import ConfigError, InvalidInput, UsageError
-from rehead.model import LanguageModel
+from rehead.model import LanguageModel, skeleton
+from rehead.model.base import require_model
 
 
 def require_seed(seed: int) -> None:
@@ -46,6 +48,31 @@ def require_apart(source: Path, destination: Path) -> None:
         raise UsageError(f"{found}: the source is never touched. Choose another folder for the result.")
     if destination.name in ("", ".."):
         raise InvalidInput(f"{destination} exists: choose another name.")
+
+
+def require_source(model: object) -> None:
+    """Refuse anything but a model that its config describes, in weights and in parts, without hooks.
+
+    The result computes what the config says.
+    """
+    require_model(model)
+    assert isinstance(model, LanguageModel)
+    require_described(model)
+    kinds = {name: type(part) for name, part in skeleton(model.config).named_modules()}
+    for name, part in model.named_modules():
+        found = ""
+        if type(part) is not kinds.get(name):
+            built = kinds[name].__name__ if name in kinds else "none"
+            found = f"is of class {type(part).__name__}, by its config of {built}"
+        elif "forward" in vars(part):
+            found = "has a forward of its own"
+        elif part._forward_hooks or part._forward_pre_hooks:
+            found = "has hooks"
+        if found:
+            raise UsageError(
+                f"{name or 'the model'} {found}: the result would compute without it. Convert the model as it was "
+                "built, and change the result."
+            )
 
 
 def require_heads(model: LanguageModel) -> GPTConfig:

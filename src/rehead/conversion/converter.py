@@ -19,6 +19,7 @@ from rehead.conversion.arguments import (
     require_heads,
     require_passes,
     require_seed,
+    require_source,
     require_text,
 )
 from rehead.conversion.base import Converted, Statistics, require_method
@@ -46,7 +47,6 @@ from rehead.conversion.unfinished import digest
 from rehead.data import Batch, Ids
 from rehead.measure.length import text_length
 from rehead.model import GPT, LanguageModel
-from rehead.model.base import require_model
 from rehead.stages import staged
 
 
@@ -78,7 +78,7 @@ def convert(
 
     Raises ConfigError where no conversion leads there, NumericError for weights that are not finite.
     """
-    require_model(model)
+    require_source(model)
     require_seed(seed)
     config, window = require_heads(model), text_length(model.config, length)
     layers = layers_of(config, to, options)

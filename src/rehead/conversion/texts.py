@@ -73,7 +73,7 @@ def passage(ids: Any, model: LanguageModel, bos: int | None = None) -> Passage:
             f"a text of {found.dtype} and shape {found.shape}: token ids are whole numbers, (N,). Encode it with the "
             "model's tokenizer."
         )
-    require_vocabulary(found, model.config.vocab_size)
+    require_vocabulary(found, model.config.vocab_size, bos)
     return Passage(name="ids", ids=found, bos=bos)
 
 

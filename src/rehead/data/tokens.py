@@ -99,8 +99,10 @@ def _dtype(tokenizer: Tokenizer) -> type[np.uint16 | np.uint32]:
     return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
 
-def require_vocabulary(ids: Ids, vocab_size: int) -> None:
-    """Raise InvalidInput unless every id is at least 0 and below a model's `vocab_size`."""
+def require_vocabulary(ids: Ids, vocab_size: int, bos: int | None = None) -> None:
+    """Raise InvalidInput unless every id, and `bos` if given, is at least 0 and below a model's `vocab_size`."""
+    if bos is not None and (not isinstance(bos, int | np.integer) or not 0 <= bos < vocab_size):
+        raise InvalidInput(f"bos={bos!r:.40}: expected the id of a token, 0 to {vocab_size - 1}, or None.")
     if ids.ndim != 1 or (len(ids) and int(ids.min()) < 0):
         raise InvalidInput(f"token ids of shape {ids.shape}: expected (N,), with no id below 0.")
     if len(ids) and (largest := int(ids.max())) >= vocab_size:

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rehead.decoding.token import counted
 from rehead.model import LanguageModel
 from rehead.model.base import Decode
+from rehead.model.caches import counted
 
 
 def called_decoder(model: LanguageModel) -> Decode:

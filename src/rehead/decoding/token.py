@@ -8,9 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rehead.attention import LayerCache, visible
-from rehead.attention.cache import NextRow
+from rehead.attention.next_row import NextRow
 from rehead.attention.rope import Rotary
-from rehead.model import StateCache
+from rehead.model.caches import counted
 
 
 class Tables:
@@ -105,21 +105,6 @@ class Token:
             bias = torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, float("-inf"))  # B 1 S
             self._bias[key] = bias[:, None].expand(-1, n_head, -1, -1).flatten(0, 1)
         return self._bias[key]
-
-
-@contextmanager
-def counted(caches: Sequence[object]) -> Iterator[None]:
-    """Take back from all caches, if the block fails, the tokens that it counted, or that an RNN's states have read."""
-    counts = [(cache, cache.count) for cache in caches if isinstance(cache, LayerCache)]
-    states = [(cache, cache.state) for cache in caches if isinstance(cache, StateCache)]
-    try:
-        yield
-    except BaseException:
-        for cache, count in counts:
-            cache.count = count
-        for layer, state in states:
-            layer.state = state
-        raise
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rehead.measure.kv_dtype import KVDtype, kv_dtypes, rounded_caches
 from rehead.measure.length import text_length
 from rehead.measure.logits import cross_entropy, in_parts
 from rehead.model import LanguageModel, evaluating
+from rehead.model.base import require_model
 from rehead.system.device import free_memory
 from rehead.system.memory import require_memory
 
@@ -53,12 +54,13 @@ def evaluate_text(
     Raises ConfigError for a length beyond the model's or a format that its cache cannot have, InvalidInput for ids that
     are not the model's or fewer than two, ResourceError for blocks that do not fit the memory.
     """
+    require_model(model)
     text = np.asarray(ids)
     if text.size and text.dtype.kind not in "iu":
         raise InvalidInput(
             f"token ids of dtype {text.dtype}: expected whole numbers, as a tokenizer gives them."
         )
-    require_vocabulary(text, model.config.vocab_size)
+    require_vocabulary(text, model.config.vocab_size, bos)
     length = text_length(model.config, length)
     blocks = blocks_of_text(model, text, length, stride, batch_size, bos, use_cache=kv_dtype is not None)
     kind = None if kv_dtype is None else kv_dtypes[kv_dtype]()

@@ -7,11 +7,22 @@ import torch
 
 from rehead.attention import AttentionConfig, LatentConfig
 from rehead.config import GPTConfig, ModelConfig, RNNConfig
+from rehead.errors import UsageError
 from rehead.measure.kv_dtype import KVDtype
+
+
+def _require_config(config: object) -> None:
+    """Refuse what is no config, such as the model itself."""
+    if not isinstance(config, GPTConfig | RNNConfig):
+        raise UsageError(
+            f"config is a {type(config).__name__}: sizes follow from a config. Use model.config, or "
+            "rehead.checkpoint.read_config(path)."
+        )
 
 
 def parameters(config: ModelConfig) -> int:
     """Return the number of parameters; a tied head counts once."""
+    _require_config(config)
     if isinstance(config, GPTConfig):
         width = config.n_embd
         embeddings = width * config.vocab_size * (1 if config.tie_embeddings else 2)
@@ -45,6 +56,7 @@ def active_parameters(config: ModelConfig, n_token: int = 1) -> int:
 
 def forward_flops(config: ModelConfig, n_token: int) -> int | float:
     """Return FLOPs per token of one forward pass over `n_token` tokens."""
+    _require_config(config)
     if isinstance(config, GPTConfig):
         seen = [min(n_token, layer.window or n_token) for layer in config.attention]
         attention = sum(
@@ -149,6 +161,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype | KVDtype = torch
 
     With `tp` these are the bytes on the fullest of `tp` GPUs under tensor parallelism.
     """
+    _require_config(config)
     if isinstance(config, GPTConfig):
         return sum(_token_bytes(layer, dtype, tp) for layer in config.attention)
     return 0

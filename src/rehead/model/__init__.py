@@ -3,7 +3,8 @@
 from rehead.model.base import LanguageModel, assembled, build, skeleton
 from rehead.model.gpt import GPT
 from rehead.model.modes import evaluated, evaluating, modes_kept
-from rehead.model.rnn import RNN, StateCache, both_seen
+from rehead.model.rnn import RNN, both_seen
+from rehead.model.state import StateCache
 
 __all__ = [
     "GPT",

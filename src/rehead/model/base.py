@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from rehead.attention.program import Program
 from rehead.config import ModelConfig
 from rehead.errors import UsageError
+from rehead.model.caches import counted
 from rehead.model.ids import require_device, require_ids, require_range
 from rehead.registry import Registry
 
@@ -48,7 +49,10 @@ class LanguageModel(nn.Module, ABC):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[Any] | None = None,
     ) -> Float[Tensor, "B L N"]:
-        """Return the logits of the token after each of `ids`, (B, L, vocab). Raises UsageError for invalid ids."""
+        """Return the logits of the token after each of `ids`, (B, L, vocab). Raises UsageError for invalid ids.
+
+        A call that fails leaves the caches as they were; but a full ring (`LayerCache`) can only take back one token.
+        """
         whole = require_ids(ids, dims=(2,))
         ids = whole if isinstance(ids, Tensor) else whole.to(self.device)
         if not ids.shape[1]:
@@ -56,7 +60,10 @@ class LanguageModel(nn.Module, ABC):
                 f"ids has shape {tuple(ids.shape)}: it has no tokens. Give at least one token per row."
             )
         try:
-            return self.logits(self.hidden(ids, positions, cache))
+            if cache is None:
+                return self.logits(self.hidden(ids, positions))
+            with counted(cache):
+                return self.logits(self.hidden(ids, positions, cache))
         except IndexError:
             require_range(ids, self.config.vocab_size)
             raise
@@ -104,6 +111,10 @@ def build(config: ModelConfig) -> LanguageModel:
 def require_model(model: object) -> None:
     """Refuse an object that is not a model, such as the path of one."""
     if not isinstance(model, LanguageModel):
+        if isinstance(getattr(model, "_orig_mod", None), LanguageModel):
+            raise UsageError(
+                "model is a compiled copy: give the model itself, which model.compile() compiles."
+            )
         what = f"{str(model)!r:.80}" if isinstance(model, str | Path) else f"a {type(model).__name__}"
         raise UsageError(f"model is {what}: expected a rehead model. Use rehead.load(path) first.")
 

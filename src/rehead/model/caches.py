@@ -1,11 +1,14 @@
-"""Checks the KV caches of all layers together, before the first of them changes."""
+"""The caches of all layers together: checked before the first of them changes, and as they were after a failure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from rehead.attention import AttentionConfig, LayerCache
+from rehead.attention.call import require_fits
 from rehead.errors import UsageError
+from rehead.model.state import StateCache
 
 
 def require_caches(caches: object, kinds: Sequence[AttentionConfig], x: Tensor) -> None:
@@ -28,7 +31,7 @@ def require_caches(caches: object, kinds: Sequence[AttentionConfig], x: Tensor) 
                 f"layers {other} and {layer} were given the same KV cache: each keeps its own tokens. Use "
                 "model.new_cache(batch_size)."
             )
-        cache.require_fits(kind.cache_rows(), kind.window, x)
+        require_fits(cache, kind, x)
 
 
 def require_next(caches: Sequence[LayerCache], batch_size: int, length: int) -> None:
@@ -48,3 +51,19 @@ def require_next(caches: Sequence[LayerCache], batch_size: int, length: int) -> 
             )
         if cache.capacity is not None:
             cache.require_room(length)
+
+
+@contextmanager
+def counted(caches: object) -> Iterator[None]:
+    """Take back from all caches, if the block fails, the tokens that it counted, or that an RNN's states have read."""
+    given = caches if isinstance(caches, list | tuple) else ()
+    counts = [(cache, cache.count) for cache in given if isinstance(cache, LayerCache)]
+    states = [(cache, cache.state) for cache in given if isinstance(cache, StateCache)]
+    try:
+        yield
+    except BaseException:
+        for cache, count in counts:
+            cache.count = count
+        for layer, state in states:
+            layer.state = state
+        raise

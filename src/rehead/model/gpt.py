@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rehead.attention import AttentionConfig, LayerCache
+from rehead.attention.mask import reach
 from rehead.attention.program import Embed, Norm, Program, Scale, SoftCap, describes
 from rehead.config import GPTConfig
 from rehead.errors import UsageError
@@ -56,12 +57,12 @@ class GPT(LanguageModel):
             require_places(positions, ids)
         if cache is not None:
             self.require_caches(cache, len(ids))
-            start, length = cache[0].length, cache[0].n_token
-            reach = length + ids.shape[1] if positions is None else max(length, int(positions.max()) + 1)
-            require_next(cache, len(ids), reach)
+            start, held = cache[0].length, cache[0].n_token
+            needed = held + ids.shape[1] if positions is None else max(held, reach(positions))
+            require_next(cache, len(ids), needed)
             positions = cache[0].next(ids.shape[1]) if positions is None else positions
         if self.embed_positions is not None:
-            self.require_room(start + ids.shape[1] if positions is None else int(positions.max()) + 1)
+            self.require_room(start + ids.shape[1] if positions is None else reach(positions))
         x = self.embed(ids, positions, start)
         for index, layer in enumerate(self.layers):
             x = layer(x, positions, None if cache is None else cache[index])

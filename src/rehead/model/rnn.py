@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rehead.attention import EMPTY
 from rehead.config import RNNConfig
 from rehead.errors import UsageError
 from rehead.model.base import LanguageModel, models
 from rehead.model.ids import require_places
+from rehead.model.state import StateCache
 
 
 def slide(a: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
@@ -24,22 +24,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "slide": slide,
     "none": lambda a: a,
 }
-
-
-class StateCache:
-    """The state of an Elman layer: h, (B, N), for a past of any length."""
-
-    def __init__(self, state: Float[Tensor, "B N"]) -> None:
-        self.state = state
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes allocated."""
-        return self.state.nbytes
-
-    def select_batch(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace sequence i by sequence `rows[i]`."""
-        self.state = self.state[rows]
 
 
 class ElmanLayer(nn.Module):
@@ -102,12 +86,12 @@ class RNN(LanguageModel):
         positions: Int[Tensor, "#B L"] | None = None,
         cache: Sequence[StateCache] | None = None,
     ) -> Float[Tensor, "B L N"]:
-        """Return h_t of the last layer. Only padding (-1) is read from the positions; it leaves the state unchanged."""
+        """Return h_t of the last layer. Of positions only padding (below 0) is read: it leaves the state as it is."""
         if cache is not None:
             self.require_caches(cache, len(ids))
         if positions is not None:
             require_places(positions, ids)
-        padding = None if positions is None else (positions == EMPTY).expand(len(ids), -1)
+        padding = None if positions is None else (positions < 0).expand(len(ids), -1)
         x = self.embd_dropout(self.embed_tokens(ids))
         if self.merge is None:
             return self._run(x, padding, cache)

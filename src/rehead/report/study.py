@@ -285,9 +285,14 @@ def _sentence(verdict: Record) -> str:
     name, base, by = sanitise(verdict["variant"]), sanitise(verdict["against"]), verdict["difference"]
     seeds, at = f"{verdict['seeds']} seeds", f" at {verdict['length']:,} tokens" if verdict["shorter"] else ""
     if not verdict["told_apart"]:
-        return f"{name} and {base} are not told apart{at}: {by:+.4f} nats per token, within the range of {seeds}."
+        return f"{name} and {base} are not told apart{at}: {by:+.4f} nats per token over {seeds} ({_p(verdict)})."
     side = "above" if by > 0 else "below"
-    return f"{name} ends {abs(by):.4f} nats per token {side} {base}{at}, over {seeds} whose ranges do not overlap."
+    return f"{name} ends {abs(by):.4f} nats per token {side} {base}{at}, over {seeds} ({_p(verdict)})."
+
+
+def _p(verdict: Record) -> str:
+    """Format a probability; a small one as a bound."""
+    return "p < 0.001" if verdict["p"] < 0.001 else f"p = {verdict['p']:.2g}"
 
 
 def _loss(values: Sequence[float]) -> str:

@@ -1,7 +1,10 @@
 """Claims about the losses of two variants: only of comparable ones, and only what the seeds support."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
+
+from rehead.study.chance import LEVEL, chance
 
 Record = dict[str, Any]
 
@@ -10,17 +13,15 @@ def claim(base: Record, other: Record) -> Record:
     """Compare the losses of `other` with those of `base`, two variants of a study's document.
 
     `length` is the longest block that both were evaluated at; `shorter` is True if one of them has longer
-    blocks. `difference` is that of the means there; `told_apart` is True if the seeds separate them. For
-    variants that cannot be compared, `unlike` has the reasons, and these keys are absent.
+    blocks. `difference` is that of the means there; `p` is how often seeds alone make as large a one, and `told_apart`
+    is True if that is rare. For variants that cannot be compared, `unlike` has the reasons, and these keys are absent.
     """
     names = {"variant": other["variant"], "against": base["variant"]}
     reasons = unlike(base, other)
     if reasons:
         return {**names, "unlike": reasons}
     length = max(_lengths(base) & _lengths(other))
-    before, after = (
-        [run["val_loss_at"][str(length)] for run in variant["runs"]] for variant in (base, other)
-    )
+    before, after = (_losses(variant, str(length)) for variant in (base, other))
     shorter = length < max(base["length"], other["length"])
     random = [len(variant["runs"]) for variant in (base, other) if variant["kind"] != "given"]
     return {**names, "length": length, "shorter": shorter, **compare(before, after, min(random, default=1))}
@@ -53,16 +54,23 @@ def beats(variant: Record, other: Record, bytes_of: Any) -> bool:
 
 
 def compare(base: Sequence[float], other: Sequence[float], seeds: int) -> Record:
-    """Return the difference of the means, other - base, and whether no run of one is within the other's range.
+    """Return the difference of the means, other - base, and whether it is one that seeds alone rarely make.
 
     `seeds` is the number of runs that differ by chance: a given model's do not.
     """
-    apart = min(other) > max(base) or max(other) < min(base)
+    p = chance(base, other)
     return {
-        "difference": sum(other) / len(other) - sum(base) / len(base),
+        "difference": fmean(other) - fmean(base),
         "seeds": seeds,
-        "told_apart": apart and seeds >= 2,
+        "p": p,
+        "told_apart": p < LEVEL and seeds >= 2,
     }
+
+
+def _losses(variant: Record, length: str) -> list[float]:
+    """Return the losses of all runs; of a given model, whose seeds are no repetitions, the one it has."""
+    losses = [run["val_loss_at"][length] for run in variant["runs"]]
+    return losses if variant["kind"] != "given" else [fmean(losses)]
 
 
 def _lengths(variant: Record) -> set[int]:

@@ -38,7 +38,7 @@ def gather(
 
     `measured_costs` is the content of costs.json, `formats` what `study.kv_dtype` measured. A claim compares a
     variant's validation losses with those of the question's first variant, if the two are comparable. `told_apart`
-    needs at least two seeds of both, and ranges of losses that do not overlap.
+    needs at least two seeds of both, and a difference that seeds alone rarely make (`study.chance`).
     """
     by_variant: dict[str, list[Job]] = {}
     for job in jobs:

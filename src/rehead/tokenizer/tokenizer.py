@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
+from operator import index
 from pathlib import Path
-from typing import Literal, SupportsInt
+from typing import Literal, SupportsIndex
 
 import numpy as np
 import tokenizers as hf
@@ -91,7 +92,7 @@ class Tokenizer:
         """The same tokenizer, reading special tokens. The library has a switch for it, which threads would share."""
         return hf.Tokenizer.from_str(self.to_json())
 
-    def decode(self, ids: Iterable[SupportsInt]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of ids (N,); bytes that are not UTF-8 become U+FFFD.
 
         An id without a token, as models with a padded vocabulary may draw, has no text, which a
@@ -142,14 +143,14 @@ class Tokenizer:
         """Ids of all other tokens (N,), in order."""
         return np.array(sorted(self._ids - self.special_ids), dtype=np.int64)
 
-    def pieces(self, ids: Iterable[SupportsInt]) -> list[str]:
+    def pieces(self, ids: Iterable[SupportsIndex]) -> list[str]:
         """Return the text of each of ids (N,) as in the middle of a text; part of a character is U+FFFD."""
         found = []
         for token in ids:  # twice, as some decoders treat a first token apart
             found.append(self._text(self._known([token, token]))[len(self._text(self._known([token]))) :])
         return found
 
-    def stream(self, ids: Iterable[SupportsInt], after: Iterable[SupportsInt] = ()) -> Iterator[str]:
+    def stream(self, ids: Iterable[SupportsIndex], after: Iterable[SupportsIndex] = ()) -> Iterator[str]:
         """Yield the text of ids as they come: pieces of full code points that add up to `decode(ids)`.
 
         Where `ids` continue others, give these as `after`: some decoders treat a first token apart (which
@@ -180,7 +181,7 @@ class Tokenizer:
         with guard("the tokenizer cannot decode these ids", "Use another tokenizer"):
             return self._inner.decode(ids, skip_special_tokens=False)
 
-    def _known(self, ids: Iterable[SupportsInt]) -> list[int]:
+    def _known(self, ids: Iterable[SupportsIndex]) -> list[int]:
         """Return those of ids that have a token."""
         numbers = _numbers(ids)
         if numbers and min(numbers) < 0:
@@ -283,10 +284,10 @@ def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -
     return Tokenizer(KINDS[kind](map(valid_text, chunks), vocab_size), kind)
 
 
-def _numbers(ids: Iterable[SupportsInt]) -> list[int]:
+def _numbers(ids: Iterable[SupportsIndex]) -> list[int]:
     try:
         if not isinstance(ids, str):
-            return [int(i) for i in ids]
+            return [index(i) for i in ids]
     except (TypeError, ValueError):
         pass  # raised below
     raise InvalidInput(f"ids are {ids!r:.40} ({type(ids).__name__}): expected whole numbers, (N,).")

@@ -19,6 +19,7 @@ from rehead.attention.kernels.folded import Folded
 from rehead.attention.kernels.sdpa import SDPA
 from rehead.attention.kernels.windowed import Windowed
 from rehead.attention.mask import Mask
+from rehead.errors import UsageError
 
 ROSTER: tuple[Kernel, ...] = (
     Folded(),  # few queries: keys are read once
@@ -66,7 +67,16 @@ def attend(
     score: ScoreFunction | None = None,
     pdrop: float = 0.0,
 ) -> Float[Tensor, "B L H V"]:
-    """Compute `reference` with the kernel that `choose` returns. `scale` defaults to E ** -0.5."""
+    """Compute `reference` with the kernel that `choose` returns. `scale` defaults to E ** -0.5.
+
+    Raises UsageError for a mask of other sizes.
+    """
+    sizes = query.shape[1], key.shape[1]
+    if (mask.n_query, mask.n_key) != sizes:
+        raise UsageError(
+            f"the mask is of {mask.n_query} queries and {mask.n_key} keys, and the call has {sizes[0]} and {sizes[1]}. "
+            f"Build it with Mask(n_query={sizes[0]}, n_key={sizes[1]})."
+        )
     scale = float(key.shape[-1] ** -0.5) if scale is None else scale
     call = Call(query, key, value, mask, scale, score, pdrop)
     return choose(call).kernel.run(call)

@@ -34,7 +34,7 @@ class SDPA(Kernel):
             value,
             attn_mask=None if dense is None else dense[:, None],
             dropout_p=call.pdrop,
-            is_causal=square,
+            is_causal=True if square else False,  # noqa: SIM210 - a bool, also while lengths are symbols
             scale=call.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

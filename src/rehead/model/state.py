@@ -1,0 +1,22 @@
+"""What an Elman layer keeps of its past."""
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rehead.attention.cache import selected
+
+
+class StateCache:
+    """The state of an Elman layer: h, (B, N), for a past of any length."""
+
+    def __init__(self, state: Float[Tensor, "B N"]) -> None:
+        self.state = state
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes allocated."""
+        return self.state.nbytes
+
+    def select_batch(self, rows: Int[Tensor, " B"] | Bool[Tensor, " B"]) -> None:
+        """Replace sequence i by sequence `rows[i]`, or keep those whose `rows` are True."""
+        self.state = self.state[selected(rows, len(self.state))]
