@@ -125,7 +125,7 @@ def test_a_page_can_be_read_without_seeing_it(made_up, attention, tmp_path, open
     assert len(charts) == 3 + 1  # lines, points twice, the map that is shown; bars are text
     assert names[0] == "loss (nats per token) over optimizer steps; ends of lines: A 2.1; B 2.1"
     assert names[1].endswith("points: A 2.05 at 256; B 2.45 at 128; C 2.075 at 64")
-    assert "points: C, bf16 2.125 at 32; D, bf16 2.225 at 32; B, bf16 2.45 at 64; A, bf16" in names[2]
+    assert "points: C, bf16 2.075 at 32; D, bf16 2.225 at 32; B, bf16 2.45 at 64; A, bf16" in names[2]
     assert names[3] == "Attention weights of layer 0, head 0 over 4 tokens"
     unnamed = (
         "[...document.querySelectorAll('button, select')].filter((one) => !one.textContent && !one.ariaLabel)"

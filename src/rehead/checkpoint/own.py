@@ -198,8 +198,8 @@ def _config(table: dict[str, Any], where: str) -> ModelConfig:
         )
     if "format" not in table:
         raise InvalidInput(
-            f"{where} does not say format={FORMAT!r}: it is not rehead's. Put a whole copy of it there, or "
-            "give another folder."
+            f"{where} does not say format={FORMAT!r}: it is not rehead's, nor, without model_type, a stock one. Put a "
+            "whole copy of it there, or give another folder."
         )
     own = {name: value for name, value in table.items() if name not in ("format", "dtype")}
     config = decode(ModelConfig, own, where)

@@ -9,7 +9,9 @@ from rehead.cli.app import Dtype, KVFormat, say, torch_dtype, warn
 from rehead.errors import UsageError
 
 if TYPE_CHECKING:
+    from rehead.data import Tokens
     from rehead.measure.stored import Storage
+    from rehead.tokenizer import Tokenizer
 
 
 def evaluate_data(
@@ -62,7 +64,7 @@ def evaluate_data(
             change = changed(exact, model, tokens.ids, length, stride, first, caches, batch_size)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
-        **scores(found.loss, found.tokens, tokens.n_bytes),
+        **scores(found.loss, found.tokens, _predicted_bytes(tokens, tokenizer)),
         "length": found.length,
         "stride": found.stride,
         **({} if first is None else {"bos": tokenizer.token(first)}),
@@ -76,6 +78,12 @@ def evaluate_data(
         )
     lines = (
         f"{name:14} {value if isinstance(value, str) else format(value, ',' if isinstance(value, int) else ',.6g')}"
+        f"{' nats per token' if name == 'loss' else ''}"
         for name, value in result.items()
     )
     say({**result, "contains_training_text": trained_on}, "\n".join(lines), json)
+
+
+def _predicted_bytes(tokens: "Tokens", tokenizer: "Tokenizer") -> int:
+    """Return the bytes of a text but for its first token, which nothing predicts."""
+    return max(1, tokens.n_bytes - len(tokenizer.decode(tokens.ids[:1]).encode()))

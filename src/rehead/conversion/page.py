@@ -127,8 +127,8 @@ def _named(text: Text) -> str:
 def _logits(certificate: Certificate) -> list[tuple[str, str]]:
     logits = certificate.logits
     rows = [
-        ("largest error of a logit", f"{logits['max_error']:.3g}"),
-        ("relative to the largest logit", f"{logits['relative_error']:.3g}"),
+        ("largest error of a logit, less the token's mean", f"{logits['max_error']:.3g}"),
+        ("relative to the largest logit, less the mean", f"{logits['relative_error']:.3g}"),
         ("KL divergence from the source, nats per token", f"{logits['kl']:.3g}"),
         ("likeliest token is another", f"{100 * logits['argmax_flips']:.3g} %"),
     ]

@@ -135,7 +135,7 @@ def plan(
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype=kv_dtype or str(dtype).removeprefix("torch."),
         rows=rows,
-        advice=refused or _advice(rows, variants),
+        advice=refused or _advice(rows, variants, is_coarse=kind is not None and kind.is_coarse),
         notes=[*_notes(variants, context), *left_out, *_of_gpus(rows, variants, tp)],
     )
 
@@ -170,7 +170,7 @@ def _name(config: ModelConfig, command: str) -> str:
     return f"rnn, a state of {config.n_layer} x {config.n_hidden}"
 
 
-def _advice(rows: list[Row], variants: list[Variant]) -> str:
+def _advice(rows: list[Row], variants: list[Variant], *, is_coarse: bool) -> str:
     """Recommend the smallest exact cache or, without one, the largest approximate latent."""
     full = rows[0].gpu_kv_bytes_per_token
     exact = [row for row in rows if row.verdict == "exact" and row.gpu_kv_bytes_per_token < full]
@@ -182,11 +182,20 @@ def _advice(rows: list[Row], variants: list[Variant]) -> str:
     if exact:
         best = min(exact, key=lambda row: (row.gpu_cache_bytes, row.parameters))
         part = share(best.gpu_kv_bytes_per_token, full)
-        return f"{best.command} keeps every logit and {part} of the cache."
+        kept = (
+            "is the same function before the cache is rounded, with" if is_coarse else "keeps every logit and"
+        )
+        return f"{best.command} {kept} {part} of the cache."
     if lossy:
         latents = (row for row, latent in lossy if latent and "--target" not in row.command)
         best = max(latents, key=lambda row: row.gpu_cache_bytes, default=lossy[0][0])
         return f"Nothing smaller is exact. {best.command} usually loses least; measure it with --calibration TEXT."
+    if full < rows[0].kv_bytes_per_token and any(row.verdict == "approximate" for row in rows):
+        least = full / rows[0].kv_bytes_per_token
+        return (
+            f"None of these is smaller on each GPU. A latent is whole on each: only --to mla with --kv-fraction below "
+            f"{least:.3g} would be."
+        )
     return "Nothing smaller can be made of this model: keep it as it is."
 
 
@@ -245,17 +254,20 @@ def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]
     if tp == 1:
         return
     present, *others = rows
-    larger = [
-        row.variant
-        for row in others
-        if row.kv_bytes_per_token < present.kv_bytes_per_token
-        and row.gpu_kv_bytes_per_token >= present.gpu_kv_bytes_per_token
-    ]
-    if larger:
-        yield (
-            f"On {tp} GPUs the KV heads are split, but each GPU holds the whole latent. These variants are "
-            f"no smaller per GPU than the present cache: {'; '.join(larger)}."
-        )
+    why = {
+        True: f"On {tp} GPUs the KV heads are split, but each GPU holds the whole latent.",
+        False: f"Fewer KV heads than {tp} GPUs are held several times.",
+    }
+    for is_latent, words in why.items():
+        larger = [
+            row.variant
+            for row, variant in zip(others, variants[1:], strict=True)
+            if row.kv_bytes_per_token < present.kv_bytes_per_token
+            and row.gpu_kv_bytes_per_token >= present.gpu_kv_bytes_per_token
+            and isinstance(variant.attention, LatentConfig) is is_latent
+        ]
+        if larger:
+            yield f"{words} These variants are no smaller per GPU than the present cache: {'; '.join(larger)}."
     config = variants[0].config
     layers = config.attention if isinstance(config, GPTConfig) else ()
     heads = {shape[0] for layer in layers for shape in layer.cache_rows().values() if len(shape) == 2}

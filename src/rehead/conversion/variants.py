@@ -103,8 +103,11 @@ def _rotate_alike(config: GPTConfig) -> bool:
 def _judge(
     source: GPTConfig, result: GPTConfig, candidate: Candidate, kind: torch.dtype | KVDtype
 ) -> Variant:
-    """Judge the conversion to `result`. One that does not shrink the cache is pointless."""
+    """Judge the conversion to `result`. One that does not shrink the cache is pointless, whatever its scales take."""
     before, after = (kv_bytes_per_token(config, kind) for config in (source, result))
+    fewer = sum(layer.kv_numbers() for layer in result.attention) < sum(
+        layer.kv_numbers() for layer in source.attention
+    )
 
     def judged(verdict: Verdict, why: str, step: str = "") -> Variant:
         return Variant(command=candidate.command, config=result, verdict=verdict, why=why, step=step)
@@ -119,9 +122,11 @@ def _judge(
         return judged("impossible", error.reason, error.step)
     steps = [step for steps in paths for step in steps]
     exact = all(step.promise.exact for step in steps)
-    if after >= before:
+    if after >= before or not fewer:
         kept = "exact, but " if exact else ""
-        return judged("pointless", f"{kept}{share(after, before)} of the present cache")
+        size = f"{share(after, before)} of the present cache"
+        scales = ", in which only scales are fewer" * (after < before)
+        return judged("pointless", f"{kept}{size}{scales}")
     if candidate.exports and not exact:
         return judged("impossible", "its KV heads rotate in ways of their own")
     if any(

@@ -37,7 +37,8 @@ def present(title: str, cases: Sequence[Case]) -> None:
         f"{title}: {first.new_tokens} new tokens",
         SPEED,
         [_speed(case) for case in cases],
-        "Median over the rounds, minimum to maximum in brackets. forwarded: tokens per sequence that went through the "
+        "Median over the rounds, minimum to maximum in brackets. tok/s: new tokens over the time of the prompt and of "
+        "decoding. forwarded: tokens per sequence that went through the "
         "model, each token once with a cache, the whole text at each step without. of roof: the least time that the "
         "machine needs for the same bytes and FLOPs, divided by the measured time.",
         texts=(),

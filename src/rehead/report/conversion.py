@@ -28,6 +28,7 @@ def present_plan(plan: Plan) -> None:
     if plan.tp > 1:
         title += f", what one of {plan.tp} GPUs caches"
         header[1], header[3] = "KV B/\ntoken, GPU", "cache, GPU"
+        header[5], header[6] = "FLOPs/\nstep, all", "read/\nstep, all"
     show(title, header, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
     console = Console(highlight=False, markup=False)
     for line in filter(None, map(_how, plan.rows)):
@@ -113,8 +114,8 @@ def predictions(certificate: Certificate) -> str:
         where = "a held-out text" if certificate.held_out else certificate.test.name
     return (
         f"predictions   KL {logits['kl']:.2e} nats, {100 * logits['argmax_flips']:.2f} % of the likeliest tokens "
-        f"change, logits within {logits['max_error']:.1e} ({_percent(logits['relative_error'])} of the largest; "
-        f"on {where})"
+        f"change, logits less their mean within {logits['max_error']:.1e} "
+        f"({_percent(logits['relative_error'])} of the largest; on {where})"
     )
 
 
@@ -157,7 +158,9 @@ def _row(row: Row, full: int) -> tuple[str, ...]:
         share(row.gpu_kv_bytes_per_token, full) if full else "",
         _bytes(row.gpu_cache_bytes),
         f"{row.parameters:,}",
-        f"{row.decode_flops / 1e6:,.1f} M",
+        f"{row.decode_flops / 1e6:,.1f} M"
+        if row.decode_flops < 1e12
+        else f"{row.decode_flops / 1e12:,.2f} T",
         _bytes(row.decode_bytes),
         row.verdict,
     )

@@ -42,7 +42,7 @@ def show(
         console.print(_table(header, rows, texts, some, least))
     out = [name.replace("\n", "") for index, name in enumerate(header) if index not in columns]
     if out:
-        console.print(f"A wider terminal also shows {', '.join(out)}.", style="dim")
+        console.print(f"A wider terminal, or COLUMNS=160, also shows {', '.join(out)}.", style="dim")
     if notes:
         console.print(" ".join(notes.split()), style="dim")
 
