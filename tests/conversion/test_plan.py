@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -351,6 +352,39 @@ def test_c5_to_c8_by_one_command(tmp_path, capsys, monkeypatch):
     assert main([*words, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["rows"][0]
     assert (first["layer"]["kv_parameters"], first["cache_bytes"]) == (2_097_152, 8_388_608)
+
+
+def advised(capsys, n_kv_head, *words):
+    """What is said of a Llama of 2 layers with 32 heads of 64."""
+    fields = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 2048,
+        "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "head_dim": 64,
+        "num_key_value_heads": n_kv_head, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    Path("config.json").write_text(json.dumps(fields))
+    assert main(["plan", "config.json", "--context", "4096", "--dtype", "bf16", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_an_exact_latent_of_a_rounded_cache(capsys, tmp_path, monkeypatch):
+    """As many numbers are as many, whatever their scales take; and what rounds keeps no logit."""
+    monkeypatch.chdir(tmp_path)
+    shown = advised(capsys, 8, "--kv-dtype", "int8")
+    assert "of the present cache, in which only scales are fewer" in shown
+    assert "Nothing smaller is exact. --to mla --kv-fraction 0.5 usually loses least" in shown
+    shown = advised(capsys, 32, "--kv-dtype", "int8")
+    assert "--to mla is the same function before the cache is rounded, with " in shown
+    assert "--to mla keeps every logit and 50 % of the cache." in advised(capsys, 32)
+
+
+def test_of_16_gpus_each_holds_a_whole_latent_or_a_head(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = advised(capsys, 8, "--tp", "16")
+    assert "On 16 GPUs the KV heads are split, but each GPU holds the whole latent." in shown
+    assert "Fewer KV heads than 16 GPUs are held several times." in shown
+    assert "None of these is smaller on each GPU." in shown
+    assert "only --to mla with --kv-fraction below 0.125 would be." in shown
+    assert "Fewer KV heads" not in advised(capsys, 8, "--tp", "4")
 
 
 def test_what_one_of_several_gpus_caches(tmp_path, capsys):
