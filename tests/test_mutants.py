@@ -26,7 +26,7 @@ MUTANTS = {  # file, source, fault, test file, and which of its tests
         "attention/mask.py", "self.n_key - self.n_query if self.causal else 0", "0", CONTRACT, "uneven_chunks",
     ),
     "padding is seen": (
-        "attention/mask.py", " & (key_positions != EMPTY)[:, None, :]", "", CONTRACT, "padding",
+        "attention/mask.py", " & (key_positions >= 0)[:, None, :]", "", CONTRACT, "padding",
     ),
     "no scale": ("attention/kernels/definition.py", "query, key) * scale", "query, key)", CONTRACT, "any_kernel"),
     "a row without keys is not 0": (
