@@ -142,11 +142,11 @@ class LayerCache:
 
     @count.setter
     def count(self, count: tuple[int, int, bool, Tensor | None]) -> None:
-        before = self._newest()
+        before = self._newest() if self._n_rows == self.window else None
         self.length, self._furthest, self._in_ring_order, self.positions = count
-        if self.window is not None and self._n_rows == self.window:
+        if before is not None:
             after = self._newest()
-            lost = (before >= self.window) & (before - after > 1) & (after >= 0)
+            lost = (before >= self._n_rows) & (before - after > 1) & (after >= 0)
             self._has_lost = bool(lost.any()) or (self._has_lost and bool((after >= 0).any()))
 
     def _newest(self) -> Int[Tensor, " #B"]:
