@@ -704,6 +704,7 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
         "Use 32 and 1, or swap them",
     ),
     (lambda: RopeConfig(theta=0.0), "theta=0.0", "Use 10000"),
+    (lambda: RopeConfig(scaling={"factor": 4}), "scaling={'factor': 4}", "Use scalings['yarn'](factor=4.0)"),
     (lambda: RopeConfig(theta=float("inf")), "theta=inf", "Use 10000"),
     (lambda: RopeConfig(partial_rotary_factor=0.0), "partial_rotary_factor=0.0", "Use a number above 0"),
     (

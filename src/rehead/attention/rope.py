@@ -34,6 +34,10 @@ class RopeConfig:
     __no_type_check__ = True  # __post_init__ checks the arguments
 
     def __post_init__(self) -> None:
+        if isinstance(self.scaling, dict):
+            raise ConfigError(
+                f"rope scaling={self.scaling!r:.80}. Use scalings['yarn'](factor=4.0), for example."
+            )
         require_types(self, "rope ")
         if not 1 <= self.theta < math.inf:
             raise ConfigError(f"rope theta={self.theta}: the base of angles is at least 1. Use 10000.")
