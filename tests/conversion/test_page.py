@@ -72,7 +72,7 @@ def test_all_the_figures_are_there(certificate):
         "Compared on 89 tokens of ids "
         f"(sha256 of its ids {certificate.test.sha256[:12]}...), in windows of 16. "
         "Whether it overlaps with what the model was trained on is not checked.\n",
-        f"| largest error of a logit | {logits['max_error']:.3g} |",
+        f"| largest error of a logit, less the token's mean | {logits['max_error']:.3g} |",
         f"| KL divergence from the source, nats per token | {logits['kl']:.3g} |",
         f"| likeliest token is another | {100 * logits['argmax_flips']:.3g} % |",
         f"| standard error of the loss's change, as if tokens were independent | {logits['change_error']:.2g} |",

@@ -9,9 +9,7 @@ from rehead.cli.app import Dtype, KVFormat, say, torch_dtype, warn
 from rehead.errors import UsageError
 
 if TYPE_CHECKING:
-    from rehead.data import Tokens
     from rehead.measure.stored import Storage
-    from rehead.tokenizer import Tokenizer
 
 
 def evaluate_data(
@@ -64,7 +62,7 @@ def evaluate_data(
             change = changed(exact, model, tokens.ids, length, stride, first, caches, batch_size)
         trained_on = contains_training_text(folder, tokens.ids, tokenizer)
     result: dict[str, float | int | str] = {
-        **scores(found.loss, found.tokens, _predicted_bytes(tokens, tokenizer)),
+        **scores(found.loss, found.tokens, tokens.n_bytes),
         "length": found.length,
         "stride": found.stride,
         **({} if first is None else {"bos": tokenizer.token(first)}),
@@ -82,8 +80,3 @@ def evaluate_data(
         for name, value in result.items()
     )
     say({**result, "contains_training_text": trained_on}, "\n".join(lines), json)
-
-
-def _predicted_bytes(tokens: "Tokens", tokenizer: "Tokenizer") -> int:
-    """Return the bytes of a text but for its first token, which nothing predicts."""
-    return max(1, tokens.n_bytes - len(tokenizer.decode(tokens.ids[:1]).encode()))

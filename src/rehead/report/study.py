@@ -282,17 +282,14 @@ def _growth(variants: Sequence[Record]) -> list[str]:
 
 
 def _sentence(verdict: Record) -> str:
-    name, base, by = sanitise(verdict["variant"]), sanitise(verdict["against"]), verdict["difference"]
-    seeds, at = f"{verdict['seeds']} seeds", f" at {verdict['length']:,} tokens" if verdict["shorter"] else ""
+    name, base, by, p = (verdict[key] for key in ("variant", "against", "difference", "p"))
+    at = f" at {verdict['length']:,} tokens" if verdict["shorter"] else ""
+    seeds = f"over {verdict['seeds']} seeds ({'p < 0.001' if p < 0.001 else f'p = {p:.2g}'})"
     if not verdict["told_apart"]:
-        return f"{name} and {base} are not told apart{at}: {by:+.4f} nats per token over {seeds} ({_p(verdict)})."
-    side = "above" if by > 0 else "below"
-    return f"{name} ends {abs(by):.4f} nats per token {side} {base}{at}, over {seeds} ({_p(verdict)})."
-
-
-def _p(verdict: Record) -> str:
-    """Format a probability; a small one as a bound."""
-    return "p < 0.001" if verdict["p"] < 0.001 else f"p = {verdict['p']:.2g}"
+        both = f"{sanitise(name)} and {sanitise(base)}"
+        return f"{both} are not told apart{at}: {by:+.4f} nats per token {seeds}."
+    side = f"{abs(by):.4f} nats per token {'above' if by > 0 else 'below'}"
+    return f"{sanitise(name)} ends {side} {sanitise(base)}{at}, {seeds}."
 
 
 def _loss(values: Sequence[float]) -> str:
