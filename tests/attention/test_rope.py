@@ -2,6 +2,7 @@
 
 import gc
 import math
+import pickle
 import weakref
 from dataclasses import dataclass, fields, replace
 
@@ -319,6 +320,17 @@ def test_layers_alike_share_one_table():
     del first, second
     gc.collect()
     assert alive() is None
+
+
+def test_a_pickled_layer_has_no_tables():
+    """Neither is larger after a long text, nor has tables of its own where it is read."""
+    layer = GroupedConfig(n_query_head=4, head_dim=16, rope=RopeConfig(theta=777.0)).build(32)
+    before, x = pickle.dumps(layer), torch.randn(1, 3000, 32)
+    layer(x)
+    assert len(pickle.dumps(layer)) == len(before)
+    again = pickle.loads(pickle.dumps(layer))
+    assert again.rotary is layer.rotary
+    assert torch.equal(again(x), layer(x))
 
 
 def test_a_trace_leaves_no_table_for_others():

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -109,6 +109,10 @@ class Rotary:
     def __deepcopy__(self, _: object) -> "Rotary":
         """Return the rotation itself: copies of a model share its tables."""
         return self
+
+    def __reduce__(self) -> tuple[Any, tuple[RopeConfig, int]]:
+        """Pickle what it is made from, without its tables."""
+        return Rotary.of, (self.config, self.head_dim)
 
     def __call__(
         self, x: Float[Tensor, "B L H E"], positions: Int[Tensor, "#B L"] | None = None, start: int = 0
