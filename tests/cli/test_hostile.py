@@ -95,6 +95,8 @@ def test_a_flag_is_named_as_it_was_typed(model, tmp_path, monkeypatch, capfd):
         ("generate model --prompt a --max-new-tokens=-1", "--max-new-tokens -1. Use 0 to 10,000,000."),
         ("generate model --prompt a --temperature -1", "--temperature -1. Use 0 (always"),
         ("plan model --batch 0", "--batch 0. Use 1 to 1,048,576."),
+        ("bench model --batch 0", "--batch 0. Use 1 or more."),
+        ("bench model --prompt-lengths 4 --prompt-lengths 0", "--prompt-lengths 0. Use 1 or more."),
         (
             "convert model new --to mla --kv-fraction 1.50",
             "--kv-fraction 1.50: a share of the source's cache.",

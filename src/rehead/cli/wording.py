@@ -80,7 +80,10 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
             except ValueError:
                 continue
         name = option.removeprefix("--").replace("-", "_")
-        pattern = rf"(?<![\w.]){re.escape(name)}=(?:{'|'.join(map(re.escape, forms))})(?![\w-]|\.\d)"
+        names = "|".join(
+            map(re.escape, (name, name.removesuffix("s"), f"{name}_size"))
+        )  # of one of several; --batch
+        pattern = rf"(?<![\w.])(?:{names})=(?:{'|'.join(map(re.escape, forms))})(?![\w-]|\.\d)"
         typed = f"{option} {value}"
         message = re.sub(pattern, typed.replace("\\", r"\\"), message)
     return message
