@@ -12,6 +12,9 @@ import urllib.request
 
 import xllamacpp
 
+KEPT = []
+"""Servers whose destructors do not run: one waits for ever for a loop that has not begun when it is told to end."""
+
 
 def answer(file, prompts=(), max_tokens=24, n_probs=1, texts=(), special=False, flash_attention=False):
     params = xllamacpp.CommonParams()
@@ -27,6 +30,7 @@ def answer(file, prompts=(), max_tokens=24, n_probs=1, texts=(), special=False, 
         kinds.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else kinds.LLAMA_FLASH_ATTN_TYPE_DISABLED
     )
     server = xllamacpp.Server(params)
+    KEPT.append(server)
 
     def ask(path, **job):
         request = urllib.request.Request(server.listening_address + path, json.dumps(job).encode())
@@ -53,3 +57,4 @@ if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         json.dump(answer(**json.load(sys.stdin)), out)
+    os._exit(0)
