@@ -415,13 +415,15 @@ def test_build_makes_the_class_of_the_config():
 
 @pytest.mark.parametrize("name", ["gqa", "gqa, rope", "gqa, window", "mla, rope", "rnn"])
 @pytest.mark.parametrize("cached", [False, True])
-def test_any_position_below_0_is_padding(name, cached):
-    """As users count from the first token: -3, -2, -1, 0, 1, ..."""
+@pytest.mark.parametrize("first", [3, 0])
+def test_any_position_below_0_is_padding(name, cached, first):
+    """As users count from the first token: -3, -2, ...; also behind the text, in a cache with no row to spare."""
     model, ids = build(config(name)).eval(), tokens(2, 9)
-    padded = torch.cat([tokens(2, 3), ids], 1)
-    positions = (torch.arange(12) - 3)[None]
-    cache = model.new_cache(2) if cached else None
-    seen = model(padded, positions.expand(2, -1), cache)[:, 3:]
+    pads, places = tokens(2, 3), torch.arange(9)
+    padded = torch.cat([pads[:, :first], ids, pads[:, first:]], 1)
+    positions = torch.cat([torch.arange(-3, 0)[:first], places, torch.arange(-3, 0)[first:]])[None]
+    cache = model.new_cache(2, 11) if cached else None
+    seen = model(padded, positions.expand(2, -1), cache)[:, first : first + 9]
     torch.testing.assert_close(seen, model(ids), atol=1e-5, rtol=1e-5)
     if cached:
         more = tokens(2, 2)
