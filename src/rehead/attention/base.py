@@ -214,7 +214,7 @@ class Attention(nn.Module, ABC):
         `positions` (B, L) or (1, L) are those of the tokens; by default they follow those in `cache`, or start at 0.
         Below 0 is padding: it is not attended to, and its output is that of the biases alone. `cache` keeps what
         `config.cache_rows` lists between calls, for inference only; `config.cache(B)` creates one. `context_positions`
-        (B, S) are for `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput for others.
+        (B, S) are for `context`. All tensors have the weights' dtype. Raises UsageError or InvalidInput otherwise.
         """
 
     if TYPE_CHECKING:

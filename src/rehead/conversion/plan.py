@@ -190,7 +190,11 @@ def _advice(rows: list[Row], variants: list[Variant], *, is_coarse: bool) -> str
         latents = (row for row, latent in lossy if latent and "--target" not in row.command)
         best = max(latents, key=lambda row: row.gpu_cache_bytes, default=lossy[0][0])
         return f"Nothing smaller is exact. {best.command} usually loses least; measure it with --calibration TEXT."
-    if full < rows[0].kv_bytes_per_token and any(row.verdict == "approximate" for row in rows):
+    narrowed = (
+        isinstance(variant.attention, LatentConfig) and variant.verdict == "approximate"
+        for variant in variants
+    )
+    if full < rows[0].kv_bytes_per_token and any(narrowed):
         least = full / rows[0].kv_bytes_per_token
         return (
             f"None of these is smaller on each GPU. A latent is whole on each: only --to mla with --kv-fraction below "
