@@ -796,6 +796,32 @@ def test_a_plan_of_what_is_not_built(model, capfd):
     assert json.loads(capfd.readouterr().out)["rows"][0]["kv_bytes_per_token"] == 4 * 3 * 2 * 64
 
 
+@pytest.mark.filterwarnings("always:.*counted as if they were not quantised")
+@pytest.mark.parametrize("quantised", [{"quant_method": "fp8", "weight_block_size": [128, 128]}, {"bits": 4}])
+def test_a_plan_of_quantised_weights(quantised, capfd, tmp_path, monkeypatch):
+    """DeepSeek-V3 exists in fp8 only. The sizes are those of the config without it; nothing else reads such a model."""
+    from transformers import DeepseekV3Config
+
+    monkeypatch.chdir(tmp_path)
+    config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16")
+    tables = {}
+    for name, more in (("plain", {}), ("model", {"quantization_config": quantised})):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config.to_dict() | more))
+        assert main(["plan", name, "--json"]) == 0
+        told = capfd.readouterr()
+        tables[name] = json.loads(told.out)
+        assert ("counted as if they were not quantised" in told.err) == bool(more)
+    assert tables["model"] == tables["plain"]
+    assert tables["model"]["rows"][0]["kv_bytes_per_token"] == 61 * (512 + 64) * 2
+    for command in (
+        ["convert", "model", "new", "--to", "mha"],
+        ["eval", "model", "--data", "model/config.json"],
+    ):
+        assert main(command) == 3
+        one_line(capfd, 3, "quantization_config", "from before its quantisation")
+
+
 PLAN_MISTAKES = {
     "nowhere": (["nowhere"], 3, ["nowhere"]),
     "no JSON": (["bad.json"], 3, ["bad.json", "not JSON"]),

@@ -135,12 +135,12 @@ def load(
     return model.to(chosen).eval()
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Return the config of a model folder, or of its config.json itself, without reading weights."""
+def read_config(folder: Path, *, sizes_only: bool = False) -> ModelConfig:
+    """Return the config in a model folder or config.json; `sizes_only` takes that of quantised weights, too."""
     if os.path.lexists(folder / MANIFEST):
         verify(folder, only="config.json")
     path = folder if folder.is_file() else folder / "config.json"
-    return _config(_table(path), str(path))
+    return _config(_table(path), str(path), sizes_only=sizes_only)
 
 
 def read_dtype(folder: Path) -> torch.dtype | None:
@@ -186,11 +186,11 @@ def _table(path: Path) -> dict[str, Any]:
     return table
 
 
-def _config(table: dict[str, Any], where: str) -> ModelConfig:
+def _config(table: dict[str, Any], where: str, *, sizes_only: bool = False) -> ModelConfig:
     for key in ("dtype", "torch_dtype"):
         _require_dtype(key, table.get(key), where)
     if "format" not in table and "model_type" in table:
-        return stock.read_config(table, where)
+        return stock.read_config(table, where, sizes_only=sizes_only)
     if "format" in table and table["format"] != FORMAT:
         raise InvalidInput(
             f"{where} has format={table['format']!r:.40}, this version of rehead knows {FORMAT!r}: upgrade rehead, or "

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -223,7 +224,7 @@ def read_plannable(path: Path) -> ModelConfig:
         raise InvalidInput(
             f"{path} is a file: expected a model or run folder, a config.json, or a YAML of options."
         )
-    return read_without_weights(path, own.read_config)
+    return read_without_weights(path, partial(own.read_config, sizes_only=True))
 
 
 def plannable_dtype(path: Path) -> torch.dtype:

@@ -34,21 +34,31 @@ NONE = "no format can represent this model as it is."
 
 
 def family_of(table: Table, where: str) -> Family:
-    """Return the family that a config.json names. Raises InvalidInput for quantised weights."""
-    kind, quantised = table.get("model_type"), table.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise InvalidInput(
-            f"{where}: quantization_config{f' (quant_method {method!r:.30})' if method else ''}: rehead reads weights "
-            "of float32, bfloat16 and float16. Use the model from before its quantisation."
-        )
+    """Return the family that a config.json names."""
+    kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}. Known: {', '.join(sorted(families))}.")
     return families[kind]
 
 
-def read_config(table: Table, where: str) -> GPTConfig:
-    """Return the config that a stock config.json describes."""
+def read_config(table: Table, where: str, *, sizes_only: bool = False) -> GPTConfig:
+    """Return the config that a stock config.json describes.
+
+    Raises InvalidInput if the weights are quantised; with `sizes_only`, for which none are read, warns instead.
+    """
+    if quantised := table.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        found = f"{where}: quantization_config{f' (quant_method {method!r:.30})' if method else ''}"
+        if not sizes_only:
+            raise InvalidInput(
+                f"{found}: rehead reads weights of float32, bfloat16 and float16. Use the model from before its "
+                "quantisation."
+            )
+        warnings.warn(
+            f"{found}: its weights are counted as if they were not quantised. Only `plan` reads such a model.",
+            stacklevel=2,
+        )
+        table = {name: value for name, value in table.items() if name != "quantization_config"}
     family = family_of(table, where)
     try:
         return family.read(Fields(table, where))
