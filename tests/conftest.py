@@ -68,8 +68,13 @@ def nightly(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks `docs` and `browser` by folder and fixture; leaves out what its marks say, much with --few."""
+    """Marks `docs` and `browser` by folder and fixture; leaves out what its marks say, much with --few.
+
+    With --nightly no test has a time limit.
+    """
     for item in items:
+        if config.getoption("nightly"):
+            item.add_marker(pytest.mark.timeout(0), append=False)
         if "docs" in item.path.parts[-3:]:
             item.add_marker(pytest.mark.docs)
         if "chromium" in item.fixturenames:

@@ -273,7 +273,23 @@ def test_a_model_that_is_removed_and_written_anew_is_read_anew(tmp_path):
     assert weights == (tmp_path / "other" / "model.safetensors").read_bytes()
 
 
-def test_a_model_that_changes_whenever_it_is_read_is_an_error(run):
+def test_a_small_model_that_changes_often_is_read_between_two_changes(run):
+    """A writer beside the reader, on one processor, can spoil one reading after another."""
+    readings = []
+
+    def read(folder):
+        readings.append(folder)
+        if len(readings) < 50:
+            (folder / "new").write_text("{}")
+            (folder / "new").rename(folder / "config.json")
+            os.utime(folder, ns=(len(readings), len(readings)))  # however coarse the file system's clock is
+        return len(readings)
+
+    assert read_at(run / "checkpoints" / "step-000200", read) == 50
+
+
+def test_a_model_that_changes_whenever_it_is_read_is_an_error(run, monkeypatch):
+    monkeypatch.setattr(find, "PATIENCE", 0)
     readings = []
 
     def read(folder):

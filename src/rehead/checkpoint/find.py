@@ -23,7 +23,9 @@ GROUPS = ("system", "data", "model", "trainer")
 CONFIG = 1 << 20
 """Characters of a config.yaml, at most."""
 READINGS = 5
-"""Attempts to read a folder that is there and changes."""
+"""Attempts to read a folder that is there and changes: so many at least, and all that begin within `PATIENCE`."""
+PATIENCE = 2.0
+"""Seconds in which a small folder may change many times, and be read between two changes."""
 LISTINGS = 5
 """Attempts to list a run's checkpoints, since a listing may miss folders that are renamed at the same time."""
 SETTLED = 2_000_000_000
@@ -58,8 +60,8 @@ def read_at(path: Path, read: Callable[[Path], T]) -> T:
     If a run in training deletes that checkpoint in the meantime, the next one is read; if the folder is replaced, it is
     read again, since its files may have been those of two models. Raises IntegrityError if it changes every time.
     """
-    attempts = 0
-    while attempts < READINGS:
+    attempts, begun = 0, time.monotonic()
+    while attempts < READINGS or time.monotonic() < begun + PATIENCE:
         folder = resolve(path)
         before = _identity(folder)
         try:
