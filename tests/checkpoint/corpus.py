@@ -220,7 +220,6 @@ CONFIGS = {
             "rope_scaling": {"type": "xyz", "factor": 2.0},
             "is_causal": "no",
             "sliding_window": 6,
-            "quantization_config": {"bits": 4},
             "compression_config": {"bits": 4},
             "partial_rotary_factor": 0.5,
             "hidden_act": "gelu",
@@ -234,6 +233,7 @@ CONFIGS = {
 """Refused by every command, before any weight is looked at."""
 LIES = {
     "C29 giant": json.dumps(CONFIG | {"hidden_size": 2**16, "intermediate_size": 2**18}),
+    "C30 quantization_config": json.dumps(CONFIG | {"quantization_config": {"bits": 4}}),
     "C30 attention_bias": json.dumps(CONFIG | {"attention_bias": True}),
     "C31 says Qwen": json.dumps(CONFIG | {"model_type": "qwen2"}),
     "C16 heads": json.dumps(CONFIG | {"num_key_value_heads": 4}),
@@ -437,10 +437,7 @@ CORPUS: dict[str, Case] = {
         f"C15 {kind} {name} grown": weights(grown(name), base=folder_of(kind))
         for kind, name in kinds.SPECIAL.items()
     },
-    **{
-        f"C31 a good {kind}": weights(dict, base=folder_of(kind), codes=kinds.GOOD_CODES.get(kind, (0,)))
-        for kind in kinds.SPECIAL
-    },
+    **{f"C31 a good {kind}": weights(dict, base=folder_of(kind), codes=(0,)) for kind in kinds.SPECIAL},
     "C14 a bias more": weights(lambda whole: whole | {f"{Q}.bias": torch.zeros(24)}),
     **{f"C15 {name} grown": weights(grown(name)) for name in NAMES},
     "C16 three KV heads": weights(lambda whole: whole | {K: torch.zeros(18, 24)}),

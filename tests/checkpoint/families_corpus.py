@@ -130,8 +130,8 @@ SPECIAL = {
 }
 """A tensor that Llama does not have, or that another layer has in another way."""
 
-GOOD_CODES = dict.fromkeys(("deepseek_v2", "deepseek_v3"), (0, 2))
-"""Where a good folder may be refused: no conversion leads from a normed latent to heads."""
+UNCONVERTIBLE = ("deepseek_v2", "deepseek_v3")
+"""Refused by `convert` before any weight is looked at: no conversion leads from a normed latent to heads."""
 
 
 def config(kind):
