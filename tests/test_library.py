@@ -281,7 +281,7 @@ REFUSED = {
     "load a name of a dtype": ("dtype='bf16'", "held in torch.float32, bfloat16"),
     "load whole numbers": ("dtype=torch.int32", "held in torch.float32, bfloat16"),
     "generate compiled": ("model is a compiled copy", "the model itself", "model.compile()"),
-    "a mask as positions": ("positions are torch.bool", "if it is a mask", "mask.cumsum(1) - 1, -1)"),
+    "a mask as positions": ("positions are torch.bool", "if it is a mask", "mask.long().cumsum(1) - 1, -1)"),
     "a cache of less than nothing": ("batch_size=-1", "Use 0 or more"),
     "a cache of no tokens": ("capacity=0", "Use 1 or more"),
     "a cache of half a token": ("capacity=1.5", "Use 1 or more"),

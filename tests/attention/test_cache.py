@@ -207,6 +207,43 @@ def test_tokens_are_taken_back(window, read, back, keeps, given):
     assert sorted(content[seen[-1]].tolist()) == list(range(first, read))
 
 
+def test_what_was_taken_back_one_by_one_is_overwritten_all_the_same():
+    """Each step alone would be none; nor is the newest token given again the newest that was read."""
+    cache, counts = make(window=5), []
+    for t in range(9):
+        counts.append(cache.count)
+        cache.append(**tokens(t, t + 1))
+    cache.count = counts[8]
+    assert sorted(cache.append(**tokens(8, 9))[0]["latent"][0, :, 0].tolist()) == [4, 5, 6, 7, 8]
+    cache.count = counts[8]
+    with pytest.raises(UsageError, match="overwritten what an earlier token sees"):
+        cache.append(torch.tensor([[7]]), **tokens(7, 8))
+    cache.count = counts[7]
+    with pytest.raises(UsageError, match="overwritten what an earlier token sees"):
+        cache.append(**tokens(7, 8))
+    cache.count = counts[0]
+    assert cache.append(**tokens(0, 1))[0]["latent"][0, :, 0].tolist() == [0]
+
+
+def test_what_one_sequence_has_lost_is_not_lost_for_another():
+    """The tokens taken back were padding in the others."""
+    more = torch.full((B, 3), EMPTY)
+    more[1] = torch.tensor([9, 10, 11])
+
+    def kept(rows):
+        cache = make(window=5)
+        cache.append(torch.arange(9)[None].expand(B, -1), **tokens(0, 9))
+        count = cache.count
+        cache.append(more, **tokens(9, 12))
+        cache.count = count
+        cache.select_batch(rows)
+        return cache.append(**tokens(9, 10, batch=len(rows)))[0]["latent"][..., 0]
+
+    with pytest.raises(UsageError, match="overwritten what an earlier token sees"):
+        kept([1, 0])
+    assert [sorted(row) for row in kept([0, 2]).tolist()] == [[5, 6, 7, 8, 9]] * 2
+
+
 def test_sequences_are_kept_by_a_mask_and_others_refused():
     for window in (None, 6):
         cache, mask = make(window=window), torch.tensor([True, False, False, True])

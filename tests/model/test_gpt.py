@@ -466,3 +466,37 @@ def test_a_full_ring_that_lost_tokens_says_so():
         UsageError, match="overwritten what an earlier token sees: read the text with a new cache"
     ):
         model(tokens(2, 2), cache=cache)
+
+
+@pytest.mark.parametrize("first", ["gqa, rope", "gqa, window"])
+def test_an_old_token_is_refused_before_any_layer_writes(first):
+    """The first layer keeps all rows, or has the wider window."""
+    narrow = replace(config("gqa, window").attention[0], window=3)
+    model = build(replace(config(first), attention=(config(first).attention[0], narrow))).eval()
+    ids, cache = tokens(2, 9), model.new_cache(2)
+    right = model(ids)
+    model(ids[:, :8], cache=cache)
+    with pytest.raises(UsageError, match="overwritten what an earlier token sees"):
+        model(ids[:, :1], torch.tensor([[6]]), cache)
+    torch.testing.assert_close(model(ids[:, 8:], cache=cache), right[:, 8:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "at"), [("gqa, rope", [3, 4]), ("gqa, rope", [8]), ("gqa, window", [8])])
+def test_rows_given_again_are_lost_if_the_call_fails(name, at):
+    """Until the text is read anew. A call that is refused has written nothing."""
+    model, ids = build(config(name)).eval(), tokens(2, 9)
+    right, cache = model(ids), model.new_cache(2)
+    empty = [layer.count for layer in cache]
+    model(ids[:, :8], cache=cache)
+    with pytest.raises(UsageError, match="1000000"):
+        model(torch.full((2, len(at)), 1_000_000), torch.tensor([at]), cache)
+    torch.testing.assert_close(model(ids[:, 8:], cache=cache), right[:, 8:], atol=1e-5, rtol=1e-5)
+    refuse = model.head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        model(ids[:, at].flip(0), torch.tensor([at]), cache)
+    refuse.remove()
+    with pytest.raises(UsageError, match="a call that failed had been given positions again"):
+        model(ids[:, :1], cache=cache)
+    for layer, count in zip(cache, empty, strict=True):
+        layer.count = count
+    torch.testing.assert_close(model(ids, cache=cache), right, atol=1e-5, rtol=1e-5)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rehead.attention import kernels
 from rehead.attention.cache import LayerCache
-from rehead.attention.call import require_call, require_room_of
+from rehead.attention.call import require_call, require_sizes
 from rehead.attention.mask import Mask
 from rehead.attention.program import Call, Program
 from rehead.attention.rope import RopeConfig
@@ -181,7 +181,7 @@ class AttentionConfig(ABC):
         device: torch.device | str = "cpu",
     ) -> LayerCache:
         """Return an empty cache for one layer: a ring buffer with a window, else growing if `capacity` is None."""
-        require_room_of(batch_size, capacity)
+        require_sizes(batch_size, capacity)
         return LayerCache(
             self.cache_rows(),
             batch_size=batch_size,

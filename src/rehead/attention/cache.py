@@ -1,31 +1,20 @@
 """The KV cache of one layer."""
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rehead.attention.mask import EMPTY, reach
 from rehead.attention.next_row import NextRow
+from rehead.attention.selection import selected
+from rehead.attention.taken_back import TakenBack
 from rehead.errors import UsageError
 
 FIRST_ROWS = 64
 """Initial number of rows of a growing cache, which doubles when it is full."""
-OVERWRITTEN = (
-    "the KV cache of a window has overwritten what an earlier token sees: read the text with a new cache."
-)
-
-
-def selected(rows: Tensor, batch_size: int) -> Int[Tensor, " B"]:
-    """Return the indices of sequences in `rows`, or of those that are True there; refuse any beyond the batch."""
-    where = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
-    if (rows is not where and len(rows) != batch_size) or not bool(
-        ((where >= 0) & (where < batch_size)).all()
-    ):
-        raise UsageError(
-            f"rows {rows.tolist()!s:.80}: the caches hold the sequences 0 to {batch_size - 1}. Give indices of them, "
-            f"or {batch_size} times True or False."
-        )
-    return where
+Count = tuple[int, int, bool, Tensor | None]
 
 
 class LayerCache:
@@ -66,7 +55,7 @@ class LayerCache:
         self.positions: Int[Tensor, "B S"] | None = None
         """The position of each row, once positions were given; None while they are consecutive."""
         self._furthest = 0  # the largest position + 1
-        self._has_lost = False  # the ring has no longer what the next token sees
+        self._taken_back = TakenBack(window if self._n_rows == window else None)
 
     @property
     def n_rows(self) -> int:
@@ -133,21 +122,21 @@ class LayerCache:
         return self._n_rows
 
     @property
-    def count(self) -> tuple[int, int, bool, Tensor | None]:
-        """What reading tokens changes; set to an earlier value, it takes back those counted since.
-
-        A ring that has lost what an earlier token sees takes no more tokens.
-        """
+    def count(self) -> Count:
+        """What reading tokens changes; set to an earlier value, it takes back those counted since."""
         return self.length, self._furthest, self._in_ring_order, self.positions
 
     @count.setter
-    def count(self, count: tuple[int, int, bool, Tensor | None]) -> None:
-        before = self._newest() if self._n_rows == self.window else None
+    def count(self, count: Count) -> None:
+        self.take_back(count)
+
+    def take_back(self, count: Count, given: Int[Tensor, "#B L"] | None = None) -> None:
+        """Set `count` to what it was before a call that failed, which may have written at `given` positions."""
+        before, wrote = self._newest(), self.positions is not count[3]
         self.length, self._furthest, self._in_ring_order, self.positions = count
-        if before is not None:
-            after = self._newest()
-            lost = (before >= self._n_rows) & (before - after > 1) & (after >= 0)
-            self._has_lost = bool(lost.any()) or (self._has_lost and bool((after >= 0).any()))
+        after, again = self._newest(), given.cpu() if wrote and given is not None else torch.tensor([[-1]])
+        rewritten = bool(((again >= 0) & (again <= after[:, None])).any())
+        self._taken_back.note(before, after, rewritten=rewritten)
 
     def _newest(self) -> Int[Tensor, " #B"]:
         """The position of the newest token of every sequence, -1 if there is none."""
@@ -175,9 +164,10 @@ class LayerCache:
         """The tensors of the rows, (B, K, S, E) or (B, S, R); growing and `select_batch` replace them."""
         return list(self._store.values())
 
-    def select_batch(self, rows: Int[Tensor, " B"] | Bool[Tensor, " B"]) -> None:
+    def select_batch(self, rows: Tensor | Sequence[int | bool]) -> None:
         """Replace sequence i by sequence `rows[i]`, or keep those whose `rows` are True; a batch may grow or shrink."""
         rows = selected(rows, self.batch_size)
+        self._taken_back.select(rows.cpu(), self.batch_size)
         self._store = {name: store[rows] for name, store in self._store.items()}
         if self.positions is not None:
             self.positions = self.positions[rows]
@@ -233,7 +223,7 @@ class LayerCache:
         known = self._known_positions()
         past, keep = None, positions >= 0
         if self._n_rows == self.window and positions.numel():
-            self._require_newest(positions, known)
+            self.require_kept(positions)
             newest = torch.maximum(known.max(1).values, positions.max(1).values)[:, None]
             late = keep & (positions <= newest - self._n_rows)  # their rows hold newer tokens
             keep = keep & ~late
@@ -252,11 +242,10 @@ class LayerCache:
         rows = {name: torch.cat([store, new[name]], -2).movedim(-2, 1) for name, store in past[1].items()}
         return rows, torch.cat([past[0], positions], dim=1)
 
-    def _require_newest(self, positions: Int[Tensor, "B L"], known: Int[Tensor, "B S"]) -> None:
-        """Refuse tokens before the newest one of a full ring, which has overwritten what they see."""
-        newest = known.amax(1, keepdim=True)
-        if bool(((positions >= 0) & (positions < newest) & (newest >= self._n_rows)).any()):
-            raise UsageError(OVERWRITTEN)
+    def require_kept(self, positions: Int[Tensor, "#B L"]) -> None:
+        """Refuse tokens whose window the ring no longer has: those before the newest one, once it is full."""
+        if self._n_rows == self.window:
+            self._taken_back.require(positions.cpu(), self._newest())
 
     def _known_positions(self) -> Int[Tensor, "B S"]:
         """The position of every row, `EMPTY` if unused."""
@@ -288,8 +277,9 @@ class LayerCache:
 
     def _reserve(self, length: int) -> None:
         """Make room for `length` positions. Raises UsageError beyond the capacity, and after tokens were lost."""
-        if self._has_lost:
-            raise UsageError(OVERWRITTEN)
+        if self._taken_back:
+            newest = self._newest()
+            self._taken_back.require((newest + 1)[:, None], newest)
         self.require_room(length)
         if self.capacity is None and self.window is None and length > self._n_rows:
             n_rows, grown = max(length, 2 * self._n_rows, FIRST_ROWS), {}

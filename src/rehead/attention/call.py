@@ -3,6 +3,7 @@
 The checks read only shapes, dtypes, devices and types, never values: every `forward` runs them, also in decoding.
 """
 
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,7 +109,7 @@ def require_positions(name: str, given: Tensor, of: Tensor, letters: str = "(B, 
     if given.dtype not in WHOLE:
         raise UsageError(
             f"{name} are {given.dtype}: positions are whole numbers. Use {name}.long() or, if it is a mask of "
-            "what is no padding, torch.where(mask.bool(), mask.cumsum(1) - 1, -1)."
+            "what is no padding, torch.where(mask.bool(), mask.long().cumsum(1) - 1, -1)."
         )
     n_row, n_token = of.shape[:2]
     if given.dim() != 2 or given.shape[0] not in (1, n_row) or given.shape[1] != n_token:
@@ -131,10 +132,10 @@ def _require_cache(config: "AttentionConfig", cache: object, x: Tensor) -> None:
     require_fits(cache, config, x)
 
 
-def require_room_of(batch_size: int, capacity: int | None) -> None:
+def require_sizes(batch_size: int, capacity: int | None) -> None:
     """Refuse a cache of no whole number of sequences, or of less than a token."""
     for name, size, least in (("batch_size", batch_size, 0), ("capacity", capacity, 1)):
-        if size is not None and (not isinstance(size, int) or size < least):
+        if size is not None and (not isinstance(size, Integral) or size < least):
             raise UsageError(f"{name}={size!r:.40}: a cache has a whole number of them. Use {least} or more.")
 
 

@@ -51,7 +51,8 @@ class LanguageModel(nn.Module, ABC):
     ) -> Float[Tensor, "B L N"]:
         """Return the logits of the token after each of `ids`, (B, L, vocab). Raises UsageError for invalid ids.
 
-        A call that fails leaves the caches as they were; but a full ring (`LayerCache`) can only take back one token.
+        A call that fails leaves the caches as they were. If it has overwritten what they still need (several rows of a
+        full ring, or rows whose positions it was given again), they take no more tokens.
         """
         whole = require_ids(ids, dims=(2,))
         ids = whole if isinstance(ids, Tensor) else whole.to(self.device)
@@ -60,9 +61,7 @@ class LanguageModel(nn.Module, ABC):
                 f"ids has shape {tuple(ids.shape)}: it has no tokens. Give at least one token per row."
             )
         try:
-            if cache is None:
-                return self.logits(self.hidden(ids, positions))
-            with counted(cache):
+            with counted(cache, positions):
                 return self.logits(self.hidden(ids, positions, cache))
         except IndexError:
             require_range(ids, self.config.vocab_size)

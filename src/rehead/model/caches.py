@@ -34,8 +34,13 @@ def require_caches(caches: object, kinds: Sequence[AttentionConfig], x: Tensor) 
         require_fits(cache, kind, x)
 
 
-def require_next(caches: Sequence[LayerCache], batch_size: int, length: int) -> None:
-    """Refuse caches that do not hold the same tokens of `batch_size` sequences, or have no room for `length`."""
+def require_next(
+    caches: Sequence[LayerCache], batch_size: int, length: int, positions: Tensor | None = None
+) -> None:
+    """Refuse caches that do not hold the same tokens of `batch_size` sequences, or have no room for `length`.
+
+    Refuse tokens at given `positions`, (#B, L), that a ring cannot take.
+    """
     first = caches[0]
     n_token, is_consecutive = first.n_token, first.positions is None
     for layer, cache in enumerate(caches):
@@ -51,19 +56,24 @@ def require_next(caches: Sequence[LayerCache], batch_size: int, length: int) -> 
             )
         if cache.capacity is not None:
             cache.require_room(length)
+        if positions is not None:
+            cache.require_kept(positions)
 
 
 @contextmanager
-def counted(caches: object) -> Iterator[None]:
-    """Take back from all caches, if the block fails, the tokens that it counted, or that an RNN's states have read."""
+def counted(caches: object, positions: Tensor | None = None) -> Iterator[None]:
+    """Take back from all caches, if the block fails, the tokens that it counted, or that an RNN's states have read.
+
+    `positions`, (#B, L), are those of its tokens, where these do not simply follow the ones counted.
+    """
     given = caches if isinstance(caches, list | tuple) else ()
     counts = [(cache, cache.count) for cache in given if isinstance(cache, LayerCache)]
     states = [(cache, cache.state) for cache in given if isinstance(cache, StateCache)]
     try:
         yield
     except BaseException:
-        for cache, count in counts:
-            cache.count = count
         for layer, state in states:
             layer.state = state
+        for cache, count in counts:
+            cache.take_back(count, positions)
         raise

@@ -59,7 +59,7 @@ class GPT(LanguageModel):
             self.require_caches(cache, len(ids))
             start, held = cache[0].length, cache[0].n_token
             needed = held + ids.shape[1] if positions is None else max(held, reach(positions))
-            require_next(cache, len(ids), needed)
+            require_next(cache, len(ids), needed, positions)
             positions = cache[0].next(ids.shape[1]) if positions is None else positions
         if self.embed_positions is not None:
             self.require_room(start + ids.shape[1] if positions is None else reach(positions))

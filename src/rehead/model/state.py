@@ -1,9 +1,11 @@
 """What an Elman layer keeps of its past."""
 
-from jaxtyping import Bool, Float, Int
+from collections.abc import Sequence
+
+from jaxtyping import Float
 from torch import Tensor
 
-from rehead.attention.cache import selected
+from rehead.attention.selection import selected
 
 
 class StateCache:
@@ -17,6 +19,6 @@ class StateCache:
         """Bytes allocated."""
         return self.state.nbytes
 
-    def select_batch(self, rows: Int[Tensor, " B"] | Bool[Tensor, " B"]) -> None:
+    def select_batch(self, rows: Tensor | Sequence[int | bool]) -> None:
         """Replace sequence i by sequence `rows[i]`, or keep those whose `rows` are True."""
         self.state = self.state[selected(rows, len(self.state))]
