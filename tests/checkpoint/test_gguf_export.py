@@ -18,7 +18,7 @@ import torch
 import transformers
 import yaml
 from gguf_models import GQA, LETTERS, MODELS, MQA
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import rehead
 from rehead.checkpoint import own
@@ -440,6 +440,27 @@ def space_first():
     return inner
 
 
+def normalized():
+    inner = hf.Tokenizer.from_str(published())
+    inner.normalizer = normalizers.NFKC()
+    return inner
+
+
+def merging_whole_words():
+    """Llama 3's tokenizer without its `ignore_merges`, as some publish it."""
+    inner = hf.Tokenizer.from_str(published())
+    tokenizer.CUTS["llama-bpe"](inner)
+    table = json.loads(inner.to_str())
+    table["model"]["ignore_merges"] = False
+    return hf.Tokenizer.from_str(json.dumps(table))
+
+
+def sentencepiece():
+    inner = hf.Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Prepend("▁")
+    return inner
+
+
 def suffixed():
     inner = hf.Tokenizer(models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>"))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -478,6 +499,9 @@ def around(template):
         (wordpiece, "a WordPiece model"),
         (other_cut, "a pre-tokenizer other than those of gpt-2, smollm, llama-bpe, qwen2"),
         (space_first, "a pre-tokenizer other than those of"),
+        (normalized, "the pre-tokenizer of gpt-2, but normalizer=NFKC and ignore_merges=False"),
+        (merging_whole_words, "the pre-tokenizer of llama-bpe, but normalizer=None and ignore_merges=False"),
+        (sentencepiece, "SentencePiece's BPE (byte_fallback): rehead writes only byte-level BPE for llama.cpp"),
         (suffixed, "BPE with end_of_word_suffix"),
         (taking_spaces, "tokens that take the spaces beside them, such as '<mask>'"),
         (two_before, "2 tokens around every text"),

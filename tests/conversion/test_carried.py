@@ -64,8 +64,86 @@ def test_marks_and_padding_go_along():
     assert said == [{"eos_token": "<c>", "unk_token": "<b>"}] * 2
 
 
+MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def named(folder):
+    """The special tokens and their ids, as transformers reads a folder."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [(getattr(tokenizer, mark), getattr(tokenizer, f"{mark}_id")) for mark in MARKS], len(tokenizer)
+
+
+def llama_2(normalized):
+    """A tokenizer whose normalizer would make `▁<s>` of `<s>`."""
+    letters = ["<unk>", "<s>", "</s>", "▁", *sorted(set(TEXT) - {" "})]
+    inner = hf.Tokenizer(hf.models.BPE({one: i for i, one in enumerate(letters)}, [], unk_token="<unk>"))
+    inner.normalizer = hf.normalizers.Sequence(
+        [hf.normalizers.Prepend("▁"), hf.normalizers.Replace(" ", "▁")]
+    )
+    inner.add_special_tokens([hf.AddedToken(one, normalized=normalized) for one in letters[:3]])
+    inner.save("model/tokenizer.json")
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_special_tokens_keep_their_spelling_whatever_the_normalizer_makes_of_it(normalized):
+    llama_2(normalized)
+    table = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": {}}
+    Path("model/tokenizer_config.json").write_text(json.dumps(table))
+    assert main(["export", "model", "stock"]) == 0
+    assert named("stock") == named("model")
+    assert named("model")[0][:2] == [("<s>", 1), ("</s>", 2)]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_older_special_tokens_map_is_read_as_transformers_reads_it(newer):
+    """It goes before a tokenizer_config.json without `added_tokens_decoder`."""
+    Path("model/tokenizer_config.json").write_text(
+        json.dumps(
+            {"eos_token": "<c>", "padding_side": "right"} | ({"added_tokens_decoder": {}} if newer else {})
+        )
+    )
+    older = {"bos_token": "<b>", "eos_token": {"content": "<a>"}, "pad_token": "<c>", "unk_token": None}
+    Path("model/special_tokens_map.json").write_text(json.dumps(older))
+    assert main(["convert", "model", "made", "--to", "mha"]) == 0
+    assert main(["export", "model", "stock"]) == 0
+    assert main(["export", "made", "made-stock"]) == 0
+    assert named("stock") == named("made-stock")
+    ids = [id for _, id in named("model")[0]]
+    assert ids == ([None, 2, None, None] if newer else [1, 0, 2, None])
+    if newer:  # of what no tokenizer file names, the model's config says the id
+        ids[0] = 0
+    assert [id for _, id in named("stock")[0]] == ids
+
+
+def test_a_token_that_is_none_stays_none():
+    """Qwen2's class would put one of its own there."""
+    table = {"eos_token": "<c>", "unk_token": None, "added_tokens_decoder": {}}
+    Path("model/tokenizer_config.json").write_text(json.dumps(table))
+    assert main(["export", "model", "stock"]) == 0
+    found = json.loads(Path("stock/tokenizer_config.json").read_text())
+    assert found["unk_token"] is None
+    assert "pad_token" not in found
+
+
+def test_a_first_token_that_only_the_config_promises_is_told_of(capsys):
+    """transformers 4 added it; 5 does not."""
+    table = {"bos_token": "<b>", "add_bos_token": True, "added_tokens_decoder": {}}
+    Path("model/tokenizer_config.json").write_text(json.dumps(table))
+    assert main(["export", "model", "stock"]) == 0
+    assert "says add_bos_token=true, and its tokenizer.json adds no such token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["tekken.json", "sentencepiece.bpe.model", "tokenizer.model.v3", "qwen.tiktoken"]
+)
+def test_a_command_that_needs_a_tokenizer_names_the_one_it_does_not_read(name, capsys):
+    Path("model/tokenizer.json").rename(f"model/{name}")
+    assert main(["generate", "model", "--prompt", "a"]) == 3
+    assert f"rehead does not read {name}. Write one there with AutoTokenizer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["convert model out --to mha", "export model out"])
-@pytest.mark.parametrize("name", ["vocab.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer_config.json", "tekken.json"])
 def test_a_tokenizer_that_is_not_read_is_told_of(command, name, capsys):
     """Also one of the Hub in a form that is not fetched, as tiktoken.model, of which the config is there."""
     Path("model/tokenizer_config.json").unlink()

@@ -11,7 +11,7 @@ from rehead.checkpoint.huggingface.stock import LARGEST, special_ids
 
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 TEMPLATES = "additional_chat_templates"
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 MARKS = ("bos", "eos", "pad")
 NAMED = (*MARKS, "unk")
 """What tokenizer_config.json names; no model's config names the last."""
@@ -26,10 +26,22 @@ def companions(folder: Path) -> dict[str, str]:
     return chat_template(folder) | _generation(folder) | _marks(folder)
 
 
-def _marks(folder: Path) -> dict[str, str]:
-    """Return what tokenizer_config.json says of special tokens, null included."""
+def special_tokens(folder: Path) -> dict[str, Any]:
+    """Return the special tokens that tokenizer_config.json names (`bos_token`, ...), null included.
+
+    As in transformers, the older special_tokens_map.json goes before one without `added_tokens_decoder`.
+    """
     table = json_table(folder / TOKENIZER_CONFIG)
-    kept = {key: table[key] for key in (*(f"{name}_token" for name in NAMED), "padding_side") if key in table}
+    if "added_tokens_decoder" not in table:
+        table |= json_table(folder / TOKENS_MAP)
+    return {key: table[key] for name in NAMED if (key := f"{name}_token") in table}
+
+
+def _marks(folder: Path) -> dict[str, str]:
+    """Return what tokenizer_config.json says of special tokens and padding."""
+    kept = special_tokens(folder)
+    if (side := json_table(folder / TOKENIZER_CONFIG).get("padding_side")) is not None:
+        kept["padding_side"] = side
     return {TOKENIZER_CONFIG: json.dumps(kept, indent=2) + "\n"} if kept else {}
 
 

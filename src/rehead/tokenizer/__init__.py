@@ -2,6 +2,7 @@
 
 from rehead.tokenizer.kinds import KINDS
 from rehead.tokenizer.opened import OpenedModel, load_tokenizer, open_model
-from rehead.tokenizer.tokenizer import FILE, Tokenizer, train
+from rehead.tokenizer.tokenizer import Tokenizer, train
+from rehead.tokenizer.unread import FILE
 
 __all__ = ["FILE", "KINDS", "OpenedModel", "Tokenizer", "load_tokenizer", "open_model", "train"]

@@ -9,16 +9,22 @@ from typing import Any
 import torch
 
 from rehead.checkpoint import load, read_at
-from rehead.checkpoint.companions import MARKS, NAMED, TOKENIZER_CONFIG, companions, json_table
+from rehead.checkpoint.companions import (
+    MARKS,
+    NAMED,
+    TOKENIZER_CONFIG,
+    companions,
+    json_table,
+    special_tokens,
+)
 from rehead.checkpoint.files.opened import changed
 from rehead.checkpoint.find import path_of
 from rehead.checkpoint.huggingface.stock import special_ids
 from rehead.model import LanguageModel
-from rehead.tokenizer.tokenizer import FILE, Tokenizer, missing
+from rehead.tokenizer.tokenizer import Tokenizer
+from rehead.tokenizer.unread import FILE, MADE, missing, unread
 
 log = logging.getLogger("rehead")
-UNREAD = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
-"""Tokenizers in other forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +52,22 @@ class OpenedModel:
 
     def tell_unread(self) -> None:
         """Warn of a tokenizer in files that rehead does not read, which a model made of this one will lack."""
-        found = [name for name in (*UNREAD, TOKENIZER_CONFIG) if (self.folder / name).is_file()]
+        config = json_table(self.folder / TOKENIZER_CONFIG)
+        found = unread(self.folder) + [TOKENIZER_CONFIG] * bool(config)
         if self.tokenizer is None and found:
             log.warning(
-                "the tokenizer of %s (%s) is not passed on: rehead reads tokenizer.json. Write one there with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers.",
+                "the tokenizer of %s (%s) is not passed on: rehead reads tokenizer.json. %s",
                 self.folder,
                 ", ".join(found),
+                MADE,
+            )
+        elif (
+            self.tokenizer is not None and config.get("add_bos_token") is True and self.tokenizer.bos is None
+        ):
+            log.warning(
+                "tokenizer_config.json of %s says add_bos_token=true, and its tokenizer.json adds no such token: nor "
+                "does rehead, as transformers from 5.0. Earlier releases and other engines may.",
+                self.folder,
             )
 
     @property
@@ -64,10 +79,10 @@ class OpenedModel:
     def mark(self, name: str) -> int | None:
         """Return the id that begins (`bos`), ends (`eos`) or pads (`pad`) a text, or stands for unknown ones (`unk`).
 
-        As in `transformers`, it is the token that tokenizer_config.json names or, where that has no such key, the id in
-        the model's config.
+        As in `transformers`, it is the token that tokenizer_config.json names (`special_tokens`) or, where that has no
+        such key, the id in the model's config.
         """
-        table = json_table(self.folder / TOKENIZER_CONFIG)
+        table = special_tokens(self.folder)
         if self.tokenizer is not None and f"{name}_token" in table:
             named = table[f"{name}_token"]
             named = named.get("content") if isinstance(named, dict) else named
@@ -87,11 +102,16 @@ class OpenedModel:
                 found[key] = [first, *(id for id in others if id != first)]
         return found
 
-    def tokenizer_keys(self) -> dict[str, str]:
+    def tokenizer_keys(self) -> dict[str, str | None]:
         """Return what is kept of tokenizer_config.json: those tokens (`bos_token`, ...) and any `padding_side`."""
         tokens = {name: self.tokenizer.token(self.mark(name)) for name in NAMED} if self.tokenizer else {}
+        named = special_tokens(self.folder)
         side = json_table(self.folder / TOKENIZER_CONFIG).get("padding_side")
-        marks = {f"{name}_token": token for name, token in tokens.items() if token}
+        marks = {
+            f"{name}_token": token or None
+            for name, token in tokens.items()
+            if token or named.get(f"{name}_token", "") is None
+        }
         return marks | ({"padding_side": side} if side in ("left", "right") else {})
 
     def texts(self) -> dict[str, str]:

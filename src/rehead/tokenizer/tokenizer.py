@@ -25,8 +25,8 @@ from rehead.errors import ConfigError, InvalidInput
 from rehead.tokenizer.growth import require_modest
 from rehead.tokenizer.guard import encoding, guard
 from rehead.tokenizer.kinds import KINDS, MAX_VOCAB, UNITS, characters, single_bytes, valid_text
+from rehead.tokenizer.unread import FILE, missing
 
-FILE = "tokenizer.json"
 MAX_BYTES = 64 << 20  # of that file
 AGAIN = "Save it again with `tokenizers`"
 
@@ -105,7 +105,12 @@ class Tokenizer:
 
     def token(self, id: int | None) -> str:
         """Return how the vocabulary spells an id, such as `Ġthe`; nothing for one without a token."""
-        return (None if id is None else self._inner.id_to_token(id)) or ""
+        return "" if id is None else self._added.get(id) or self._inner.id_to_token(id) or ""
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        """Tokens that are no part of the model; `id_to_token` gives them as a normalizer makes them, `▁<s>`."""
+        return {id: token.content for id, token in self._inner.get_added_tokens_decoder().items()}
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token spelled as in the vocabulary, such as `</s>`; None if there is none."""
@@ -264,11 +269,6 @@ class Tokenizer:
                     "model after resize_token_embeddings."
                 )
         return found
-
-
-def missing(file: Path) -> InvalidInput:
-    """Return the error for a tokenizer.json that does not exist."""
-    return InvalidInput(f"no file {str(file)!r}: give a {FILE}, or a folder that has one.")
 
 
 def train(kind: str, text: str | Iterable[str], vocab_size: int | None = None) -> Tokenizer:

@@ -26,7 +26,6 @@ OPTIONS = (
     "continuing_subword_prefix",
     "end_of_word_suffix",
     "fuse_unk",
-    "byte_fallback",
 )
 """Fields of BPE that GGUF cannot represent."""
 STRIPS = ("lstrip", "rstrip", "single_word")
@@ -64,6 +63,10 @@ def tell_unwritten(text: str) -> None:
 
 def _byte_level(table: Table, inner: hf.Tokenizer, n_token: int) -> dict[str, Any]:
     model = table["model"]
+    if model.get("byte_fallback"):
+        raise _refused(
+            "SentencePiece's BPE (byte_fallback)", "rehead writes only byte-level BPE for llama.cpp"
+        )
     if odd := [name for name in OPTIONS if model.get(name)]:
         raise _refused(f"BPE with {', '.join(odd)}")
     added = {one["id"]: one for one in table["added_tokens"]}
@@ -93,21 +96,27 @@ def _type(added: Table | None, known: bool) -> int:
 
 def _spelled(inner: hf.Tokenizer, n_token: int) -> list[str]:
     """Return the token of every id of the model; an id without one gets a placeholder."""
-    return [inner.id_to_token(index) or f"[PAD{index}]" for index in range(n_token)]
+    added = {index: token.content for index, token in inner.get_added_tokens_decoder().items()}
+    return [added.get(index) or inner.id_to_token(index) or f"[PAD{index}]" for index in range(n_token)]
 
 
 def _cut_of(table: Table) -> str:
     """Return the name of the pre-tokenizer that cuts as the tokenizer does."""
+    ours = normalizer, cuts, ignores = _cut(table)
+    other = f"a pre-tokenizer other than those of {', '.join(CUTS)}"
     for name in CUTS:
         known = hf.Tokenizer(hf.models.BPE())
         CUTS[name](known)
-        if _cut(json.loads(known.to_str())) == _cut(table):
+        if (theirs := _cut(json.loads(known.to_str()))) == ours:
             return name
-    raise _refused(f"a pre-tokenizer other than those of {', '.join(CUTS)}")
+        if theirs[1] == cuts:
+            kind = normalizer and normalizer["type"]
+            other = f"the pre-tokenizer of {name}, but normalizer={kind} and ignore_merges={ignores}"
+    raise _refused(other)
 
 
-def _cut(table: Table) -> Any:
-    """Return all that decides where a text is cut, in one form."""
+def _cut(table: Table) -> tuple[Any, Any, bool]:
+    """Return all that decides where a text is cut, in one form: normalizer, pre-tokenizers and `ignore_merges`."""
     steps = table["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
     cuts = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps]

@@ -154,7 +154,7 @@ def write(
     family: Family,
     files: dict[str, str],
     special: Table | None = None,
-    tokenizer: dict[str, str] | None = None,
+    tokenizer: dict[str, str | None] | None = None,
 ) -> None:
     """Write the files of a stock folder and further `files`, such as tokenizer.json, into a folder being published.
 
