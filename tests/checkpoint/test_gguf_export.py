@@ -501,7 +501,10 @@ def around(template):
         (space_first, "a pre-tokenizer other than those of"),
         (normalized, "the pre-tokenizer of gpt-2, but normalizer=NFKC and ignore_merges=False"),
         (merging_whole_words, "the pre-tokenizer of llama-bpe, but normalizer=None and ignore_merges=False"),
-        (sentencepiece, "SentencePiece's BPE (byte_fallback): rehead writes only byte-level BPE for llama.cpp"),
+        (
+            sentencepiece,
+            "SentencePiece's BPE (byte_fallback): rehead writes only byte-level BPE for llama.cpp",
+        ),
         (suffixed, "BPE with end_of_word_suffix"),
         (taking_spaces, "tokens that take the spaces beside them, such as '<mask>'"),
         (two_before, "2 tokens around every text"),
