@@ -16,7 +16,8 @@ import torch
 
 import rehead
 from rehead.attention import GroupedConfig, LatentConfig, RopeConfig
-from rehead.checkpoint import verify
+from rehead.checkpoint import families, verify
+from rehead.checkpoint.huggingface import stock
 from rehead.cli import main
 from rehead.conversion import Certificate, Target
 from rehead.conversion.folder import convert_folder
@@ -796,30 +797,117 @@ def test_a_plan_of_what_is_not_built(model, capfd):
     assert json.loads(capfd.readouterr().out)["rows"][0]["kv_bytes_per_token"] == 4 * 3 * 2 * 64
 
 
-@pytest.mark.filterwarnings("always:.*counted as if they were not quantised")
-@pytest.mark.parametrize("quantised", [{"quant_method": "fp8", "weight_block_size": [128, 128]}, {"bits": 4}])
-def test_a_plan_of_quantised_weights(quantised, capfd, tmp_path, monkeypatch):
-    """DeepSeek-V3 exists in fp8 only. The sizes are those of the config without it; nothing else reads such a model."""
+def deepseek_v3():
     from transformers import DeepseekV3Config
 
+    return DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16").to_dict()
+
+
+def gemma3():
+    """As Google writes it: what transformers assumes is left out of `text_config`."""
+    from transformers import Gemma3TextConfig
+
+    table = Gemma3TextConfig(hidden_size=640, num_hidden_layers=12, dtype="bfloat16").to_dict()
+    left_out = (
+        "vocab_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    return table, {name: value for name, value in table.items() if name not in left_out}
+
+
+def phi3():
+    from transformers import Phi3Config
+
+    longrope = {
+        "type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [float(1 + i) for i in range(48)],
+    }
+    table = Phi3Config(max_position_embeddings=131_072, dtype="bfloat16").to_dict()
+    del table["rope_parameters"]
+    plain = table | {"rope_theta": 1e4}
+    return plain, plain | {"rope_scaling": longrope, "original_max_position_embeddings": 4096}
+
+
+ONLY_PLANNED = {
+    "fp8": (
+        lambda: (
+            deepseek_v3(),
+            deepseek_v3() | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
+        ),
+        61 * (512 + 64) * 2,
+        "counted as if they were not quantised",
+        "from before its quantisation",
+    ),
+    "quantised": (
+        lambda: (deepseek_v3(), deepseek_v3() | {"quantization_config": {"bits": 4}}),
+        61 * (512 + 64) * 2,
+        "counted as if they were not quantised",
+        "from before its quantisation",
+    ),
+    "multimodal": (
+        lambda: (gemma3()[0], {"model_type": "gemma3", "text_config": gemma3()[1], "vision_config": {}}),
+        12 * 2 * 4 * 256 * 2,
+        "only the text model is counted",
+        "model_type 'gemma3' is multimodal",
+    ),
+    "quantised, multimodal": (
+        lambda: (
+            gemma3()[0],
+            {"model_type": "gemma3", "text_config": gemma3()[1], "quantization_config": {"bits": 4}},
+        ),
+        12 * 2 * 4 * 256 * 2,
+        "counted as if they were not quantised",
+        "model_type 'gemma3' is multimodal",
+    ),
+    "longrope": (
+        phi3,
+        32 * 2 * 32 * 96 * 2,
+        "longrope changes its angles within a text",
+        "longrope with other",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("always:.*counted", "always:longrope changes", "always:.*longrope changes")
+@pytest.mark.parametrize("name", ONLY_PLANNED)
+def test_a_plan_of_what_no_other_command_reads(name, capfd, tmp_path, monkeypatch):
+    """DeepSeek-V3 exists in fp8 only. The sizes are those of the plain config; weights and angles matter to none."""
+    made, n_bytes, told, refused = ONLY_PLANNED[name]
     monkeypatch.chdir(tmp_path)
-    config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16")
-    tables = {}
-    for name, more in (("plain", {}), ("model", {"quantization_config": quantised})):
-        Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(config.to_dict() | more))
-        assert main(["plan", name, "--json"]) == 0
-        told = capfd.readouterr()
-        tables[name] = json.loads(told.out)
-        assert ("counted as if they were not quantised" in told.err) == bool(more)
-    assert tables["model"] == tables["plain"]
-    assert tables["model"]["rows"][0]["kv_bytes_per_token"] == 61 * (512 + 64) * 2
+    tables = []
+    for folder, table in zip(("plain", "model"), made(), strict=True):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text(json.dumps(table))
+        assert main(["plan", folder, "--json", "--context", "4096", "--dtype", "bf16"]) == 0
+        said = capfd.readouterr()
+        tables.append(json.loads(said.out))
+        assert (told in said.err) == (folder == "model")
+    for table in tables:
+        table["notes"] = []  # longrope is what some targets lack
+    assert tables[1]["rows"][0] == tables[0]["rows"][0]
+    assert tables[1]["rows"][0]["kv_bytes_per_token"] == n_bytes
+    assert name == "longrope" or tables[1] == tables[0]
     for command in (
         ["convert", "model", "new", "--to", "mha"],
         ["eval", "model", "--data", "model/config.json"],
     ):
         assert main(command) == 3
-        one_line(capfd, 3, "quantization_config", "from before its quantisation")
+        one_line(capfd, 3, refused)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_sizes_that_published_files_leave_out_are_those_of_the_class(kind):
+    from transformers import AutoConfig
+
+    table = AutoConfig.for_model(kind).to_dict()
+    for name, size in families[kind].sizes.items():
+        assert table.pop(name) == size
+    found = stock.read_config(table, "config.json")
+    assert found.block_size == families[kind].sizes["max_position_embeddings"]
 
 
 PLAN_MISTAKES = {

@@ -21,6 +21,7 @@ from rehead.checkpoint.files.writing import json_text, write_weights
 from rehead.checkpoint.find import path_of, read_at
 from rehead.checkpoint.huggingface import stock
 from rehead.checkpoint.huggingface.base import families
+from rehead.checkpoint.huggingface.sizes import for_sizes
 from rehead.config import GPTConfig, ModelConfig, decode, encode
 from rehead.errors import InvalidInput, NumericError, UsageError
 from rehead.model import LanguageModel, skeleton
@@ -136,11 +137,12 @@ def load(
 
 
 def read_config(folder: Path, *, sizes_only: bool = False) -> ModelConfig:
-    """Return the config in a model folder or config.json; `sizes_only` takes that of quantised weights, too."""
+    """Return the config in a model folder or config.json; `sizes_only` is for a model to count (`for_sizes`)."""
     if os.path.lexists(folder / MANIFEST):
         verify(folder, only="config.json")
     path = folder if folder.is_file() else folder / "config.json"
-    return _config(_table(path), str(path), sizes_only=sizes_only)
+    table = _table(path)
+    return _config(for_sizes(table, str(path)) if sizes_only else table, str(path))
 
 
 def read_dtype(folder: Path) -> torch.dtype | None:
@@ -186,11 +188,11 @@ def _table(path: Path) -> dict[str, Any]:
     return table
 
 
-def _config(table: dict[str, Any], where: str, *, sizes_only: bool = False) -> ModelConfig:
+def _config(table: dict[str, Any], where: str) -> ModelConfig:
     for key in ("dtype", "torch_dtype"):
         _require_dtype(key, table.get(key), where)
-    if "format" not in table and "model_type" in table:
-        return stock.read_config(table, where, sizes_only=sizes_only)
+    if "format" not in table and ("model_type" in table or "architectures" in table):
+        return stock.read_config(table, where)
     if "format" in table and table["format"] != FORMAT:
         raise InvalidInput(
             f"{where} has format={table['format']!r:.40}, this version of rehead knows {FORMAT!r}: upgrade rehead, or "

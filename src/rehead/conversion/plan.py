@@ -205,12 +205,13 @@ def _advice(rows: list[Row], variants: list[Variant], *, is_coarse: bool) -> str
 
 def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     """Yield what a reader of the rows needs: the meaning of their words, and the context the model was made for."""
-    layers = [variant.attention for variant in variants]
+    possible = [variant for variant in variants if variant.verdict != "impossible"]
+    layers = [variant.attention for variant in possible]
     yield from _of_layers(variants[0].config)
     if any(isinstance(layer, LatentConfig) and layer.rebuilds_keys for layer in layers):
         yield REBUILDING
     for target, (words, served) in DECOUPLED.items():
-        if made := [variant.config for variant in variants if f"--target {target}" in variant.command]:
+        if made := [variant.config for variant in possible if f"--target {target}" in variant.command]:
             lacking = [lacks_class(config) for config in made]
             if target == "canonical" and all(
                 unserved := [lacks_class(config, Asked.of("auto", "vllm")) for config in made]
@@ -220,7 +221,8 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
     yield from _without_rotary_part(variants[0].config)
     if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
         yield TIED
-    for step in dict.fromkeys(variant.step for variant in variants if variant.step):
+    told = (variant.step for variant in variants if variant in possible or f"{variant.step}:" in variant.why)
+    for step in dict.fromkeys(filter(None, told)):
         yield f"{step}: {summary(step)}"
     config = variants[0].config
     if isinstance(config, GPTConfig) and config.experts is not None:

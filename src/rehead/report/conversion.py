@@ -1,6 +1,7 @@
 """Prints a plan and a certificate on the terminal."""
 
 import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,8 +16,8 @@ from rehead.report.text import inert
 
 PARTS = ("variant", "K+V parameters", "output projection", "projection FLOPs", "score and sum FLOPs")
 HEADER = ("variant", "KV B/\ntoken", "share", "cache", "parameters", "FLOPs/step", "read/step", "conversion")
-LEAST_NEEDED = (2, 5, 4, 3, 6)
-"""Columns that a narrow terminal leaves out, from the last on: share, FLOPs, parameters, cache, bytes read."""
+LEAST_NEEDED = (2, 3, 5, 4, 6)
+"""Columns that a narrow terminal leaves out, from the last on: share, cache, FLOPs, parameters, bytes read."""
 
 
 def present_plan(plan: Plan) -> None:
@@ -31,7 +32,7 @@ def present_plan(plan: Plan) -> None:
         header[5], header[6] = "FLOPs/\nstep, all", "read/\nstep, all"
     show(title, header, [_row(row, full) for row in plan.rows], texts=(0, 7), optional=LEAST_NEEDED)
     console = Console(highlight=False, markup=False)
-    for line in filter(None, map(_how, plan.rows)):
+    for line in _ways(plan.rows):
         console.print(_filled(inert(line), console.width, "  "))
     for line in ("", plan.advice, *plan.notes):
         console.print(_filled(inert(line), console.width, ""))
@@ -140,11 +141,16 @@ def _reached(certificate: Certificate, asked: float, measured: bool = False) -> 
     return f"{reached}: {wanted} rounded {'down' if after < asked * before else 'up'} to a whole rank"
 
 
-def _how(row: Row) -> str:
-    """Return how a row is made, and what is to be known about it."""
-    makes = row.verdict in ("exact", "approximate")
-    command = f" ({row.command})" if makes and row.command else ""
-    return f"{row.variant}{command}{f': {row.why}' if row.why else ''}" if command or row.why else ""
+def _ways(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how rows are made, and what is to be known about them; those of which it is the same together."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        makes = row.verdict in ("exact", "approximate")
+        command = f" ({row.command})" if makes and row.command else ""
+        if command or row.why:
+            alike.setdefault((command, row.why), []).append(row.variant)
+    for (command, why), variants in alike.items():
+        yield f"{'; '.join(variants)}{command}{f': {why}' if why else ''}"
 
 
 def _filled(line: str, width: int, indent: str) -> str:

@@ -30,7 +30,8 @@ UNREAD_KEYS = """
     n_shared_experts n_routed_experts routed_scaling_factor n_group topk_group num_experts_per_tok
     norm_topk_prob output_router_logits scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha
     seq_aux num_mtp_layers router_aux_loss_coef embedding_initializer_range cache_implementation
-    classifier_dropout is_decoder
+    classifier_dropout is_decoder _attn_implementation predict_special_tokens unsloth_version unsloth_fixed
+    max_sequence_length sliding_window_size
     do_sample temperature top_k top_p min_p typical_p repetition_penalty
 """
 UNREAD = frozenset(UNREAD_KEYS.split())

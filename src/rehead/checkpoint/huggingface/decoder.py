@@ -62,6 +62,8 @@ class Decoder(Family, Generic[A]):
     """Fields of `base.BLOCK` for which config.json has a key."""
     names: ClassVar[dict[str, str]] = {}
     """Their names of a layer's modules, by ours; ours of the same name are stacked in one tensor."""
+    sizes: ClassVar[dict[str, int]] = {}
+    """The class's defaults for sizes that published files leave out."""
 
     def read(self, fields: Fields) -> GPTConfig:
         """Return the config that a config.json describes."""
@@ -69,8 +71,8 @@ class Decoder(Family, Generic[A]):
         fields.expect(self.activation, ACTIVATIONS[block["mlp"]])
         sizes = Sizes(
             width=fields.take("hidden_size", int),
-            length=fields.take("max_position_embeddings", int),
-            n_query_head=fields.take("num_attention_heads", int),
+            length=self.size(fields, "max_position_embeddings"),
+            n_query_head=self.size(fields, "num_attention_heads"),
             n_layer=fields.layers("num_hidden_layers"),
             norm_eps=fields.take("rms_norm_eps", float, self.norm_eps),
         )
@@ -80,7 +82,7 @@ class Decoder(Family, Generic[A]):
             "rope": self.read_rope(fields, sizes.length),
         }
         model = {
-            "vocab_size": fields.take("vocab_size", int),
+            "vocab_size": self.size(fields, "vocab_size"),
             "block_size": sizes.length,
             "n_embd": sizes.width,
             "attention": tuple(self.layers(fields, sizes, shared)),
@@ -92,6 +94,11 @@ class Decoder(Family, Generic[A]):
         config = GPTConfig(**model, **self.extra_config(fields, sizes))
         fields.finish()
         return config
+
+    def size(self, fields: Fields, name: str) -> int:
+        """Return a size; a missing one is the class's default, if published files leave it out."""
+        found: int = fields.take(name, int, self.sizes.get(name, ...))
+        return found
 
     def read_rope(self, fields: Fields, length: int) -> RopeConfig:
         """Return the rotary embedding of a model of `length` positions."""

@@ -19,6 +19,11 @@ class Gemma3Text(Gemma2):
     """Keys and queries are normed per head, by norms like all others; caps are rare."""
 
     architecture = "Gemma3ForCausalLM"
+    sizes: ClassVar[dict[str, int]] = {
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "vocab_size": 262_208,
+    }
     rope = RopeKeys(theta=1_000_000.0)
     local = RopeKeys(theta=10_000.0, theta_key="rope_local_base_freq")
     differ = ("window", "rope")

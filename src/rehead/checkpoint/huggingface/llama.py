@@ -144,6 +144,7 @@ class Llama(LlamaLike):
     """Llama 2 and 3, SmolLM, and others of their shape."""
 
     architecture = "LlamaForCausalLM"
+    sizes: ClassVar[dict[str, int]] = {"max_position_embeddings": 2048}  # left out by Llama 1
     mlp_biased = True
 
     def attention_fields(self, fields: Fields, sizes: Sizes) -> Table:

@@ -36,34 +36,41 @@ NONE = "no format can represent this model as it is."
 def family_of(table: Table, where: str) -> Family:
     """Return the family that a config.json names."""
     kind = table.get("model_type")
-    if not isinstance(kind, str) or kind not in families:
-        raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}. Known: {', '.join(sorted(families))}.")
-    return families[kind]
-
-
-def read_config(table: Table, where: str, *, sizes_only: bool = False) -> GPTConfig:
-    """Return the config that a stock config.json describes.
-
-    Raises InvalidInput if the weights are quantised; with `sizes_only`, for which none are read, warns instead.
-    """
-    if quantised := table.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        found = f"{where}: quantization_config{f' (quant_method {method!r:.30})' if method else ''}"
-        if not sizes_only:
-            raise InvalidInput(
-                f"{found}: rehead reads weights of float32, bfloat16 and float16. Use the model from before its "
-                "quantisation."
-            )
-        warnings.warn(
-            f"{found}: its weights are counted as if they were not quantised. Only `plan` reads such a model.",
-            stacklevel=2,
+    if isinstance(kind, str) and kind in families:
+        return families[kind]
+    names = table.get("architectures")
+    if kind is None and isinstance(names, list):
+        for name in families:
+            if families[name].architecture in names:
+                raise InvalidInput(f'{where}: model_type is missing: add "model_type": "{name}" to it.')
+    text = table.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") in families:
+        raise InvalidInput(
+            f"{where}: model_type {kind!r:.80} is multimodal: rehead reads text models, and only `plan` one that is a "
+            "part (text_config). Save the text model by itself, with transformers."
         )
-        table = {name: value for name, value in table.items() if name != "quantization_config"}
+    raise InvalidInput(f"{where}: unknown model_type {kind!r:.80}. Known: {', '.join(sorted(families))}.")
+
+
+def read_config(table: Table, where: str) -> GPTConfig:
+    """Return the config that a stock config.json describes. Raises InvalidInput for quantised weights."""
     family = family_of(table, where)
+    if found := quantised(table):
+        raise InvalidInput(
+            f"{where}: {found}: rehead reads weights of float32, bfloat16 and float16. Use the model from before its "
+            "quantisation."
+        )
     try:
         return family.read(Fields(table, where))
     except ConfigError as error:
         raise InvalidInput(f"{where}: {error}") from error
+
+
+def quantised(table: Table) -> str:
+    """Return what a config.json says of quantised weights; nothing for others."""
+    found = table.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    return f"quantization_config{f' (quant_method {method!r:.30})' if method else ''}" if found else ""
 
 
 def read_weights(folder: Path, table: Table, config: GPTConfig) -> dict[str, Tensor]:

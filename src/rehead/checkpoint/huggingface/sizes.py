@@ -1,0 +1,41 @@
+"""Configs of models that `plan` counts and nothing else reads."""
+
+import warnings
+
+from rehead.checkpoint.huggingface.base import Table, families
+from rehead.checkpoint.huggingface.stock import quantised
+
+ALONE = "Only `plan` reads such a model."
+
+
+def for_sizes(table: Table, where: str) -> Table:
+    """Return a config.json that `stock.read_config` reads, of a model of the same sizes; warn of what differs.
+
+    Its weights may be quantised, the text model may be a part of another (`text_config`), and longrope may change its
+    angles within a text.
+    """
+    text = table.get("text_config")
+    if (
+        table.get("model_type") not in families
+        and isinstance(text, dict)
+        and text.get("model_type") in families
+    ):
+        warnings.warn(f"{where}: only the text model is counted, the text_config. {ALONE}", stacklevel=3)
+        table = {key: table[key] for key in ("quantization_config",) if key in table} | text
+    if table.get("model_type") not in families:
+        return table
+    if found := quantised(table):
+        warnings.warn(
+            f"{where}: {found}: its weights are counted as if they were not quantised. {ALONE}", stacklevel=3
+        )
+        table = {name: value for name, value in table.items() if name != "quantization_config"}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = table.get(key)
+        if isinstance(rope, dict) and rope.get("short_factor") != rope.get("long_factor"):
+            warnings.warn(
+                f"{where}: longrope changes its angles within a text: other commands ask for a shorter "
+                "max_position_embeddings.",
+                stacklevel=3,
+            )
+            table = table | {key: rope | {"long_factor": rope.get("short_factor")}}
+    return table
