@@ -114,14 +114,16 @@ def test_a_cap_is_no_class_name(model, capfd):
 def test_longrope_names_the_key_of_the_file(key, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     table = SMALL | {"model_type": "phi3", "num_key_value_heads": 2, "original_max_position_embeddings": 8}
-    Path("config.json").write_text(json.dumps(table | {key: LONGROPE}))
-    assert main(["plan", "config.json"]) == 3
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(table | {key: LONGROPE}))
+    assert main(["convert", "model", "made", "--to", "mha"]) == 3
     said = capfd.readouterr().err
     assert said.endswith(f" in {key}.\n")
     factor = float(said.partition("attention_factor=")[2].split()[0])
     fixed = {key: LONGROPE | {"attention_factor": factor}, "max_position_embeddings": 8}
-    Path("config.json").write_text(json.dumps(table | fixed))
-    assert main(["plan", "config.json"]) == 0  # the way out leads out
+    Path("model/config.json").write_text(json.dumps(table | fixed))
+    assert main(["plan", "model"]) == 0  # the way out leads out
+    assert "longrope" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["smollm3", "gemma3_text"])

@@ -1,7 +1,4 @@
-"""rehead's own model folder: config.json, model.safetensors, generation_config.json, MANIFEST.json.
-
-Models trained here also have a tokenizer.json.
-"""
+"""rehead's own model folder: config.json, weights, generation_config.json, MANIFEST.json and any tokenizer.json."""
 
 import functools
 import os

@@ -219,9 +219,9 @@ def _notes(variants: list[Variant], context: int) -> Iterator[str]:
                 served = f"vLLM and SGLang cannot serve it: {unserved[0]}"
             yield f"{target}: {words} {f'{CLASSLESS} {lacking[0]}' if all(lacking) else served}"
     yield from _without_rotary_part(variants[0].config)
-    if any(isinstance(layer, GroupedConfig) and layer.tie_kv for layer in layers):
+    if any(isinstance(one.attention, GroupedConfig) and one.attention.tie_kv for one in variants):
         yield TIED
-    told = (variant.step for variant in variants if variant in possible or f"{variant.step}:" in variant.why)
+    told = (variant.step for variant in variants if variant.why.startswith(f"{variant.step}: "))
     for step in dict.fromkeys(filter(None, told)):
         yield f"{step}: {summary(step)}"
     config = variants[0].config

@@ -2,8 +2,8 @@
 
 import warnings
 
-from rehead.checkpoint.huggingface.base import Table, families
-from rehead.checkpoint.huggingface.stock import quantised
+from rehead.checkpoint.huggingface.base import Table
+from rehead.checkpoint.huggingface.stock import is_known, quantised
 
 ALONE = "Only `plan` reads such a model."
 
@@ -15,14 +15,10 @@ def for_sizes(table: Table, where: str) -> Table:
     angles within a text.
     """
     text = table.get("text_config")
-    if (
-        table.get("model_type") not in families
-        and isinstance(text, dict)
-        and text.get("model_type") in families
-    ):
+    if not is_known(table.get("model_type")) and isinstance(text, dict) and is_known(text.get("model_type")):
         warnings.warn(f"{where}: only the text model is counted, the text_config. {ALONE}", stacklevel=3)
         table = {key: table[key] for key in ("quantization_config",) if key in table} | text
-    if table.get("model_type") not in families:
+    if not is_known(table.get("model_type")):
         return table
     if found := quantised(table):
         warnings.warn(
@@ -31,7 +27,11 @@ def for_sizes(table: Table, where: str) -> Table:
         table = {name: value for name, value in table.items() if name != "quantization_config"}
     for key in ("rope_scaling", "rope_parameters"):
         rope = table.get(key)
-        if isinstance(rope, dict) and rope.get("short_factor") != rope.get("long_factor"):
+        if (
+            isinstance(rope, dict)
+            and rope.get("short_factor") != rope.get("long_factor")
+            and _is_long(table | rope)
+        ):
             warnings.warn(
                 f"{where}: longrope changes its angles within a text: other commands ask for a shorter "
                 "max_position_embeddings.",
@@ -39,3 +39,9 @@ def for_sizes(table: Table, where: str) -> Table:
             )
             table = table | {key: rope | {"long_factor": rope.get("short_factor")}}
     return table
+
+
+def _is_long(table: Table) -> bool:
+    """Return True if a text may be longer than longrope's first list is for."""
+    length, reach = (table.get(f"{name}max_position_embeddings") for name in ("", "original_"))
+    return not (isinstance(length, int) and isinstance(reach, int)) or length > reach

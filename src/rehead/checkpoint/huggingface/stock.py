@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,10 +34,15 @@ HEADS = ({"lm_head.weight"}, {"embed_out.weight"})
 NONE = "no format can represent this model as it is."
 
 
+def is_known(kind: object) -> TypeGuard[str]:
+    """Return True for the `model_type` of a family."""
+    return isinstance(kind, str) and kind in families
+
+
 def family_of(table: Table, where: str) -> Family:
     """Return the family that a config.json names."""
     kind = table.get("model_type")
-    if isinstance(kind, str) and kind in families:
+    if is_known(kind):
         return families[kind]
     names = table.get("architectures")
     if kind is None and isinstance(names, list):
@@ -44,7 +50,7 @@ def family_of(table: Table, where: str) -> Family:
             if families[name].architecture in names:
                 raise InvalidInput(f'{where}: model_type is missing: add "model_type": "{name}" to it.')
     text = table.get("text_config")
-    if isinstance(text, dict) and text.get("model_type") in families:
+    if isinstance(text, dict) and is_known(text.get("model_type")):
         raise InvalidInput(
             f"{where}: model_type {kind!r:.80} is multimodal: rehead reads text models, and only `plan` one that is a "
             "part (text_config). Save the text model by itself, with transformers."
