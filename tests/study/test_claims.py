@@ -1,6 +1,7 @@
 """No claim between unlike things, none that the seeds do not bear (seeds B23)."""
 
 import random
+from itertools import product
 from statistics import fmean, stdev
 
 import pytest
@@ -53,6 +54,23 @@ def test_different_lengths_are_compared_at_the_longest_common_one():
     both = claim(grown, variant("Other", [1.7, 1.8], length=256, l128=[9, 9]))
     assert (both["length"], both["shorter"]) == (256, False)
     assert both["difference"] == pytest.approx(0.2)
+
+
+def test_a_conversion_without_chance_has_no_repetitions():
+    """Its losses are equal for all seeds: no spread, and no probability that one would make."""
+    given = variant("Given", [2.0] * 3, kind="given")
+    made = variant("Made", [2.0 + 1e-7] * 3, kind="converted")
+    found = claim(given, made)
+    assert (found["told_apart"], found["p"], found["seeds"]) == (False, 1.0, 1)
+    trained = claim(variant("Trained", [1.0, 1.01, 0.99]), made)
+    assert (trained["told_apart"], trained["seeds"]) == (True, 3)
+    assert trained["p"] == chance([1.0, 1.01, 0.99], [2.0 + 1e-7])
+
+
+def test_no_probability_is_negative():
+    for n, power in product(range(2, 17), range(12)):
+        sample = [0.0, 1.0] * n
+        assert 0 <= chance(sample, [value + 10.0**power for value in sample]) < 1
 
 
 def test_the_seeds_of_a_given_model_are_no_repetitions():

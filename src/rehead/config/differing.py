@@ -26,8 +26,8 @@ def differing(one: ModelConfig, other: ModelConfig, free: Collection[str] = ()) 
                 found["attention"] = (ours.name, theirs.name)
             else:
                 found |= _fields(ours, theirs, free)
-        if "rope" in found:
-            found.pop("learned_positions", None)  # learned positions follow from rope
+        if found.get("rope") in ((True, False), (False, True)):
+            found.pop("learned_positions", None)  # they follow from rope or none
     return found
 
 

@@ -262,7 +262,7 @@ def _of_gpus(rows: list[Row], variants: list[Variant], tp: int) -> Iterator[str]
     present, *others = rows
     why = {
         True: f"On {tp} GPUs the KV heads are split, but each GPU holds the whole latent.",
-        False: f"Fewer KV heads than {tp} GPUs are held several times.",
+        False: f"KV heads that are fewer than {tp} GPUs, or do not divide among them, are held several times.",
     }
     for is_latent, words in why.items():
         larger = [

@@ -32,4 +32,4 @@ def _beyond(t: float, freedom: int) -> float:
     for k in range(freedom % 2 + 1, freedom, 2):
         total, term = total + term, term * math.cos(angle) ** 2 * k / (k + 1)
     within = math.sin(angle) * total
-    return 1 - (2 / math.pi * (angle + within) if freedom % 2 else within)
+    return max(0.0, 1 - (2 / math.pi * (angle + within) if freedom % 2 else within))

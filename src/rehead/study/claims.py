@@ -23,7 +23,7 @@ def claim(base: Record, other: Record) -> Record:
     length = max(_lengths(base) & _lengths(other))
     before, after = (_losses(variant, str(length)) for variant in (base, other))
     shorter = length < max(base["length"], other["length"])
-    random = [len(variant["runs"]) for variant in (base, other) if variant["kind"] != "given"]
+    random = [len(variant["runs"]) for variant in (base, other) if not _is_known(variant, str(length))]
     return {**names, "length": length, "shorter": shorter, **compare(before, after, min(random, default=1))}
 
 
@@ -68,9 +68,15 @@ def compare(base: Sequence[float], other: Sequence[float], seeds: int) -> Record
 
 
 def _losses(variant: Record, length: str) -> list[float]:
-    """Return the losses of all runs; of a given model, whose seeds are no repetitions, the one it has."""
+    """Return the losses of all runs; of a model whose seeds are no repetitions, the one it has."""
     losses = [run["val_loss_at"][length] for run in variant["runs"]]
-    return losses if variant["kind"] != "given" else [fmean(losses)]
+    return [fmean(losses)] if _is_known(variant, length) else losses
+
+
+def _is_known(variant: Record, length: str) -> bool:
+    """Whether no seed changes the loss: of a given model, and of one made of it without chance."""
+    losses = {run["val_loss_at"][length] for run in variant["runs"]}
+    return variant["kind"] == "given" or len(losses) == 1 < len(variant["runs"])
 
 
 def _lengths(variant: Record) -> set[int]:
