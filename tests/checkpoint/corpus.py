@@ -527,6 +527,7 @@ CORPUS: dict[str, Case] = {
     "C34 another hash": manifest(recorded("config.json", EMPTY)),
     "C34 an absolute name": manifest(recorded("/etc/hostname", EMPTY), "weights"),
     "C34 a name above": manifest(recorded("../x.json", EMPTY), "weights"),
+    "C34 a name of two lines": manifest(recorded("tokenizer.js\n", EMPTY)),
     "C34 a missing file": manifest(recorded("gone.json", EMPTY), "weights"),
     "C34 a later format": manifest(lambda table: table | {"format": 2}),
     "C34 no files": manifest(lambda table: {"format": 1}),

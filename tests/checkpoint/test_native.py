@@ -393,7 +393,8 @@ def test_an_example_is_loaded_from_a_relative_path(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/b", "", "..", "config.json", "MANIFEST.json", "model.safetensors"]
+    "name",
+    ["../x", "a/b", "", "..", "config.json", "MANIFEST.json", "model.safetensors", "a\n.txt", "\x1b[2J"],
 )
 def test_a_further_file_is_in_the_folder_and_not_the_model_s_own(name, tmp_path):
     with pytest.raises(InvalidInput, match=f"files has the name {name!r}"):

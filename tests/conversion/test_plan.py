@@ -378,7 +378,9 @@ def test_of_16_gpus_each_holds_a_whole_latent_or_a_head(capsys, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     shown = advised(capsys, 8, "--tp", "16")
     assert "On 16 GPUs the KV heads are split, but each GPU holds the whole latent." in shown
-    assert "KV heads that are fewer than 16 GPUs, or do not divide among them, are held several times." in shown
+    assert (
+        "KV heads that are fewer than 16 GPUs, or do not divide among them, are held several times." in shown
+    )
     assert "None of these is smaller on each GPU." in shown
     assert "only --to mla with --kv-fraction below 0.125 would be." in shown
     assert "KV heads that are fewer" not in advised(capsys, 8, "--tp", "4")

@@ -81,7 +81,7 @@ def write(model: LanguageModel, folder: Path, files: Mapping[str, str]) -> None:
 
 def _require_free(name: str) -> None:
     """Refuse the name of a further file that is not one in the folder, or is one of the model's own."""
-    if Path(name).name != name or name in ("", "..") or "\\" in name or "\0" in name:
+    if Path(name).name != name or name in ("", "..") or "\\" in name or not name.isprintable():
         raise InvalidInput(f"files has the name {name!r:.80}: give the plain name of a file in the folder.")
     if name in ("config.json", MANIFEST) or name.startswith("model.") or name.endswith(".safetensors"):
         raise InvalidInput(f"files has the name {name!r:.80}, which is the model's own: choose another.")
