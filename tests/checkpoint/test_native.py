@@ -2,10 +2,10 @@
 
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-import re
 
 import pytest
 import torch
