@@ -130,7 +130,7 @@ def test_a_first_token_that_only_the_config_promises_is_told_of(capsys):
     table = {"bos_token": "<b>", "add_bos_token": True, "added_tokens_decoder": {}}
     Path("model/tokenizer_config.json").write_text(json.dumps(table))
     assert main(["export", "model", "stock"]) == 0
-    assert "says add_bos_token=true, and its tokenizer.json adds no such token" in capsys.readouterr().err
+    assert "says add_bos_token=true, but its tokenizer.json adds none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

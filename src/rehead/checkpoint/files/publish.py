@@ -147,9 +147,7 @@ def recorded(folder: Path, manifest: dict[str, Any] | None = None) -> dict[str, 
     try:
         files = (_manifest(folder) if manifest is None else manifest)["files"]
         listed = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-        if not "".join(
-            listed
-        ).isprintable():  # names of no file that rehead wrote, which would command a terminal
+        if not "".join(listed).isprintable():  # rehead writes no such names, which would command a terminal
             raise ValueError(MANIFEST)
         # earlier manifests have them, too
         return {name: entry for name, entry in listed.items() if name not in FREE}
