@@ -65,8 +65,8 @@ class OpenedModel:
             self.tokenizer is not None and config.get("add_bos_token") is True and self.tokenizer.bos is None
         ):
             log.warning(
-                "tokenizer_config.json of %s says add_bos_token=true, but its tokenizer.json adds none. rehead adds none, "
-                "as transformers 5 does; earlier releases and other engines may.",
+                "tokenizer_config.json of %s says add_bos_token=true, but its tokenizer.json adds none. rehead adds "
+                "none, as transformers 5 does; earlier releases and other engines may.",
                 self.folder,
             )
 
