@@ -250,6 +250,18 @@ def test_a_flag_that_makes_variants_equal_is_refused(flag, equal):
     assert f"which makes {equal} equal. Leave it out. --fraction trains" in said
 
 
+def test_heads_are_those_of_the_variants_that_have_any():
+    """The preset's RNN stands once beside the others, of which there is one for each number."""
+    for flag, many in (("model.n_query_head=[2,4]", 2), ("model.n_query_head=4", 1)):
+        planned = jobs(Preset.read("variants"), [flag])
+        names = [job.variant for job in planned]
+        assert names.count("Elman RNN") == 1
+        assert len(names) == 1 + many * (len(Preset.read("variants").variants) - 1)
+    with pytest.raises(ConfigError, match="n_query_head=4: no variant of .* is made from flags"):
+        jobs(preset(variants={name: {"model": {"type": "rnn", "n_hidden": n}} for name, n in (("a", 4), ("b", 5))}),
+             ["model.n_query_head=4"])  # fmt: skip
+
+
 def test_variants_made_equal_are_refused_in_either_order():
     variants = {"One": {"model": {"n_kv_head": 1}}, "All": {}}
     with pytest.raises(ConfigError, match="which makes 'One' and 'All' equal"):

@@ -102,6 +102,12 @@ def _require_one_place(place: Any, given: Flags, preset: Preset) -> None:
             )
 
 
+def _without_heads(flags: Flags) -> Flags:
+    """Return the flags of a variant; an RNN has no heads, whatever their number in the others."""
+    is_rnn = flags.get("model.type") == "rnn"
+    return {key: value for key, value in flags.items() if not is_rnn or key != "model.n_query_head"}
+
+
 @dataclass(frozen=True)
 class _Grid:
     preset: Preset
@@ -117,7 +123,7 @@ class _Grid:
             by_name[name] = [
                 self._job(name, variant, chosen, label, parent)
                 for parent in ([None] if variant.start is None else by_name[variant.start])
-                for chosen, label in _choices({**self._base(run, variant, parent), **own})
+                for chosen, label in _choices(_without_heads({**self._base(run, variant, parent), **own}))
             ]
         planned = [job for several in by_name.values() for job in several]
         for key, value in self.given.items():
