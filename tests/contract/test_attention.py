@@ -627,6 +627,15 @@ def token_after_lost_ones():
     cache.append(None, **token)
 
 
+def token_after_rewritten_rows():
+    """What a model's call does that fails after it was given an old position."""
+    cache, token = full_ring()
+    count, given = cache.count, torch.tensor([[5]])
+    cache.append(given, **token)
+    cache.take_back(count, given)
+    cache.append(None, **token)
+
+
 def full_cache():
     cache = grouped().cache(1, capacity=4, dtype=torch.float64)
     grouped().build(D)(torch.randn(1, 5, D), cache=cache)
@@ -745,6 +754,7 @@ REFUSED = [  # B25: a call, the value its message names, the way out it shows
     (full_cache, "capacity=4 tokens and was given 5", "build it with capacity=5 or more, or without one"),
     (old_token, "overwritten what an earlier token sees", "read the text with a new cache"),
     (token_after_lost_ones, "overwritten what an earlier token sees", "read the text with a new cache"),
+    (token_after_rewritten_rows, "had been given positions again", "read the text with a new cache"),
     (lambda: grouped().cache(2, 0), "capacity=0", "Use 1 or more"),
     (
         lambda: grouped().cache(2).select_batch(torch.tensor([1, 2])),

@@ -257,7 +257,7 @@ def test_heads_are_those_of_the_variants_that_have_any():
         names = [job.variant for job in planned]
         assert names.count("Elman RNN") == 1
         assert len(names) == 1 + many * (len(Preset.read("variants").variants) - 1)
-    with pytest.raises(ConfigError, match="n_query_head=4: no variant of .* is made from flags"):
+    with pytest.raises(ConfigError, match=r"n_query_head=4: no variant of .* is made from flags"):
         jobs(preset(variants={name: {"model": {"type": "rnn", "n_hidden": n}} for name, n in (("a", 4), ("b", 5))}),
              ["model.n_query_head=4"])  # fmt: skip
 
