@@ -196,6 +196,12 @@ def saved(tmp_path, monkeypatch):
     rehead.save(gpt(), "model")
 
 
+def test_an_empty_list_of_batches_is_the_default(saved, capsys):
+    sizes = ["--prompt-lengths", "3", "--rounds", "1", "--new-tokens", "2"]
+    assert main(["bench", "model", *sizes, "--batch", "[]", "--json"]) == 0
+    assert [case["batch_size"] for case in json.loads(capsys.readouterr().out)["cases"]] == [1]
+
+
 def test_the_command(saved, capsys):
     sizes = ["--prompt-lengths", "3", "5", "--batch", "2", "1", "--rounds", "1"]
     assert main(["bench", "model", *sizes, "--new-tokens", "4", "--dtype", "bf16", "--json"]) == 0

@@ -124,6 +124,7 @@ def bench(
         length = text_length(read.config, length, model)
         usual_lengths, usual_new = usual_sizes(length)
         lengths, n_new = prompt_lengths or usual_lengths, usual_new if new_tokens is None else new_tokens
+        batch = batch or (1,)  # an empty list, []
         each = [(length, many, n_new, rounds) for many in batch for length in lengths]
         for sizes in each:
             require_sizes(read, *sizes)
