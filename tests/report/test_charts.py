@@ -39,6 +39,34 @@ def test_bars_have_names_where_they_differ_from_those_to_their_left(drawn):
     assert named == [["A", "B"], ["", ""], ["A", "C", "B"], ["A", "B"]]
 
 
+def grid(kind):
+    """Thirty-two variants as a grid names them: long, and different at their ends."""
+    names = [f"n_kv_head={at}, n_layer=12, learning_rate=0.001, {'x' * 30} dropout={at}" for at in range(32)]
+    if kind == "bars":
+        return bars(*names)
+    series = [Series(name=name, x=[1, 2], y=[at, 0.0], look=Look.of(at)) for at, name in enumerate(names)]
+    return Chart(kind=kind, title="grid", x="x", y="loss", series=series)
+
+
+@pytest.mark.parametrize("kind", ["lines", "points", "bars"])
+def test_long_names_of_many_variants_leave_room_for_the_chart(drawn, kind):
+    """They end as they differ, lie within the image, and cover no part of the chart."""
+    (axes,) = drawn(grid(kind))
+    axes.figure.draw_without_rendering()
+    legend = axes.get_legend()
+    texts = axes.get_yticklabels() if kind == "bars" else legend.get_texts()
+    names = [text.get_text() for text in texts]
+    assert [name.split("dropout=")[1].split()[0] for name in names] == [str(at) for at in range(32)]
+    assert all(name.startswith(f"n_kv_head={at}, ") for at, name in enumerate(names))
+    chart, whole = axes.get_window_extent(), axes.figure.bbox
+    for box in [text.get_window_extent() for text in texts]:
+        assert not box.overlaps(chart)
+        assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+        assert whole.y0 <= box.y0 < box.y1 <= whole.y1
+    assert chart.width > whole.width / 3
+    assert chart.height > whole.height / 2
+
+
 @pytest.mark.parametrize(
     ("sizes", "ticks"),
     [

@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_a_gap(made_up):
 def test_claims_are_worded_by_what_the_seeds_allow(made_up):
     first, second = study.answers(made_up())[0].findings
     assert first == "B ends 0.4000 nats per token above A, over 2 seeds (p = 0.03)."
-    assert second == "C and A are not told apart: +0.0750 nats per token over 2 seeds (p = 0.47)."
+    assert second == "Not told apart from A over 2 seeds, in nats per token: C by +0.0750 (p = 0.47)."
     document = made_up()
     document["questions"][0]["claims"][0]["p"] = 2e-5
     assert study.findings(document)[0].endswith("over 2 seeds (p < 0.001).")
@@ -108,7 +108,10 @@ def one_seed(document):
 
 def test_cards_claim_what_the_seeds_bear(made_up):
     facts = {name: (value, whose) for name, value, whose in study.facts(made_up())}
-    assert facts["Validation loss"] == ("2.050–2.450", "nats per token; lowest A, not told apart from C, D")
+    assert facts["Validation loss"] == (
+        "2.050–2.450",
+        "nats per token; lowest A, not told apart from B, C, D",
+    )
     assert facts["Smallest KV cache"] == ("64 B", "per token: C, D, 25 % of the largest")
     assert facts["On the frontier"] == ("3", "no variant beats C, D, A")
     document = made_up()

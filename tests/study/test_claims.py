@@ -6,8 +6,8 @@ from statistics import fmean, stdev
 
 import pytest
 
-from rehead.study.chance import LEVEL, chance
-from rehead.study.claims import beats, claim, unlike
+from rehead.study.chance import LEVEL, chance, corrected
+from rehead.study.claims import beaten, claim, claims, unlike
 
 
 def variant(name, losses, *, steps=600, length=128, text="a", blocks=64, size=100, kind="trained", **at):
@@ -37,7 +37,7 @@ BASE = variant("Base", [2.0, 2.1])
 def test_unlike_variants_are_not_compared(other, why):
     assert unlike(BASE, other) == [why]
     assert claim(BASE, other) == {"variant": "X", "against": "Base", "unlike": [why]}
-    assert not beats(other, BASE, lambda one: one["size"])
+    assert not beaten(BASE, [other], lambda one: one["size"])
 
 
 def test_every_reason_is_given():
@@ -84,12 +84,13 @@ def test_the_seeds_of_a_given_model_are_no_repetitions():
 
 def test_what_beats_is_no_larger_and_told_apart_below():
     size = {"bytes_of": lambda one: one["size"]}
-    below, equal = variant("X", [1.6, 1.7], size=100), variant("X", [1.8, 1.99], size=50)
-    assert beats(below, BASE, **size)
-    assert not beats(BASE, below, **size)
-    assert not beats(equal, BASE, **size)
-    assert not beats(variant("X", [1.0, 1.1], size=101), BASE, **size)
-    assert not beats(variant("X", [1.0]), variant("Y", [2.0]), **size)  # one seed tells nothing apart
+    below, equal = variant("X", [1.4, 1.5], size=100), variant("X", [1.8, 1.99], size=50)
+    assert beaten(BASE, [equal, below], **size)
+    assert not beaten(below, [BASE], **size)
+    assert not beaten(BASE, [equal], **size)
+    assert not beaten(BASE, [variant("X", [1.0, 1.1], size=101)], **size)
+    assert not beaten(variant("Y", [2.0]), [variant("X", [1.0])], **size)  # one seed tells nothing apart
+    assert not beaten(BASE, [], **size)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,36 @@ def test_equal_variants_are_told_apart_once_in_20_times():
     draw, n = random.Random(0).gauss, 4000
     found = sum(chance([draw(0, 1), draw(0, 1)], [draw(0, 1), draw(0, 1)]) < LEVEL for _ in range(n))
     assert found / n == pytest.approx(LEVEL, abs=0.015)
+
+
+def test_a_correction_claims_what_holm_s_procedure_does():
+    """Of m chances in order, the k-th is claimed below LEVEL / (m + 1 - k) if all before it are."""
+    draw = random.Random(0).random
+    for m in [*range(12)] * 200:
+        chances = [draw() ** 3 / 5 for _ in range(m)]
+        claimed, left = set(), sorted(range(m), key=chances.__getitem__)
+        while left and chances[left[0]] < LEVEL / len(left):
+            claimed.add(left.pop(0))
+        assert {at for at, p in enumerate(corrected(chances)) if p < LEVEL} == claimed
+        assert all(p <= q <= 1 for p, q in zip(chances, corrected(chances), strict=True))
+
+
+def test_a_study_of_many_equal_variants_claims_something_once_in_20_times():
+    draw, n = random.Random(0).gauss, 600
+
+    def study():
+        made = [variant(str(name), [draw(2, 0.1) for _ in range(3)]) for name in range(8)]
+        return [claim(made[0], other) for other in made[1:]], claims(made[0], made[1:])
+
+    alone, together = zip(*(study() for _ in range(n)), strict=True)
+    assert sum(any(verdict["told_apart"] for verdict in one) for one in alone) / n > 3 * LEVEL
+    assert sum(any(verdict["told_apart"] for verdict in one) for one in together) / n < LEVEL + 0.02
+
+
+def test_what_is_not_comparable_is_no_comparison():
+    near, far = variant("X", [1.7, 1.8]), variant("Y", [1.0, 1.1], steps=400)
+    assert claims(BASE, [far, near]) == [claim(BASE, far), claim(BASE, near)]
+    assert claims(BASE, [near, near])[0]["p"] == 2 * claim(BASE, near)["p"]
 
 
 def test_seeds_that_do_not_matter():

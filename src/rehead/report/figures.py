@@ -7,7 +7,7 @@ from typing import Any
 from rehead.report import kv_dtype as formats
 from rehead.report.chart import Chart, Look, Marker, Panel, Series
 from rehead.report.text import sanitise
-from rehead.study.claims import beats
+from rehead.study.claims import beaten
 
 Record = dict[str, Any]
 MARKERS: dict[str, Marker] = {
@@ -243,15 +243,17 @@ def per_token(variant: Record) -> float:
 
 
 def frontier(variants: Sequence[Record]) -> list[str]:
-    """Return the names that no other variant beats (`study.claims.beats`), by bytes; none with one seed each."""
+    """Return the names that no other variant beats (`study.claims.beaten`), by bytes; none with one seed each."""
     if min(len(variant["runs"]) for variant in variants) < 2:
         return []
-    candidates = [
-        variant for variant in variants if not any(beats(other, variant, per_token) for other in variants)
+    unbeaten = [
+        variant
+        for variant in variants
+        if not beaten(variant, [other for other in variants if other is not variant], per_token)
     ]
     return [
         variant["variant"]
-        for variant in sorted(candidates, key=lambda variant: (per_token(variant), variant["val_loss"][0]))
+        for variant in sorted(unbeaten, key=lambda variant: (per_token(variant), variant["val_loss"][0]))
     ]
 
 
@@ -272,8 +274,8 @@ def frontier_note(variants: Sequence[Record]) -> str:
         return "One seed each: the points show measurements, without a claim which of them is better."
     names = ", ".join(map(sanitise, frontier(variants)))
     return (
-        f"On the frontier: {names}. One variant beats another if it needs no more bytes and its losses are lower for "
-        "all seeds, after the same number of steps on the same text and length."
+        f"On the frontier: {names}. One variant beats another if it needs no more bytes and its losses are lower, "
+        "after as many steps on the same text and length, by more than seeds alone explain."
     )
 
 

@@ -11,8 +11,12 @@ from rehead.report.text import sanitise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LONGEST = 40
-"""Characters of a name; a longer one would leave no room for the chart."""
+LONGEST = 60
+"""Characters of a name; a longer one would leave no room for the chart, and loses its middle."""
+BESIDE = 8
+"""Entries of the largest legend within a chart; a larger one is beside it."""
+LETTER = 0.065
+"""Width in inches of a letter of 8 points."""
 THIN = "\u2009"
 """The thinnest space that every font has."""
 STYLES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":"}
@@ -64,9 +68,7 @@ def _fonts() -> list[str]:
 def _draw(panel: Panel, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    wide = 8.0 if len(panel.charts) == 1 else 4.6 * len(panel.charts)
-    tall = max(4.8 if chart.kind != "bars" else 1.6 + 0.42 * len(_names(chart)) for chart in panel.charts)
-    figure = Figure(figsize=(wide, tall), layout="constrained")
+    figure = Figure(figsize=_size(panel), layout="constrained")
     names: list[str] = []
     for axes, chart in zip(
         figure.subplots(1, len(panel.charts), squeeze=False)[0], panel.charts, strict=True
@@ -83,11 +85,39 @@ def _draw(panel: Panel, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _size(panel: Panel) -> tuple[float, float]:
+    """Return width and height in inches, with room for long names and for legends beside their charts."""
+    wide = 8.0 if len(panel.charts) == 1 else 4.6 * len(panel.charts)
+    tall = 1.6 if all(chart.kind == "bars" for chart in panel.charts) else 4.8
+    for chart in panel.charts:
+        names = _names(chart) if chart.kind == "bars" else _entries(chart)
+        longest = LETTER * max((len(_text(name)) for name in names), default=0)
+        if chart.kind == "bars":
+            wide += max(0.0, longest - 1.5) if chart is panel.charts[0] else 0.0
+            tall = max(tall, 1.6 + 0.42 * len(names))
+        elif len(names) > BESIDE:
+            wide, tall = wide + longest + 1, max(tall, 1 + 0.18 * len(names))
+    return wide, tall
+
+
+def _entries(chart: Chart) -> list[str]:
+    """Return the names in a chart's legend."""
+    return [series.name for series in chart.series if not series.faint]
+
+
+def _legend(axes: "Axes", chart: Chart, columns: int) -> None:
+    """Draw the legend, if there is one: beside the chart where it would cover it."""
+    if len(_entries(chart)) > BESIDE:
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    elif axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, ncols=columns)
+
+
 def _lines(axes: "Axes", chart: Chart, *, named: bool) -> None:
     for series in chart.series:
         colour, style = series.look.colour, (DOTS if series.faint else STYLES)[series.look.dash]
         last = next((y for y in reversed(series.y) if isinstance(y, float)), None)
-        label = None if series.faint else _text(f"{series.name}{'' if last is None else f'  {last:.3f}'}")
+        label = None if series.faint else _text(series.name) + ("" if last is None else f"  {last:.3f}")
         marker = "o" if len(series.x) == 1 else None
         axes.plot(
             series.x, _gaps(series.y), label=label, color=colour, linestyle=style, marker=marker,
@@ -98,8 +128,7 @@ def _lines(axes: "Axes", chart: Chart, *, named: bool) -> None:
                 series.x, _gaps(series.low), _gaps(series.high), color=colour, alpha=0.15, linewidth=0
             )
     axes.set_ylabel(chart.y)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)
+    _legend(axes, chart, 1)
 
 
 def _points(axes: "Axes", chart: Chart, *, named: bool) -> None:
@@ -129,8 +158,7 @@ def _points(axes: "Axes", chart: Chart, *, named: bool) -> None:
         if sum(low <= tick <= high for tick in axes.get_xticks()) < 2:  # powers of two
             axes.set_xticks(sorted({x for series in chart.series for x in series.x}))
     axes.set_ylabel(chart.y)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8, ncols=2)
+    _legend(axes, chart, 2)
 
 
 def _labels(axes: "Axes", chart: Chart) -> None:
@@ -159,7 +187,7 @@ def _bars(axes: "Axes", chart: Chart, *, named: bool) -> None:
         if series.spans:
             axes.hlines(places, series.low, series.high, color="#444444", linewidth=1.2)
     axes.set_yticks(range(len(names)), [_text(name) for name in names] if named else [""] * len(names))
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def keys(chart: Chart) -> list[str]:
@@ -180,5 +208,6 @@ def _gaps(values: Sequence[Any]) -> list[float]:
 
 def _text(text: str) -> str:
     """Escape what matplotlib would not show: dollar signs are formulas, a name after "_" is in no legend."""
-    shown = sanitise(text, LONGEST).replace("$", r"\$")
+    short = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[1 - LONGEST // 2 :]}"
+    shown = sanitise(short).replace("$", r"\$")
     return f"{THIN}{shown}" if shown.startswith("_") else shown

@@ -13,13 +13,13 @@ from rehead.errors import UsageError
 from rehead.report import interactive, maps, page, shrink
 from rehead.report.chart import Look, Panel
 from rehead.report.figures import Figures, frontier, per_token
+from rehead.report.findings import compared, growth, loss
 from rehead.report.plot import draw
 from rehead.report.table import show
 from rehead.report.text import sanitise
 from rehead.study import Maps
-from rehead.study.claims import claim, unlike
+from rehead.study.claims import claims, unlike
 from rehead.study.preset import PANELS
-from rehead.study.results import mean_and_range
 
 Record = dict[str, Any]
 REPORT, SHRINK = "report.html", "shrink.png"
@@ -68,7 +68,7 @@ def _present_trained(document: Record) -> None:
     rows = [
         (
             sanitise(variant["variant"], 60),
-            _loss(variant["val_loss"]),
+            loss(variant["val_loss"]),
             f"{variant['costs']['parameters']:,}",
             f"{variant['costs']['cache_bytes'] / variant['costs']['context']:,.0f}",
             f"{per_token(variant):,.0f}",
@@ -121,7 +121,7 @@ def html(document: Record, attention: Mapping[str, Maps]) -> str:
     )
     environment.filters |= {
         "sanitise": sanitise,
-        "loss": _loss,
+        "loss": loss,
         "per_token": per_token,
         "figure": lambda chart: Markup(interactive.fragment(chart)),
         "swatch": lambda look: Markup(interactive.swatch(look)),
@@ -181,8 +181,8 @@ def answers(document: Record) -> list[Answer]:
         panels = [panel for kind in question["show"] if (panel := figures.panel(kind, question["of"]))]
         findings = []
         if document["conversion"] is None and {"loss", "frontier"} & set(question["show"]):
-            findings = _growth([figures.variants[name] for name in question["of"]])
-            findings += _findings(question["claims"])
+            findings = growth([figures.variants[name] for name in question["of"]])
+            findings += compared(question["claims"])
         answered.append(Answer(ask=question["ask"], findings=findings, panels=panels))
     return answered
 
@@ -219,18 +219,18 @@ def facts(document: Record) -> list[tuple[str, str, str]]:
 def _loss_fact(variants: Sequence[Record]) -> tuple[str, str, str]:
     """Return the lowest loss if the seeds separate it from all others, else the range of losses."""
     best = min(variants, key=lambda variant: variant["val_loss"][0])
-    claims = [claim(best, variant) for variant in variants if variant is not best]
+    verdicts = claims(best, [variant for variant in variants if variant is not best])
     low, high = best["val_loss"][0], max(variant["val_loss"][0] for variant in variants)
     if min(len(variant["runs"]) for variant in variants) < 2:
         why = "one seed each, so none is ranked"
-    elif any("unlike" in verdict for verdict in claims):
+    elif any("unlike" in verdict for verdict in verdicts):
         why = "the models are not comparable, so none is ranked"
     elif not _of_one_length(variants):
         why = "at different block lengths, so none is ranked"
-    elif all(verdict["told_apart"] for verdict in claims):
+    elif all(verdict["told_apart"] for verdict in verdicts):
         return "Lowest validation loss", f"{low:.4f}", f"nats per token: {sanitise(best['variant'])}"
     else:
-        equal = [verdict["variant"] for verdict in claims if not verdict["told_apart"]]
+        equal = [verdict["variant"] for verdict in verdicts if not verdict["told_apart"]]
         why = f"lowest {sanitise(best['variant'])}, not told apart from {_names(equal)}"
     return "Validation loss", f"{low:.3f}–{high:.3f}", f"nats per token; {why}"
 
@@ -246,53 +246,3 @@ def _names(names: Sequence[str], most: int = 3) -> str:
 
 def _seeds(seeds: Sequence[int]) -> str:
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
-
-
-def _findings(claims: Sequence[Record]) -> list[str]:
-    """Return the findings about the losses of a question."""
-    alike = [verdict for verdict in claims if "unlike" not in verdict]
-    if any(verdict["seeds"] < 2 for verdict in alike):
-        sentences = ["One seed each: no difference between losses is claimed."]
-    else:
-        sentences = [_sentence(verdict) for verdict in alike]
-    rest = [verdict for verdict in claims if "unlike" in verdict]
-    if rest:
-        reasons = "; ".join(
-            f"{sanitise(verdict['variant'])} ({', '.join(verdict['unlike'])})" for verdict in rest
-        )
-        sentences.append(f"Not comparable with {sanitise(rest[0]['against'])}: {reasons}.")
-    return sentences
-
-
-def _growth(variants: Sequence[Record]) -> list[str]:
-    """Return how the loss changed in each variant that continues another one with longer blocks."""
-    sentences = []
-    for variant in variants:
-        starts = [run["curve"][0] for run in variant["runs"] if run["curve"]]
-        begun = [point for point in starts if point[0] == variant["steps_before"]]
-        if variant["length"] <= variant["length_before"] or len(begun) < len(variant["runs"]):
-            continue
-        before, after = _loss(mean_and_range([point[2] for point in begun])), _loss(variant["val_loss"])
-        sentences.append(
-            f"{sanitise(variant['variant'])} grows from {variant['length_before']:,} to {variant['length']:,} tokens "
-            f"after {variant['steps_before']:,} steps: at {variant['length']:,} its loss is {before} at that point "
-            f"and {after} after {variant['steps'] - variant['steps_before']:,} more."
-        )
-    return sentences
-
-
-def _sentence(verdict: Record) -> str:
-    name, base, by, p = (verdict[key] for key in ("variant", "against", "difference", "p"))
-    at = f" at {verdict['length']:,} tokens" if verdict["shorter"] else ""
-    seeds = f"over {verdict['seeds']} seeds ({'p < 0.001' if p < 0.001 else f'p = {p:.2g}'})"
-    if not verdict["told_apart"]:
-        both = f"{sanitise(name)} and {sanitise(base)}"
-        return f"{both} are not told apart{at}: {by:+.4f} nats per token {seeds}."
-    side = f"{abs(by):.4f} nats per token {'above' if by > 0 else 'below'}"
-    return f"{sanitise(name)} ends {side} {sanitise(base)}{at}, {seeds}."
-
-
-def _loss(values: Sequence[float]) -> str:
-    """Format a mean with its range."""
-    mean, low, high = values
-    return f"{mean:.4f}" if low == high else f"{mean:.4f} ({low:.4f} to {high:.4f})"

@@ -24,6 +24,18 @@ def chance(base: Sequence[float], other: Sequence[float]) -> float:
     return _beyond(difference / error, freedom) if error else 0.0
 
 
+def corrected(chances: Sequence[float]) -> list[float]:
+    """Return chances of several comparisons, corrected for their number (Holm, 1979).
+
+    Of sets of comparisons in which nothing differs, one in 20 has a corrected chance below 0.05.
+    """
+    order = sorted(range(len(chances)), key=chances.__getitem__)
+    found, least = [1.0] * len(chances), 0.0
+    for rank, at in enumerate(order):
+        found[at] = least = max(least, min(1.0, (len(chances) - rank) * chances[at]))
+    return found
+
+
 def _beyond(t: float, freedom: int) -> float:
     """Return the probability that Student's t is at least as far from 0 (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(abs(t) / math.sqrt(freedom))

@@ -1,10 +1,10 @@
 """Claims about the losses of two variants: only of comparable ones, and only what the seeds support."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from rehead.study.chance import LEVEL, chance
+from rehead.study.chance import LEVEL, chance, corrected
 
 Record = dict[str, Any]
 
@@ -27,6 +27,15 @@ def claim(base: Record, other: Record) -> Record:
     return {**names, "length": length, "shorter": shorter, **compare(before, after, min(random, default=1))}
 
 
+def claims(base: Record, others: Sequence[Record]) -> list[Record]:
+    """Compare each of `others` with `base`, as `claim` does, with `p` corrected for the number of comparisons."""
+    found = [claim(base, other) for other in others]
+    alike = [verdict for verdict in found if "unlike" not in verdict]
+    for verdict, p in zip(alike, corrected([verdict["p"] for verdict in alike]), strict=True):
+        verdict.update(p=p, told_apart=verdict["told_apart"] and p < LEVEL)
+    return found
+
+
 def unlike(base: Record, other: Record) -> list[str]:
     """Return why the losses of two variants are not compared; empty if they are.
 
@@ -44,13 +53,17 @@ def unlike(base: Record, other: Record) -> list[str]:
     return reasons
 
 
-def beats(variant: Record, other: Record, bytes_of: Any) -> bool:
-    """Return True if `variant` needs no more bytes per token than `other` and its losses are clearly lower."""
-    comparable = variant["length"] == other["length"] and not unlike(other, variant)
-    if bytes_of(variant) > bytes_of(other) or not comparable:
-        return False
-    verdict = claim(other, variant)
-    return bool(verdict["told_apart"] and verdict["difference"] < 0)
+def beaten(variant: Record, others: Sequence[Record], bytes_of: Callable[[Record], float]) -> bool:
+    """Return True if one of `others` needs no more bytes per token and its losses are clearly lower."""
+    rivals = [
+        other
+        for other in others
+        if bytes_of(other) <= bytes_of(variant) and other["length"] == variant["length"]
+    ]
+    return any(
+        "unlike" not in verdict and verdict["told_apart"] and verdict["difference"] < 0
+        for verdict in claims(variant, rivals)
+    )
 
 
 def compare(base: Sequence[float], other: Sequence[float], seeds: int) -> Record:

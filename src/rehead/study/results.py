@@ -12,7 +12,7 @@ from rehead.config import GPTConfig
 from rehead.conversion.folder import plannable_dtype, read_plannable
 from rehead.conversion.plan import plan
 from rehead.measure import parameters
-from rehead.study.claims import claim
+from rehead.study.claims import claims
 from rehead.study.grid import overridden
 from rehead.study.job import Job, one_source
 from rehead.study.preset import PANELS, Preset, Question
@@ -38,7 +38,8 @@ def gather(
 
     `measured_costs` is the content of costs.json, `formats` what `study.kv_dtype` measured. A claim compares a
     variant's validation losses with those of the question's first variant, if the two are comparable. `told_apart`
-    needs at least two seeds of both, and a difference that seeds alone rarely make (`study.chance`).
+    needs at least two seeds of both, and a difference that seeds alone rarely make (`study.chance`), with as many
+    comparisons as the question has.
     """
     by_variant: dict[str, list[Job]] = {}
     for job in jobs:
@@ -58,8 +59,8 @@ def gather(
         if not of:
             continue
         of.sort(key=lambda name: question.of.index(by_variant[name][0].of))
-        claims = [claim(by_name[of[0]], by_name[name]) for name in of[1:]]
-        questions.append({"ask": question.ask, "of": of, "show": list(question.show), "claims": claims})
+        found = claims(by_name[of[0]], [by_name[name] for name in of[1:]])
+        questions.append({"ask": question.ask, "of": of, "show": list(question.show), "claims": found})
     return {
         "study": preset.name,
         "about": f"{preset.about} ({replaced}.)" if replaced else preset.about,
