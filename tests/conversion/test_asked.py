@@ -178,6 +178,7 @@ def test_a_canonical_result_that_no_server_takes_is_told_of(
     rehead.save(build(llama_shaped(heads, vocab_size=29, n_embd=1400, n_hidden=31)), Path("model"))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
     words = ["convert", "model", "out", "--to", "mla", "--target", "canonical", *flags, "--length", "16"]
+    words += ["--method", "svd"]
     assert main([*words, "--allow-loss"]) == 0
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "cannot serve the result" in one]
     assert any(part in line for part in said.split("|"))

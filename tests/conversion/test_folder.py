@@ -146,8 +146,9 @@ def test_a_model_folder_without_tokenizer(model, capfd):
     assert main(["convert", model, "new", "--to", "mla"]) == 0
     printed = capfd.readouterr()
     assert "on random tokens" in printed.out
-    assert printed.err.startswith(
-        "rehead: warning: compared on random tokens, which say little about text. Give"
+    assert printed.err == (
+        "rehead: warning: compared on random tokens, which say little about text: --test TEXT measures the loss on "
+        "one.\n"
     )
     assert "tokenizer.json" not in os.listdir("new")
     certificate = Certificate.read(Path("new"))
@@ -420,18 +421,50 @@ def test_a_loss_needs_leave_and_is_told(run, model, capfd):
     says = ("this conversion is lossy", "Nothing was written", "Accept it with --allow-loss")
     half = ["--to", "mla", "--kv-fraction", "0.5"]
     refused(capfd, [run, "new", *half], 2, *says, "the loss would go from", "nats per token", "KL")
-    refused(capfd, [model, "new", *half], 2, *says, "on random tokens")
+    refused(capfd, [model, "new", *half, "--method", "svd"], 2, *says, "on random tokens")
     refused(capfd, [run, "new", *half, "--json"], 2, *says)
 
 
 def test_folders_on_the_way_are_not_left_either(model, capfd):
-    refused(capfd, [model, "deep/er/new", "--to", "mqa"], 2, "this conversion is lossy")
+    refused(capfd, [model, "deep/er/new", "--to", "mqa", "--method", "mean"], 2, "this conversion is lossy")
 
 
 def test_no_text_is_advised_to_a_model_that_cannot_read_one(model, capfd):
     """Without a tokenizer, --calibration is refused, so it is not what to give."""
     assert main(["convert", model, "new", "--to", "mqa"]) == 2
     assert "--calibration" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--kv-fraction", "0.5"],
+        ["--kv-rank", "3", "--method", "whitened"],
+        ["--kv-fraction", "0.5", "--measured-ranks"],
+        ["--kv-fraction", "0.5", "--method", "svd", "--teach", "1"],
+        ["--max-loss", "0.01"],
+    ],
+)
+def test_what_is_fitted_reads_text_of_the_model_s_own_where_none_is_given(words, model, capfd):
+    assert main(["convert", model, "new", "--to", "mla", *words, "--allow-loss"]) == 0
+    first = capfd.readouterr().err.splitlines()[0]
+    assert first == "rehead: no text given: fitting to one sampled from the model (self)"
+    certificate = Certificate.read(Path("new"))
+    assert [text.name for text in certificate.calibration] == ["self"]
+    assert (certificate.loss is not None, certificate.held_out) == (True, True)
+    same = ["convert", model, "same", "--to", "mla", *words, "--allow-loss", "--calibration", "self"]
+    assert main(same) == 0
+    for file in ("model.safetensors", "conversion.json"):
+        assert Path("new", file).read_bytes() == Path("same", file).read_bytes()
+
+
+def test_a_model_that_reads_is_told_that_a_text_can_be_given(run, capfd):
+    (step,) = Path(run, "checkpoints").iterdir()
+    Path("test.txt").write_text(TEXT * 3)
+    assert main(["convert", str(step), "new", "--to", "mqa", "--test", "test.txt", "--allow-loss"]) == 0
+    assert "(self). --calibration TEXT fits to what it will read\n" in capfd.readouterr().err
+    certificate = Certificate.read(Path("new"))
+    assert ([text.name for text in certificate.calibration], certificate.test.name) == (["self"], "test.txt")
 
 
 # Mistakes
@@ -455,22 +488,11 @@ MISTAKES = {
     "unknown option": (["--to", "mla", "--kv-rnak", "3"], 2, ["--kv-rnak", "--kv-rank"]),
     "unknown method": (["--to", "mla", "--method", "magic"], 2, ["magic", "svd"]),
     "another's method": (["--to", "mla", "--kv-rank", "3", "--method", "mean"], 2, ["mean", "pool-heads"]),
-    "a text is needed": (
-        ["--to", "mla", "--kv-rank", "3", "--method", "whitened"],
-        2,
-        ["reads a text", "use the method svd"],
-    ),
     "no tokenizer": (
         ["--to", "mla", "--calibration", "text.txt"],
         3,
         ["no tokenizer.json", "Leave out --calibration and --test"],
     ),
-    "ranks without text": (
-        ["--to", "mla", "--kv-fraction", "0.5", "--measured-ranks"],
-        2,
-        ["ranks are measured on a text", "--calibration"],
-    ),
-    "loss without text": (["--to", "mla", "--max-loss", "0.1"], 2, ["--calibration TEXT"]),
     "loss of pooled heads": (
         ["--to", "mla", "--n-kv-head", "1", "--max-loss", "0.1", "--calibration", "self"],
         2,
@@ -578,8 +600,11 @@ def test_weights_that_are_not_finite(bad, gpt, capfd):
     damaged = gpt(GQA).float()
     damaged.layers[1].self_attn.k_proj.weight.data[2, 3] = bad
     rehead.save(damaged, "model")
-    for arguments in (["--to", "mla"], ["--to", "mqa", "--allow-loss"]):
+    for arguments in (["--to", "mla"], ["--to", "mqa", "--allow-loss", "--method", "mean"]):
         refused(capfd, ["model", "new", *arguments], 7, "layers.1.self_attn.k_proj.weight", "NaN or infinity")
+    assert main(["convert", "model", "new", "--to", "mqa", "--allow-loss"]) == 7  # which samples a text
+    assert "logits are not finite: its weights are damaged" in capfd.readouterr().err
+    assert not Path("new").exists()
 
 
 PLACES = {
@@ -624,9 +649,6 @@ def test_what_needs_no_weights_is_refused_before_they_are_read(model, capfd, mon
     refused(capfd, [model, "new", *lossy, "--test", "self"], 3, "give --test a file or folder")
     Path("text.txt").write_text(TEXT)
     refused(capfd, [model, "new", *lossy, "--test", "text.txt"], 3, "no tokenizer.json", "save_pretrained")
-    refused(capfd, [model, "new", *lossy, "--teach", "1"], 2, "--teach 1 without a text to learn from")
-    refused(capfd, [model, "new", *lossy, "--measured-ranks"], 2, "ranks are measured on a text")
-    refused(capfd, [model, "new", "--to", "mla", "--max-loss", "0.1"], 2, "ranks are measured on a text")
     refused(
         capfd, [model, "new", "--to", "mla", "--teach", "1", "--calibration", "self"], 2, "nothing to learn"
     )

@@ -223,3 +223,10 @@ def test_rebuilt_keys_are_sent_to_a_target_that_the_engine_serves(engine, way):
             ConfigError, match="convert it with --to mla --target canonical, which is not exact"
         ):
             require_fit(llama_shaped(heads, **shape), Asked.of("deepseek_v3", engine))
+
+
+def test_heads_asked_to_be_deepseek_s_mla_are_sent_to_its_target():
+    heads = GroupedConfig(n_query_head=16, n_kv_head=8, head_dim=64, rope=True)
+    model = llama_shaped(heads, vocab_size=29, block_size=64, n_embd=1024, n_hidden=32)
+    with pytest.raises(ConfigError, match="convert it with --to mla --target canonical, which is not exact"):
+        require_fit(model, Asked.of("deepseek_v3", None))

@@ -21,10 +21,11 @@ def blocks(language):
 
 @pytest.fixture
 def somewhere(tmp_path, monkeypatch):
-    """An empty folder with a text, in which commands run in float32."""
+    """An empty folder with two texts, in which commands run in float32."""
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     Path("input.txt").write_text("O God, O God! How weary, stale, flat and unprofitable\n" * 60)
+    Path("other.txt").write_text("How weary, O God, unprofitable, flat and stale\n" * 60)
 
 
 def commands(block):
@@ -84,7 +85,7 @@ def test_python_examples_run(somewhere, capsys):
         str(4 * 100 * 64 * 4),
         "bytes",
     ]
-    text, names = seen["rehead"]
+    text, names = seen["pathlib"]
     assert text.startswith("O God, O God! How weary, stale")
     assert len(text) == 30 + 100 + 1
     assert names["logits"].shape == (1, 30, names["tokenizer"].vocab_size)

@@ -386,6 +386,15 @@ def test_another_teacher_than_the_source_leaves_no_certificate(capsys):
     assert not (resolve(Path("led")) / "conversion.json").exists()
 
 
+def test_a_source_is_not_taught_by_its_conversion(capsys):
+    """The two folders swapped."""
+    assert main(["heal", "source", "--teacher", "mqa", "data.path=input.txt"]) == 2
+    error = capsys.readouterr().err
+    assert "mqa was converted from a model like source, not source from mqa" in error
+    assert "rehead heal mqa --teacher source" in error
+    assert not Path("source-healed").exists()
+
+
 @pytest.mark.filterwarnings("always:.* is not the model that mqa was converted from")
 def test_nor_does_another_model_of_its_shape(capsys):
     """The certificate has the sha256 of the source's weights; one of before has not, and cannot tell."""

@@ -128,7 +128,8 @@ def convert(
         Parameter(
             negative="",
             help="text to fit to, a corpus (python-docs, shakespeare), or self: sampled from the model; "
-            "may be repeated: several are mixed. Without --test a text's last tenth is held out",
+            "may be repeated: several are mixed. Without --test a text's last tenth is held out "
+            "[default: a run's own text; of other models self]",
         ),
     ] = (),
     teach: Annotated[
@@ -172,9 +173,9 @@ def convert(
 ) -> None:
     """Turn a model's attention into another kind, with a certificate of what was kept and lost.
 
-    The result is a model folder with conversion.json and CONVERSION.md in it. A run folder needs no
-    --calibration: its own text is used. Fitting a model of 135 million parameters to 24,576 tokens takes
-    about 6 minutes on one CPU core; sampling self takes 2 or 3 more. Twice as many are read by default.
+    The result is a model folder with conversion.json and CONVERSION.md in it. Fitting a model of 135 million
+    parameters to 24,576 tokens takes about 6 minutes on one CPU core; sampling self takes 2 or 3 more. Twice as
+    many are read by default.
     For example:
 
         rehead convert out/run out/mla --to mla --kv-fraction 0.5 --allow-loss
@@ -217,9 +218,7 @@ def convert(
     if not any(layer.steps for layer in certificate.layers):
         warn(f"{source} already is what is asked for: {destination} is a copy in rehead's format.")
     if certificate.test is None:
-        warn(
-            "compared on random tokens, which say little about text. Give --test TEXT, if the model has a tokenizer."
-        )
+        warn("compared on random tokens, which say little about text: --test TEXT measures the loss on one.")
     if json:
         say(asdict(certificate), "", json)
     else:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from rehead.checkpoint import own, publish, read_at, read_without_weights
-from rehead.checkpoint.find import is_run
 from rehead.checkpoint.hub import CARD
 from rehead.config import GPTConfig, ModelConfig, flags
 from rehead.conversion.arguments import (
@@ -17,9 +16,8 @@ from rehead.conversion.arguments import (
     require_heads,
     require_passes,
     require_seed,
-    require_text,
 )
-from rehead.conversion.base import require_method
+from rehead.conversion.base import Step, require_method
 from rehead.conversion.certificate import CERTIFICATE, Certificate, Text
 from rehead.conversion.converter import Converter
 from rehead.conversion.frequencies import require_rotation
@@ -27,7 +25,6 @@ from rehead.conversion.history import earlier_of
 from rehead.conversion.measured import (
     measured_layers,
     require_measurable,
-    require_measured_on,
     require_rebuilt,
 )
 from rehead.conversion.origin import carried
@@ -57,7 +54,8 @@ class FolderConverter:
     `scratch` is a folder that must exist as long as this is used; statistics in it, of the same model and texts, are
     used again. Each `calibration` is a file, a folder, one of the corpora `rehead.data` knows by name, or `self`,
     a text sampled from the model. Without texts, a run folder's own is used: its training part to fit to, its
-    validation part to measure on. Warns if the source was made by a conversion that is not exact.
+    validation part to measure on; of any other model, `self`, if something `fits` itself to a text. Warns if the
+    source was made by a conversion that is not exact.
     """
 
     def __init__(
@@ -71,6 +69,7 @@ class FolderConverter:
         length: int | None = None,
         seed: int = 0,
         device: str = "cpu",
+        fits: bool = False,
     ) -> None:
         require_seed(seed)
         window = text_length(read_at(source, own.read_config), length, source)
@@ -83,7 +82,7 @@ class FolderConverter:
         opened.require_standing()
         self.read = Source(opened.model, opened.folder)
         require_heads(opened.model)
-        self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test)
+        self.texts = Reader(source, opened, window, seed, scratch).texts(calibration, test, fits=fits)
         self.named = bool(calibration)
         made_of = {
             "source": files,
@@ -167,8 +166,9 @@ def convert_folder(
 ) -> Certificate:
     """Convert the model in `source` and write it, with conversion.json and CONVERSION.md, to `destination`.
 
-    Intermediate results are kept in DESTINATION.unfinished; after an interruption or a kill, `resume` continues
-    from them, with the same bytes. For the texts see `FolderConverter`. `teach` is the number of passes over the
+    Intermediate results are kept in DESTINATION.unfinished; after an interruption or a kill, `resume` continues from
+    them, with the same bytes. For the texts see `FolderConverter`; a model that is not a run is fitted to text of its
+    own making (`self`) where none is given and a step can use one. `teach` is the number of passes over the
     calibration in which approximate attentions learn from the source's. `n_process` layers are converted at a time,
     each in a process of its own, with the same bytes. On `device` the models read the texts, one layer at a time;
     layers are converted on the CPU. `max_loss` bounds the loss on the calibration text; a result that loses more on
@@ -185,11 +185,10 @@ def convert_folder(
     measured = measured_ranks or max_loss is not None
     if measured:
         require_measurable(target, max_loss)
-    _require_sensible(source, target, length, method, measured=measured, teach=teach)
-    has_text = bool(calibration) or is_run(source)
-    require_text(teach, has_text)
-    if measured:
-        require_measured_on(has_text)
+    steps = _require_sensible(source, target, length, method, measured=measured, teach=teach)
+    fits = (
+        measured or teach > 0 or any(step.is_fitted(step.method(method, calibrated=True)) for step in steps)
+    )
     return_freed_memory()
     with unfinished(destination, resume=resume) as scratch, publish(destination) as aside:
         opened = FolderConverter(
@@ -201,6 +200,7 @@ def convert_folder(
             length=length,
             seed=seed,
             device=device,
+            fits=fits,
         )
         certificate = opened.convert(
             aside,
@@ -221,8 +221,9 @@ def read_plannable(path: Path) -> ModelConfig:
         options = flags.read([], (path,))
         return options.model.resolve(options.data.vocab_size or 256, options.data.block_size)
     if path.is_file() and path.suffix != ".json":
+        first = f" Make a folder of it first: rehead import {path} FOLDER" if path.suffix == ".gguf" else ""
         raise InvalidInput(
-            f"{path} is a file: expected a model or run folder, a config.json, or a YAML of options."
+            f"{path} is a file: expected a model or run folder, a config.json, or a YAML of options.{first}"
         )
     return read_without_weights(path, partial(own.read_config, sizes_only=True))
 
@@ -240,8 +241,11 @@ def plannable_dtype(path: Path) -> torch.dtype:
 
 def require_convertible(
     config: GPTConfig, target: Target, method: str | None, *, measured: bool = False, teach: int = 0
-) -> None:
-    """Refuse what no steps lead to, a method that none of them has, and measuring or teaching where nothing is lost."""
+) -> list[Step]:
+    """Return the steps of all layers.
+
+    Refuses what no steps lead to, a method that none of them has, and measuring or teaching where nothing is lost.
+    """
     require_rotation(target, config.attention)
     layers = {layer: target.attention(layer, config.n_embd) for layer in config.attention}
     steps = [step for layer, to in layers.items() for step in path(layer, to, config.n_embd)]
@@ -250,15 +254,21 @@ def require_convertible(
         require_rebuilt(config.attention)
     elif teach and all(step.promise.exact for step in steps):
         raise nothing_to_learn(teach)
+    return steps
 
 
 def _require_sensible(
     source: Path, target: Target, length: int | None, method: str | None, *, measured: bool, teach: int
-) -> None:
-    """Refuse, and warn of, what the source's config tells, before its weights are looked over and a text is sampled."""
+) -> list[Step]:
+    """Return the steps of all layers; none for a model that is refused later.
+
+    Refuses, and warns of, what the source's config tells, before its weights are looked over and a text is sampled.
+    """
     config = read_at(source, own.read_config)
-    if isinstance(config, GPTConfig):
-        if text_length(config, length, source) < 2:
-            raise ConfigError("length=1: no token of such a window has another before it. Use 2 or more.")
-        require_convertible(config, target, method, measured=measured, teach=teach)
-        tell_classless(config, target)
+    if not isinstance(config, GPTConfig):
+        return []
+    if text_length(config, length, source) < 2:
+        raise ConfigError("length=1: no token of such a window has another before it. Use 2 or more.")
+    steps = require_convertible(config, target, method, measured=measured, teach=teach)
+    tell_classless(config, target)
+    return steps

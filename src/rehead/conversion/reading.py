@@ -1,5 +1,6 @@
 """The texts of a conversion from files, from a run, or from the model itself."""
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from rehead.data import TOKENS, Ids, Source, evaluation_blocks, named, read_ids,
 from rehead.errors import InvalidInput, ReheadError
 from rehead.tokenizer import FILE, OpenedModel, Tokenizer
 
+log = logging.getLogger("rehead")
 HELD_OUT = 0.1
 """Share at the end of each calibration text that is measured on where no test text is given."""
 
@@ -128,12 +130,15 @@ class Reader:
         """The token that each window begins with."""
         return None if self.opened.tokenizer is None else self.opened.tokenizer.bos
 
-    def texts(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
+    def texts(
+        self, calibration: Sequence[str | Path], test: str | Path | None, *, fits: bool = False
+    ) -> Texts:
         """Return the named texts: files, folders, corpora, and `self`. A run's own text replaces missing ones.
 
-        Raises ConfigError for a test text that is fitted to.
+        Where something `fits` itself to a text and there is none, `self` is taken. Raises ConfigError for a test text
+        that is fitted to.
         """
-        found = self._found(calibration, test)
+        found = self._found(calibration, test, fits)
         whole = [
             Text.of(text, len(text.ids)) for text in (*found.calibration, found.test) if text is not None
         ]
@@ -141,15 +146,19 @@ class Reader:
             require_different(whole[:-1], whole[-1])
         return found
 
-    def _found(self, calibration: Sequence[str | Path], test: str | Path | None) -> Texts:
+    def _found(self, calibration: Sequence[str | Path], test: str | Path | None, fits: bool) -> Texts:
         names = list(dict.fromkeys(map(str, calibration)))
         files = [name for name in names if name != SELF]
         if files or test is not None:
             _require_tokenizer(self.source, self.opened.tokenizer)
         held = None if test is None else self._read(named(test, "--test"), "test", Path(test).name)
+        own = self._own() if not files and (held is None or not names) else Texts()
         if not names:
-            own = self._own()
-            return own if held is None else Texts(calibration=own.calibration, test=held)
+            if own.calibration or not fits:
+                return own if held is None else Texts(calibration=own.calibration, test=held)
+            better = "" if self.opened.tokenizer is None else ". --calibration TEXT fits to what it will read"
+            log.info("no text given: fitting to one sampled from the model (self)%s", better)
+            names = [SELF]
         share = CALIBRATION_TOKENS // len(names)
         found = {
             name: self._read(named(name, "--calibration"), "calibration", Path(name).name, place)
@@ -167,9 +176,8 @@ class Reader:
             ids = tails[0].ids if len(tails) == 1 else np.concatenate([tail.ids for tail in tails])
             held = Passage(name=" and ".join(tail.name for tail in tails), ids=ids, bos=self.bos)
         else:
-            held = self._own().test
-            if held is not None:
-                return Texts(calibration=list(found.values()), test=held)
+            if own.test is not None:
+                return Texts(calibration=list(found.values()), test=own.test)
             held = self._sampled(share // 10, self.seed + 1)
         return Texts(calibration=list(found.values()), test=held, held_out=True)
 

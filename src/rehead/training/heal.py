@@ -67,7 +67,7 @@ def heal_options(folder: Path, teacher: Path, changes: list[str], length: int | 
         if _gives(changes, key):
             raise UsageError(f"{key}: the command has {known} already. Leave the flag out.")
     config, source = read_at(folder, read_config), read_at(teacher, read_config)
-    _require_source(folder, source)
+    _require_source(folder, config, teacher, source)
     table: dict[str, Any] = {
         "system": {"work_dir": str(healed_folder(folder))},
         "model": {"folder": str(folder)},
@@ -152,9 +152,14 @@ def _require_its_text(teacher: Path, data: DataOptions) -> None:
         )
 
 
-def _require_source(folder: Path, teacher: ModelConfig) -> None:
-    """Raise ConfigError unless the teacher is the source named in the certificate."""
-    certificate = conversion_of(resolve(folder))
+def _require_source(folder: Path, config: ModelConfig, place: Path, teacher: ModelConfig) -> None:
+    """Raise ConfigError unless the teacher, at `place`, is the source named in the certificate."""
+    certificate, other = conversion_of(resolve(folder)), conversion_of(resolve(place))
+    if certificate is None and other is not None and is_source(config, other):
+        raise ConfigError(
+            f"{place} was converted from a model like {folder}, not {folder} from {place}: swap them, "
+            f"rehead heal {place} --teacher {folder}"
+        )
     if certificate is None:
         warnings.warn(
             f"{folder} has no {CERTIFICATE}: it is trained without checking that it came from the teacher",

@@ -219,7 +219,7 @@ def _converted(config: GPTConfig, asked: Asked, engine: str = "") -> Iterator[st
     heads = [layer for layer in config.attention if isinstance(layer, GroupedConfig)]
     if any(layer.head_map != "contiguous" for layer in heads):
         targets = {"--head-map contiguous": Target(head_map="contiguous")} | targets
-    if asked.engine in SERVERS:
+    if asked.engine in SERVERS or list(asked.kinds) == [DEEPSEEK]:
         targets = {"--to mla --target canonical": Target(to="mla", target="canonical")} | targets
     for to, target in targets.items():
         try:
