@@ -22,7 +22,7 @@ TOKENS = 1000
 ACTIVATIONS = TOKENS * 16 * WIDTH * 4
 """Bytes of what one layer computes for the text and its gradients."""
 COMMANDS = {
-    "convert": "convert --to mqa --allow-loss",
+    "convert": "convert --to mqa --method mean --allow-loss",
     "calibrated": "convert --to mla --kv-fraction 0.5 --calibration {text} --teach 2 --allow-loss",
     "export": "export --format llama",
 }
