@@ -921,6 +921,16 @@ def test_a_plan_of_what_no_other_command_reads(name, capfd, tmp_path, monkeypatc
         one_line(capfd, 3, refused)
 
 
+@pytest.mark.parametrize("factors", [2, "x", None, [1.0], ["x"] * 48, [None] * 48, [[1.0]] * 48])
+def test_a_plan_reads_no_longrope_that_is_none(factors, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = phi3()[1]
+    table["rope_scaling"]["long_factor"] = factors
+    Path("config.json").write_text(json.dumps(table))
+    assert main(["plan", "config.json"]) == 3
+    one_line(capfd, 3, "longrope")
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_sizes_that_published_files_leave_out_are_those_of_the_class(kind):
     from transformers import AutoConfig

@@ -27,11 +27,7 @@ def for_sizes(table: Table, where: str) -> Table:
         table = {name: value for name, value in table.items() if name != "quantization_config"}
     for key in ("rope_scaling", "rope_parameters"):
         rope = table.get(key)
-        if (
-            isinstance(rope, dict)
-            and rope.get("short_factor") != rope.get("long_factor")
-            and _is_long(table | rope)
-        ):
+        if isinstance(rope, dict) and _changes(rope) and _is_long(table | rope):
             warnings.warn(
                 f"{where}: longrope changes its angles within a text: other commands ask for a shorter "
                 "max_position_embeddings.",
@@ -39,6 +35,14 @@ def for_sizes(table: Table, where: str) -> Table:
             )
             table = table | {key: rope | {"long_factor": rope.get("short_factor")}}
     return table
+
+
+def _changes(rope: Table) -> bool:
+    """Return True if longrope has two lists, alike but for their numbers."""
+    short, long = rope.get("short_factor"), rope.get("long_factor")
+    if not isinstance(short, list) or not isinstance(long, list) or len(short) != len(long):
+        return False  # refused as it is
+    return short != long and all(type(factor) in (int, float) for factor in long)
 
 
 def _is_long(table: Table) -> bool:
