@@ -119,7 +119,7 @@ TOO_LARGE = {
     f"inspect llama --length 50000 --text {'a' * 26000}": "a text of 26,000 tokens",
     "bench llama --prompt-lengths 90000": "with prompts of 90,000 tokens needs about",
     "generate llama --prompt a --samples 300 --max-new-tokens 9000": "300 texts of 1 tokens and 9,000 new ones",
-    "convert llama new --to mla --kv-fraction 0.5 --length 90000": "Use a smaller --length.",
+    "convert llama new --to mla --kv-fraction 0.5 --method svd --length 90000": "Use a smaller --length.",
     "train data.path=text.txt data.block_size=9000 trainer.batch_size=64": "a step of 64 x 9,000 tokens",
     "train data.path=text.txt model.n_embd=9600": "Use a smaller model.n_embd or model.n_layer.",
 }

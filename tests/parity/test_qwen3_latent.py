@@ -192,7 +192,8 @@ def test_half_the_cache_as_a_user_types_it(tmp_path):
     written(FIELDS, tmp_path)
     (certificate,) = documents("convert theirs ours --to mla --kv-fraction 0.5 --allow-loss", cwd=tmp_path)
     assert certificate["exact"] is False
-    assert {name for layer in certificate["layers"] for name in layer["methods"]} == {"svd"}
+    assert {name for layer in certificate["layers"] for name in layer["methods"]} == {"weighted"}
+    assert [text["name"] for text in certificate["calibration"]] == ["self"]
     ours, theirs = rehead.load(tmp_path / "ours"), rehead.load(tmp_path / "theirs")
     assert [2 * layer.kv_numbers() for layer in ours.config.attention] == [40, 40, 40]
     ids = torch.randint(1, 53, (2, 30))
