@@ -47,7 +47,11 @@ def typed(*words: str) -> int:
     err = io.StringIO()
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         status = main([*words])
-    said = [line for line in err.getvalue().splitlines() if re.match("rehead: (?!warning: |no text given: )", line)]
+    said = [
+        line
+        for line in err.getvalue().splitlines()
+        if re.match("rehead: (?!warning: |no text given: )", line)
+    ]
     assert (len(said) == 1) == bool(status), said
     return status
 
