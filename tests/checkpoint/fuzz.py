@@ -50,7 +50,7 @@ def typed(*words: str) -> int:
     said = [
         line
         for line in err.getvalue().splitlines()
-        if re.match("rehead: (?!warning: |no text given: )", line)
+        if re.match("rehead: (?!warning: |no calibration text: )", line)
     ]
     assert (len(said) == 1) == bool(status), said
     return status

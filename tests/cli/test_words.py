@@ -176,6 +176,7 @@ WRONG_PLACES = (
         UNDER_A_FILE,
     ),
     ("plan input.txt", "is a file: expected a model or run folder, a config.json, or a YAML of options."),
+    ("plan a.gguf", "Make a folder of it first: rehead import a.gguf FOLDER"),
     ("study --preset broken.yaml", "is not YAML", "in line 1. docs/study.md has the form of a preset."),
     ("inspect out/gqa --text God --html out", "cannot write out (Is a directory): give --html a file in a"),
     (
@@ -188,6 +189,7 @@ WRONG_PLACES = (
 
 def test_wrong_places_and_files_are_named_by_what_they_are(run, capfd):
     Path("broken.yaml").write_text("a: [1")
+    Path("a.gguf").write_text("GGUF")
     for line, *said in WRONG_PLACES:
         error = refused(capfd, *line.split())
         assert all(part in error for part in said), error

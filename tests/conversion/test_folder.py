@@ -448,7 +448,7 @@ def test_no_text_is_advised_to_a_model_that_cannot_read_one(model, capfd):
 def test_what_is_fitted_reads_text_of_the_model_s_own_where_none_is_given(words, model, capfd):
     assert main(["convert", model, "new", "--to", "mla", *words, "--allow-loss"]) == 0
     first = capfd.readouterr().err.splitlines()[0]
-    assert first == "rehead: no text given: fitting to one sampled from the model (self)"
+    assert first == "rehead: no calibration text: fitting to one sampled from the model (self)"
     certificate = Certificate.read(Path("new"))
     assert [text.name for text in certificate.calibration] == ["self"]
     assert (certificate.loss is not None, certificate.held_out) == (True, True)
@@ -603,7 +603,9 @@ def test_weights_that_are_not_finite(bad, gpt, capfd):
     for arguments in (["--to", "mla"], ["--to", "mqa", "--allow-loss", "--method", "mean"]):
         refused(capfd, ["model", "new", *arguments], 7, "layers.1.self_attn.k_proj.weight", "NaN or infinity")
     assert main(["convert", "model", "new", "--to", "mqa", "--allow-loss"]) == 7  # which samples a text
-    assert "logits are not finite: its weights are damaged" in capfd.readouterr().err
+    first, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("rehead: no calibration text")
+    assert "layers.1.self_attn.k_proj.weight holds NaN or infinity" in last
     assert not Path("new").exists()
 
 

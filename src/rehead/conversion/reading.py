@@ -16,10 +16,11 @@ from rehead.checkpoint.files.strict import require_regular
 from rehead.checkpoint.find import is_run, run_data
 from rehead.conversion.blocks import CALIBRATION_TOKENS
 from rehead.conversion.certificate import Text, require_different
+from rehead.conversion.finite import require_finite
 from rehead.conversion.sampled import sampled_once
 from rehead.conversion.texts import SELF, Passage
 from rehead.data import TOKENS, Ids, Source, evaluation_blocks, named, read_ids, split, tokenize
-from rehead.errors import InvalidInput, ReheadError
+from rehead.errors import InvalidInput, NumericError, ReheadError
 from rehead.tokenizer import FILE, OpenedModel, Tokenizer
 
 log = logging.getLogger("rehead")
@@ -157,7 +158,7 @@ class Reader:
             if own.calibration or not fits:
                 return own if held is None else Texts(calibration=own.calibration, test=held)
             better = "" if self.opened.tokenizer is None else ". --calibration TEXT fits to what it will read"
-            log.info("no text given: fitting to one sampled from the model (self)%s", better)
+            log.info("no calibration text: fitting to one sampled from the model (self)%s", better)
             names = [SELF]
         share = CALIBRATION_TOKENS // len(names)
         found = {
@@ -184,7 +185,11 @@ class Reader:
     def _sampled(self, tokens: int, seed: int) -> Passage:
         tokenizer, bos = self.opened.tokenizer, self.bos
         begins = None if tokenizer is None or bos is not None else tokenizer.ordinary_ids
-        return sampled_once(self.opened.model, tokens, self.length, seed, bos, begins)
+        try:
+            return sampled_once(self.opened.model, tokens, self.length, seed, bos, begins)
+        except NumericError:
+            require_finite(self.opened.model)  # which names the weight
+            raise
 
     def _read(self, text: Source, job: str, name: str, place: int = 0) -> Passage:
         """Return a text, the one at `place` of a job; a resumed conversion puts its tokens where they were."""

@@ -154,13 +154,14 @@ def _require_its_text(teacher: Path, data: DataOptions) -> None:
 
 def _require_source(folder: Path, config: ModelConfig, place: Path, teacher: ModelConfig) -> None:
     """Raise ConfigError unless the teacher, at `place`, is the source named in the certificate."""
-    certificate, other = conversion_of(resolve(folder)), conversion_of(resolve(place))
-    if certificate is None and other is not None and is_source(config, other):
-        raise ConfigError(
-            f"{place} was converted from a model like {folder}, not {folder} from {place}: swap them, "
-            f"rehead heal {place} --teacher {folder}"
-        )
+    certificate = conversion_of(resolve(folder))
     if certificate is None:
+        swapped = conversion_of(resolve(place))
+        if swapped is not None and is_source(config, swapped):
+            raise ConfigError(
+                f"{place} was converted from a model like {folder}, not {folder} from {place}: swap them, "
+                f"rehead heal {place} --teacher {folder}"
+            )
         warnings.warn(
             f"{folder} has no {CERTIFICATE}: it is trained without checking that it came from the teacher",
             stacklevel=3,
